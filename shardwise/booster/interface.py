@@ -7,6 +7,7 @@ The engine's own module and optimizer have the same methods.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -185,6 +186,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def _with_gradients(self) -> list[torch.Tensor]:
         return [parameter for parameter in parameters_of(self.optim) if parameter.grad is not None]
+
+    def _all_zero(self) -> bool:
+        """Whether there is no gradient, or none but zeros. Collective where gradients are ``DTensor``."""
+        gradients = [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
+        return bool(_total_norm(gradients, math.inf, error_if_nonfinite=False) == 0)  # NaN is none
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state."""

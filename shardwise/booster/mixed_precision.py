@@ -93,7 +93,8 @@ class ScaledOptimizer(OptimizerWrapper):
         super().backward_by_grad(tensor, self.scaler.scale(grad))
 
     def _check_scaled(self, what: str) -> None:
-        if self._unscaled and self._with_gradients():
+        # model.zero_grad(set_to_none=False) leaves zeros, which are the same under any scale.
+        if self._unscaled and not self._all_zero():
             raise RuntimeError(
                 f"{what}() after clipping, which has divided the gradients by the loss scale "
                 f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip behind the "

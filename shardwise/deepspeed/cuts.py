@@ -64,12 +64,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def with_asked_size(config: Any, model: nn.Module) -> Any:
-    """The configuration with the size that :func:`tp_model_init` was given for ``model``, if it was.
+    """The configuration with the size that :func:`tp_model_init` was given for ``model`` or what it wraps, if it was.
 
     Raises:
-        ValueError: it has another one, or another dtype.
+        ValueError: it has another one, or another dtype; or modules of ``model`` were given different ones.
     """
-    asked = _ASKED.get(model)
+    asked = _asked_of(model)
     if asked is None:
         return config
     if not any(read_config(config).given(path) for path in TENSOR_SIZES):
@@ -77,6 +77,19 @@ def with_asked_size(config: Any, model: nn.Module) -> Any:
         config = tree | {"tensor_parallel": {**(tree.get("tensor_parallel") or {}), "autotp_size": asked.tp_size}}
     _compare(asked, read_config(config), model)
     return config
+
+
+def _asked_of(model: nn.Module) -> _Asked | None:
+    """Programs wrap what they have asked for, with adapters say, before it comes to ``initialize``."""
+    found = [(type(module).__name__, _ASKED[module]) for module in model.modules() if module in _ASKED]
+    for name, asked in found[1:]:
+        outer, first = found[0]
+        if asked != first:
+            raise ValueError(
+                f"tp_size={first.tp_size}, dtype={first.dtype} of tp_model_init for {outer}, and tp_size="
+                f"{asked.tp_size}, dtype={asked.dtype} for {name} in the same model: give the same"
+            )
+    return found[0][1] if found else None
 
 
 def _compare(asked: _Asked, settings: Settings, model: nn.Module) -> None:

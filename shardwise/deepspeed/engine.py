@@ -69,7 +69,8 @@ class DeepSpeedEngine(Facts):
         self.is_compiled = False
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._passes = 0  # calls of step since the last update
-        self._unmanaged = 0  # backward passes since then, where step may not be called after each
+        self._unmanaged = 0  # backward passes that the gradients held now are made of
+        session.events.gradients_dropped.listen(self._passes_dropped)
         self._boundary: bool | None = None
         self._applied, self._stepping, self._samples = False, False, 0  # samples of the last step
         self._clock = StepClock(
@@ -153,10 +154,9 @@ class DeepSpeedEngine(Facts):
         optimizer = self._required("backward")
         self._check_loss("backward", loss)
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
-        before, self._unmanaged = self._unmanaged, 0  # a pass that fails takes with it what came before
         with self._clock.timed("backward"), self._held_back():
             optimizer.backward(scaled, retain_graph=retain_graph)
-        self._unmanaged = before + (not retain_graph)
+        self._unmanaged += not retain_graph
         if not retain_graph:
             self._recorder.lost(scaled)
         return scaled.detach() if not retain_graph else scaled
@@ -252,19 +252,19 @@ class DeepSpeedEngine(Facts):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._required("step")
         check_all_used(self.session, self.settings)
-        with watched_step(optimizer, self.settings):
-            optimizer.step()
-            self._count_step(optimizer)
-        self._drop_gradients()  # of .grad nothing is left, as under DeepSpeed
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-
-    def _count_step(self, optimizer: Any) -> None:
-        self._applied = not optimizer.last_step_skipped
-        # What was accumulated is used up, whatever happens next.
         passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
         if self._boundary is not None:  # who sets it may call step once for all passes, or after each
             passes = max(self._passes, self._unmanaged)
+        with watched_step(optimizer, self.settings):
+            optimizer.step()
+            self._count_step(optimizer, passes)
+        self.module.zero_grad()  # of .grad nothing is left, as under DeepSpeed
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _count_step(self, optimizer: Any, passes: int) -> None:
+        self._applied = not optimizer.last_step_skipped
+        # What was accumulated is used up, whatever happens next.
         self._passes, self.global_steps = 0, self.global_steps + 1
         self.skipped_steps += optimizer.last_step_skipped
         self._samples = self._batch.micro * self.dp_world_size * passes
@@ -275,12 +275,11 @@ class DeepSpeedEngine(Facts):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. The count of passes goes on; without managed accumulation it starts anew."""
-        self._drop_gradients()
+        self.module.zero_grad()
         self._recorder.forgets()
 
-    def _drop_gradients(self) -> None:
-        self.module.zero_grad()
-        self._unmanaged = 0
+    def _passes_dropped(self, optimizer: int | None) -> None:
+        self._unmanaged = 0  # whoever drops them, a pass that fails among others
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Reduce what passes under :meth:`no_sync` have kept; :meth:`step` would. Collective.

@@ -26,6 +26,7 @@ from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
+from shardwise.remarks import warn_user
 
 __all__ = ["Prepared", "ShardwiseAccelerator", "prepare"]
 
@@ -91,6 +92,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
         self._mesh: Mesh | None = None
         self._made: list[weakref.ref[Session]] = []
+        self._told_unprepared = False
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -381,6 +383,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """As accelerate's; models and optimizers as checkpoints of ours, for any plan and number of ranks. Collective.
 
+        Once it warns that it has none of them, where ``free_memory`` was called and trained models are still there.
         Hooks see sharded models as accelerate has them in one process, gathered; see [Note: Hooks of a state].
 
         Returns:
@@ -390,6 +393,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
         """
         prepared = self._prepared()
+        self._tell_unprepared()
         with saving_hooks(self, prepared), self._set_aside():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(prepared):
@@ -397,6 +401,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             session.checkpoints.go_on()  # a directory of accelerate's is written anew, whoever has that number now
             session.checkpoints.save(written, STATE.format(index))
         return written
+
+    def _tell_unprepared(self) -> None:
+        trained = [type(session.model).__name__ for session in self._sessions if session.optimizer is not None]
+        if trained and not self._prepared() and not self._told_unprepared:
+            self._told_unprepared = True
+            warn_user(
+                f"save_state() without {', '.join(trained)}: no model is prepared any more since free_memory() or "
+                "clear(), which drops all of them, whatever it is given. Give those that go on, with their optimizers, "
+                "to prepare(...) again"
+            )
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -418,8 +432,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; sharded models among ``objects`` are done with, at once.
 
-        Others are prepared no longer: later states are without them. Their memory is freed when the program lets go of
-        model and optimizer; until then they work, and may be prepared again.
+        All others are prepared no longer, whatever is given: later states are without them. Their memory is freed when
+        the program lets go of model and optimizer; until then they work, and may be prepared again.
         """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None

@@ -13,6 +13,8 @@ from shardwise.build import Session
 __all__ = ["gather_for_references"]
 
 SYNC = "sync_target_model"  # TRL's SyncRefModelCallback calls it of itself, on every rank at the same steps
+ORIGINAL = "_shardwise_original"
+"""Of what stands in its place: itself. A callback may come to another Trainer, whose models are others."""
 
 
 # [Note: References that follow]
@@ -22,8 +24,8 @@ def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Mod
     """Have callbacks that mix the model into a reference (those with ``sync_target_model``) do so with whole ones."""
     for each in callbacks:
         sync = getattr(each, SYNC, None)
-        if callable(sync) and SYNC not in vars(each):
-            setattr(each, SYNC, _with_whole(sync, session_of))
+        if callable(sync):
+            setattr(each, SYNC, _with_whole(getattr(sync, ORIGINAL, sync), session_of))
 
 
 def _with_whole(sync: Callable[..., None], session_of: Callable[[nn.Module], Session | None]) -> Callable[..., None]:
@@ -35,4 +37,5 @@ def _with_whole(sync: Callable[..., None], session_of: Callable[[nn.Module], Ses
                     blocks.enter_context(session.module.gathered(write_back=changes))
             sync(model, target_model, *rest, **options)
 
+    setattr(mix, ORIGINAL, sync)
     return mix

@@ -23,7 +23,8 @@ SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
 # itself, on one rank or on all, so models are gathered meanwhile, and they are the user's own, as accelerate has them
 # in one process. A checkpoint of ours is written whatever a hook takes out, since optimizers have theirs in it. It is
 # loaded before the hooks: one that loads what it has saved, in the compute dtype, leaves masters as they are (see
-# take_over), and what it loads from elsewhere counts.
+# take_over), and what it loads from elsewhere counts. Each rank keeps its own part of what is loaded, so all of them
+# have to load; one rank alone may save, and the others make the gathers with it.
 @contextmanager
 def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None]:
     """Inside, ``save_state`` of accelerate calls the hooks with the models of ``sessions`` among the others.
@@ -33,7 +34,7 @@ def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None
     models = list(accelerator._models)
 
     def call(hooks: Sequence[Callable[..., None]], whole: list[Any], weights: list[Any], directory: str) -> None:
-        if not hooks:
+        if not any(_counts(sessions, hooks)):
             return
         of = {id(session.module): accelerator.get_state_dict(session.module) for session in sessions}
         given = {id(state): _outline(state) for state in of.values()}
@@ -57,10 +58,20 @@ def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None
 
 @contextmanager
 def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``load_state`` of accelerate calls ``load(directory)``, then the hooks, as :func:`saving_hooks`."""
+    """Inside, ``load_state`` of accelerate calls ``load(directory)``, then the hooks, as :func:`saving_hooks`.
+
+    Raises:
+        ValueError: there, on every rank, when the ranks have different numbers of hooks; nothing is loaded.
+    """
     models = list(accelerator._models)
 
     def call(hooks: Sequence[Callable[..., None]], whole: list[Any], directory: str) -> None:
+        counts = _counts(sessions, hooks)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"load_state with {counts} hooks on ranks 0 to {len(counts) - 1}: what one of them loads would be in "
+                "that rank's part of the models alone; call register_load_state_pre_hook on every rank"
+            )
         load(directory)
         if not hooks:
             return
@@ -87,6 +98,11 @@ def _in_place_of(accelerator: Any, name: str, call: Callable[..., None]) -> Iter
         yield
     finally:
         setattr(accelerator, name, before)
+
+
+def _counts(sessions: Sequence[Session], hooks: Sequence[Any]) -> list[int]:
+    """The number of hooks of each rank. Collective where a model is sharded."""
+    return EngineRun(sessions[0]).gather(len(hooks)) if sessions else [len(hooks)]
 
 
 def _own(sessions: Sequence[Session], model: Any) -> Any:

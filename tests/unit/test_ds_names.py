@@ -323,6 +323,18 @@ def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
     engine.destroy()
 
 
+def test_what_was_said_of_the_cuts_counts_for_a_model_that_was_wrapped_since() -> None:
+    inner = deepspeed.tp_model_init(nn.Linear(2, 2), 4, torch.float32)
+    model = nn.Sequential(nn.Sequential(inner), nn.ReLU())
+    with pytest.raises(ValueError, match="autotp_size=4 x sequence_parallel_size=1 does not divide"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+    deepspeed.tp_model_init(model, 1, torch.float32)
+    with pytest.raises(ValueError, match=r"tp_size=1, .* for Sequential, and tp_size=4, .* for Linear"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+    deepspeed.tp_model_init(inner, 1, torch.float32)
+    deepspeed.initialize(model=model, config={"train_batch_size": 1, "gradient_clipping": 0.0})[0].destroy()
+
+
 def test_what_is_wrong_with_cuts_is_said_at_once() -> None:
     model = nn.Linear(2, 2)
     for given, error, said in (

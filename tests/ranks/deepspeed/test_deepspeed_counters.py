@@ -84,6 +84,40 @@ def managed() -> list[list[int]]:
     return [*seen, close(engine)]
 
 
+def dropped(how: str) -> list[list[int]]:
+    """Windows whose end the program sets, with two passes that it drops on its way."""
+    engine = started(gradient_accumulation_steps=2)
+
+    def fail() -> None:
+        value = loss(engine)
+        value.register_hook(lambda grad: grad.item() + "")
+        with warnings.catch_warnings(), pytest.raises(TypeError):
+            warnings.simplefilter("ignore")
+            engine.backward(value)
+
+    drops = {"optimizer": engine.optimizer.zero_grad, "module": engine.module.zero_grad, "engine": engine.zero_grad}
+    drop = drops.get(how, fail)
+    seen = []
+    for _ in range(2):
+        engine.set_gradient_accumulation_boundary(False)
+        for _ in range(2):
+            engine.backward(loss(engine))
+        drop()
+        engine.backward(loss(engine))
+        engine.set_gradient_accumulation_boundary(True)
+        engine.scale(loss(engine)).backward()
+        engine.step()
+        seen.append([engine.global_steps, engine.global_samples])
+    return [*seen, close(engine)]
+
+
+@pytest.mark.parametrize("how", ["optimizer", "module", "engine", "failed"])
+def test_passes_that_are_dropped_are_of_no_step(how: str) -> None:
+    each = MICRO * RANKS
+    for counts in run_ranks(RANKS, dropped, how):
+        assert counts == [[1, 2 * each], [2, 4 * each], [2, 4 * each]]
+
+
 def test_samples_are_those_of_the_passes_of_each_step() -> None:
     each = MICRO * RANKS
     for counts in run_ranks(RANKS, unmanaged):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
     for values, saved in run_ranks(RANKS, prepared_again, str(tmp_path / "state")):
         assert values == [7.0, 15.5]
         assert saved == 1
+
+
+def freed_with_another(folder: str) -> tuple[list[str], list[int]]:
+    """What is said of states behind ``free_memory`` of one of two models, and how many models each has."""
+    with launched(), quiet(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator = accelerator_of(zero(3))
+        generator, one = prepared(accelerator, 8.0)
+        critic, two = prepared(accelerator, 16.0)
+        accelerator.save_state(f"{folder}/0")
+        accelerator.free_memory(critic, two)
+        for number in (1, 2):  # said once
+            accelerator.save_state(f"{folder}/{number}")
+        accelerator.prepare(generator, one)
+        accelerator.save_state(f"{folder}/3")
+        accelerator.close()
+        saved = [len(list(Path(folder, str(number)).glob("shardwise_*"))) for number in range(4)]
+    return [str(each.message) for each in seen if "save_state" in str(each.message)], saved
+
+
+def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
+    for said, saved in run_ranks(RANKS, freed_with_another, str(tmp_path)):
+        assert saved == [2, 0, 0, 1]
+        assert len(said) == 1 and "no model is prepared any more" in said[0] and "prepare(...)" in said[0], said
 
 
 def trained_twice(folder: str) -> list[float]:
@@ -268,3 +293,46 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
         assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
         assert "rank 1 could not run the hooks of load_state: another model" in others
         assert value == "0.5"
+
+
+def registered_on_one_rank(folder: str, where: int) -> tuple[list[int], list[float], str]:
+    """Hooks of rank ``where`` alone: how many models each of its calls had, what came back, and what was said."""
+    calls: list[int] = []
+    with launched(), quiet():
+        accelerator = accelerator_of(zero(3))
+        model, optimizer = made(accelerator, 1.0)
+
+        def save(models: list[Any], weights: list[Any], path: str) -> None:
+            calls.append(len(models))
+            models[0].save_pretrained(f"{path}/unet")
+            weights.pop()
+
+        def load(models: list[Any], path: str) -> None:
+            calls.append(len(models))
+
+        if accelerator.process_index == where:
+            accelerator.register_save_state_pre_hook(save)
+        accelerator.save_state(folder)
+        step(accelerator, model, optimizer)
+        accelerator.load_state(folder)
+        values = [float(model.state_dict()["inner.weight"][4, 2])]
+        step(accelerator, model, optimizer)
+        if accelerator.process_index == where:
+            accelerator.register_load_state_pre_hook(load)
+        with pytest.raises(ValueError) as error:
+            accelerator.load_state(folder)
+        values.append(float(model.state_dict()["inner.weight"][4, 2]))
+        accelerator.close()
+    return calls, values, str(error.value)
+
+
+@pytest.mark.parametrize("where", range(RANKS))
+def test_hooks_that_one_rank_has(where: int, tmp_path: Path) -> None:
+    """What saves runs there; what loads would change that rank's part alone, so nothing is loaded."""
+    counts = [int(rank == where) for rank in range(RANKS)]
+    results = run_ranks(RANKS, registered_on_one_rank, str(tmp_path / "state"), where)
+    for rank, (calls, values, said) in enumerate(results):
+        assert calls == [1] * counts[rank] and values == [1.0, 0.5], rank
+        assert f"load_state with {counts} hooks on ranks 0 to 1" in said and "on every rank" in said
+    saved = torch.load(tmp_path / "state" / "unet")
+    assert torch.equal(saved["inner.weight"], torch.ones(5, 3))
