@@ -40,7 +40,9 @@ def alone(name: str, directory: str) -> State:
         for _ in range(2):
             session.backward(session.module(torch.ones(3, 6)).float().square().mean())
             session.optimizer.step()  # type: ignore[union-attr]
-        Checkpointer(ModelOnly(session)).save(directory, "all", use_async=name == "fp16")
+        saver = Checkpointer(ModelOnly(session))
+        saver.save(directory, "all", use_async=name == "fp16")
+        saver.wait_for_saves()
         Checkpointer(WithoutFrozen(ModelOnly(session))).save(directory, "trained")  # type: ignore[arg-type]
         return session.module.state_dict()
 

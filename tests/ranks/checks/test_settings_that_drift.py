@@ -158,7 +158,7 @@ def test_what_all_ranks_change_alike_is_no_difference_and_nothing_more_is_exchan
 def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(300)]
     optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
-    groups = ParamGroups(optimizer, [[param] for param in params])
+    groups = ParamGroups(optimizer)
     mesh = Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm)
     settings = HyperParameters(optimizer, groups, 0, mesh, lambda: (), dict)
     words = {settings.word()}
