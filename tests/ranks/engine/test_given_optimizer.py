@@ -278,9 +278,31 @@ class Clearing(torch.optim.SGD):
         self.zero_grad()
 
 
-def clearing(plan: Plan) -> dict[str, Tensor]:
+class Alone(Clearing):
+    """Takes no subclasses."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__}: no subclasses")
+
+
+def traced(model: nn.Module) -> torch.optim.Optimizer:
+    """As a profiler leaves one: its ``step`` is a closure."""
+    optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+    own = optimizer.step
+    optimizer.step = lambda *args, **kwargs: own(*args, **kwargs)  # type: ignore[method-assign]
+    return optimizer
+
+
+CLEARING: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "class": lambda model: Clearing(model.parameters(), lr=0.1, momentum=0.9),
+    "closure": traced,
+    "no subclasses": lambda model: Alone(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+def clearing(plan: Plan, kind: str) -> dict[str, Tensor]:
     model = seeded(Net)
-    with sharded(model, Clearing(model.parameters(), lr=0.1, momentum=0.9), plan) as session:
+    with sharded(model, CLEARING[kind](model), plan) as session:
         assert session.optimizer is not None
         for step in range(STEPS):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
@@ -289,16 +311,17 @@ def clearing(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
+@pytest.mark.parametrize("kind", CLEARING)
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_step_that_drops_what_it_has_used(name: str) -> None:
+def test_a_step_that_drops_what_it_has_used(name: str, kind: str) -> None:
     for ranks in (1, 2):
         model = seeded(Net)
-        optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = CLEARING["class"](model)
         for step in range(STEPS):
             for rank in range(ranks):
                 (model(data(rank, step)).square().mean() / ranks).backward()
             optimizer.step()
-        check(run_ranks(ranks, clearing, ROWS[name]), dict(model.state_dict()), f"{name}, {ranks} ranks")
+        check(run_ranks(ranks, clearing, ROWS[name], kind), dict(model.state_dict()), f"{name}, {kind}, {ranks} ranks")
 
 
 def misuses(plan: Plan) -> dict[str, str]:
