@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shardwise import deepspeed
 from shardwise.build import build
+from shardwise.comm import PeerError
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
@@ -419,3 +420,29 @@ def test_what_no_sharded_optimizer_has_is_an_error(name: str) -> None:
             assert "make a new one on model.parameters()" in said["step"]
             assert "sharded no more since unshard()" in said["load"]
             assert "optimizer Adam was given to boost/build before" in said["again"]
+
+
+def refusing(plan: Plan) -> str:
+    """A hook of rank 1 does not take the state."""
+    model = seeded(Net)
+    optimizer = adam(model)
+
+    def refuses(*_: Any) -> None:
+        raise ArithmeticError("not this one")
+
+    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session:
+        assert session.optimizer is not None
+        if mesh.rank == 1:
+            session.optimizer.register_load_state_dict_pre_hook(refuses)
+        session.backward(session.module(data(mesh.rank, 0)).square().mean())
+        session.optimizer.step()
+        state = session.optimizer.state_dict()
+        message = told(lambda: optimizer.load_state_dict(state), (PeerError, ArithmeticError)[mesh.rank])
+        after = session.optimizer.state_dict()
+        assert torch.equal(after["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+        return message
+
+
+def test_a_hook_that_refuses_a_state_on_one_rank() -> None:
+    other, own = run_ranks(2, refusing, zero(3))
+    assert own == "not this one" and "rank 1: ArithmeticError: not this one" in other
