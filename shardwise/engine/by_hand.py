@@ -98,10 +98,6 @@ class ByHand:
         change = self._change(optimizer, index)
         change.given, change.by_tensor, change.digits = _figures(whole), True, _digits(whole)
 
-    def times(self, optimizer: int) -> int:
-        """How often gradients were changed since the last step."""
-        return sum(change.count for change in self._changes.get(optimizer, {}).values())
-
     def forget(self, optimizer: int | None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
         for each in list(self._changes) if optimizer is None else (optimizer, -1):

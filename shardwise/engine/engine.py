@@ -206,7 +206,7 @@ class Engine:
 
     def drop_gradients(self, optimizer: int | None = None) -> None:
         """As :meth:`zero_grad`, but what stands in ``.grad`` stays, and says when it is used that it is gone."""
-        self.passes.recover(dropping=True)
+        self.passes.recover(dropping=optimizer is None or len(self.optimizers) == 1)
         self.batches.forget()
         self.reducer.clear(optimizer)
         for each in (optimizer,) if optimizer is None else (optimizer, -1):

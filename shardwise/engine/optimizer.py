@@ -55,6 +55,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         if self._early is not None:
             engine.early.by_optimizer[index] = self._early
         self._margin_used = False
+        self._hooked = False  # whether a rank has step hooks, where a loss scale has them run late
         self._norm: Callable[[], float] | None = None
         self._late_norm = self._make_late_norm()
         self._settings = compared_settings(engine, optimizer, self._updates.param_groups, index)
@@ -168,11 +169,13 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         """
         engine, settings = self.engine, self._settings
         engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
-        riding = [engine.visible.by_hand.mark(self.index), *settings.beside_norm()]
+        hooked = self.scaler is not None and self._updates.hooked
+        riding = [engine.visible.by_hand.mark(self.index), float(hooked), *settings.beside_norm()]
         found, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, riding, largest)
         if not same[0]:
             engine.visible.by_hand.compare(self.index)
-        if not all(same[1:]):
+        self._hooked = hooked or not same[1]
+        if not all(same[2:]):
             settings.explain()
         return found
 
@@ -184,8 +187,8 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
     # [Note: When step hooks run]
     # Where torch's do: before the closure, and before anything is made of gradients and options, so that what they do
     # to these counts in their step, and is compared between ranks. A step that a loss scale has skipped calls none,
-    # which is known from the norm: there they run between it and the update, and where they have changed gradients the
-    # norm is made again.
+    # which is known from the norm: there they run between it and the update, and where any rank has some the norm is
+    # made again, since they may have changed gradients: all ranks must make it, to learn what one of them has changed.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
 
@@ -218,7 +221,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
             norm = self._norm_of_step(inverse)
-            if self.scaler is not None and math.isfinite(norm) and self._hooks_change_gradients():
+            if self.scaler is not None and math.isfinite(norm) and self._hooks_run():
                 norm = self._norm_of_step(inverse)
             clip = self._clip
             clipped = norm * clip
@@ -241,17 +244,18 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         known = self._early.norms if self._early is not None else ()
         return self._global_norm(self.engine.plan.grad.norm_type, inverse, known)
 
-    def _hooks_change_gradients(self) -> bool:
-        """Run the step hooks under a loss scale. See [Note: When step hooks run]."""
-        by_hand, hooked = self.engine.visible.by_hand, self._updates.hooked
-        before = by_hand.times(self.index)
+    def _hooks_run(self) -> bool:
+        """Run the step hooks under a loss scale, and say whether any rank has some. See [Note: When step hooks run]."""
+        parts = self.engine.mesh.model_parallel
+        if parts is not None:
+            self._hooked = parts.total(float(self._hooked), "the step hooks", self.engine.party, largest=True)[0] > 0.0
+        hooked = self._hooked
         self._updates.before_step()
-        if not hooked:
-            return False
-        self._updates.param_groups.check()
-        self.engine.values.take_edits(self.index)
-        self.engine.visible.collect()
-        return by_hand.times(self.index) != before
+        if hooked:
+            self._updates.param_groups.check()
+            self.engine.values.take_edits(self.index)
+            self.engine.visible.collect()
+        return hooked
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """Where a step does not depend on the norm of its gradients, and to know it before would cost something."""
@@ -465,6 +469,12 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
+        self._full.distribute(lambda: self._taken(state_dict), self.scaler)
+        self.engine.unfinished.end(state_of(self.index))
+        loaded(self.optimizer)
+
+    def _taken(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What is loaded where the user gives ``state_dict``; it may be now."""
         state_dict = state_taken(self.optimizer, state_dict)
         if self._early is not None:
             if self._early.in_place and self._early.failed:
@@ -472,9 +482,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
                 self.engine.unfinished.begin("updates during backward", PARAMETERS)
             else:
                 self._early.undo_for("loading a state")
-        self._full.distribute(state_dict, self.scaler)
-        self.engine.unfinished.end(state_of(self.index))
-        loaded(self.optimizer)
+        return state_dict
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:

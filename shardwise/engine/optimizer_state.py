@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -326,11 +326,12 @@ class OptimizerState:
                             shard[piece.start : piece.end].copy_(state[key].view(-1))
         return shards
 
-    def distribute(self, full: dict[str, Any], scaler: LossScaler | None = None) -> None:
-        """Take over ``full``; nothing is changed unless all of it fits, on every rank. Collective.
+    def distribute(self, given: Callable[[], dict[str, Any]], scaler: LossScaler | None = None) -> None:
+        """Take over what ``given`` returns; nothing is changed unless all of it fits, on every rank. Collective.
 
         Args:
-            full: the same on every rank; see [Note: States that ranks are given].
+            given: a full state, the same on every rank, see [Note: States that ranks are given]; what it raises on one
+                rank is an error on all.
             scaler: takes over the loss scale, if one is in it.
 
         Raises:
@@ -341,7 +342,7 @@ class OptimizerState:
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
         with agreed_load(self.engine.mesh.everyone, f"the {name}", lambda: self._told(full, numbers, trial)):
-            full = self._in_our_form(full)
+            full = self._in_our_form(given())
             numbers = self._checked(full)
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])

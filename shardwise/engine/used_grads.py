@@ -56,6 +56,11 @@ class UsedGrads:
         for left in self._left.values():
             left.discard(param)
 
+    def zeroed(self, optimizer: int, param: int) -> None:
+        """The program has made zero of the used gradient of one parameter."""
+        self.replaced(param)
+        self._zero.setdefault(optimizer, set()).add(param)
+
     def check(self, optimizer: int, name: str, states: Iterable[ChunkGrads]) -> None:
         """Warn, once, that a step of ``optimizer`` differs from plain PyTorch's, if it does.
 

@@ -300,6 +300,15 @@ class VisibleGrads:
         if why:
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 
+    def zeroed(self, index: int) -> bool:
+        """Whether a gradient that is made zero is one that stands there used, as in loops that zero the gradients of
+        groups: that is ``zero_grad(set_to_none=False)`` of it, and no edit."""
+        used = self._shown[self._place[index]] is not None and not (self.has(index) or self.engine.passes.running)
+        if used:
+            self.check_caller(index, "zero_()")
+            self.engine.used.zeroed(self._where[index][0].spec.optimizer, index)
+        return used
+
     def _why_not(self, index: int) -> str:
         engine, (state, at) = self.engine, self._where[index]
         if engine.passes.running:

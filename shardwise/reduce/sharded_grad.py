@@ -32,6 +32,9 @@ class GradOwner(Protocol):
     def full(self, index: int, wide: bool) -> torch.Tensor:
         """The whole averaged, unscaled gradient in a new tensor; ``wide``: in fp32 at least. Collective."""
 
+    def zeroed(self, index: int) -> bool:
+        """Whether the gradient, which is made zero, has been used already: nothing is left to do then."""
+
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """The p-norm of each one's gradient, 0-dim. Collective."""
 
@@ -331,6 +334,14 @@ def _mul(part: torch.Tensor, scale: float, other: Any) -> None:
     part.mul_(other)
 
 
+_zero_part = _local("zero_", lambda part, scale: part.zero_(), 0)
+
+
+def _zero(x: Any) -> Any:
+    owner = x.owner() if isinstance(x, ShardedGrad) and x.complete else None
+    return x if owner is not None and owner.zeroed(x.param_index) else _zero_part(x)
+
+
 def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:  # of what is stored in other units it would be another one
         return NotImplemented
@@ -346,7 +357,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_: _local("add_", _add, 1),
     aten.sub_: _local("sub_", _sub, 1),
     aten.neg_: _local("neg_", lambda part, scale: part.neg_(), 0),
-    aten.zero_: _local("zero_", lambda part, scale: part.zero_(), 0),
+    aten.zero_: _zero,
     aten.fill_: _local("fill_", _copy, 1),
     aten.copy_: _local("copy_", _copy, 1),
     aten.clamp_: _local("clamp_", _clamp, 2),

@@ -46,11 +46,13 @@ class BareStep:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside, hooks on its steps do not run either where its ``step`` calls that of its base class."""
+        """Inside, hooks on its steps do not run either where its ``step`` calls that of its base class, and a step that
+        drops gradients drops those of its groups alone."""
         if self._stands_in:
             yield
             return
         optimizer = self._optimizer
+        drops = {name: vars(optimizer).pop(name) for name in ("zero_grad",) if name in vars(optimizer)}
         groups = optimizer.param_groups
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks = OrderedDict()
@@ -58,6 +60,7 @@ class BareStep:
         try:
             yield
         finally:
+            vars(optimizer).update(drops)
             optimizer._optimizer_step_pre_hooks = before
             optimizer._optimizer_step_post_hooks = after
             optimizer.param_groups = groups

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shardwise import deepspeed
 from shardwise.build import build
+from shardwise.comm import PeerError
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
@@ -278,9 +279,31 @@ class Clearing(torch.optim.SGD):
         self.zero_grad()
 
 
-def clearing(plan: Plan) -> dict[str, Tensor]:
+class Alone(Clearing):
+    """Takes no subclasses."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__}: no subclasses")
+
+
+def traced(model: nn.Module) -> torch.optim.Optimizer:
+    """As a profiler leaves one: its ``step`` is a closure."""
+    optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+    own = optimizer.step
+    optimizer.step = lambda *args, **kwargs: own(*args, **kwargs)  # type: ignore[method-assign]
+    return optimizer
+
+
+CLEARING: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "class": lambda model: Clearing(model.parameters(), lr=0.1, momentum=0.9),
+    "closure": traced,
+    "no subclasses": lambda model: Alone(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+def clearing(plan: Plan, kind: str) -> dict[str, Tensor]:
     model = seeded(Net)
-    with sharded(model, Clearing(model.parameters(), lr=0.1, momentum=0.9), plan) as session:
+    with sharded(model, CLEARING[kind](model), plan) as session:
         assert session.optimizer is not None
         for step in range(STEPS):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
@@ -289,16 +312,17 @@ def clearing(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
+@pytest.mark.parametrize("kind", CLEARING)
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_step_that_drops_what_it_has_used(name: str) -> None:
+def test_a_step_that_drops_what_it_has_used(name: str, kind: str) -> None:
     for ranks in (1, 2):
         model = seeded(Net)
-        optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = CLEARING["class"](model)
         for step in range(STEPS):
             for rank in range(ranks):
                 (model(data(rank, step)).square().mean() / ranks).backward()
             optimizer.step()
-        check(run_ranks(ranks, clearing, ROWS[name]), dict(model.state_dict()), f"{name}, {ranks} ranks")
+        check(run_ranks(ranks, clearing, ROWS[name], kind), dict(model.state_dict()), f"{name}, {kind}, {ranks} ranks")
 
 
 def misuses(plan: Plan) -> dict[str, str]:
@@ -396,3 +420,29 @@ def test_what_no_sharded_optimizer_has_is_an_error(name: str) -> None:
             assert "make a new one on model.parameters()" in said["step"]
             assert "sharded no more since unshard()" in said["load"]
             assert "optimizer Adam was given to boost/build before" in said["again"]
+
+
+def refusing(plan: Plan) -> str:
+    """A hook of rank 1 does not take the state."""
+    model = seeded(Net)
+    optimizer = adam(model)
+
+    def refuses(*_: Any) -> None:
+        raise ArithmeticError("not this one")
+
+    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session:
+        assert session.optimizer is not None
+        if mesh.rank == 1:
+            session.optimizer.register_load_state_dict_pre_hook(refuses)
+        session.backward(session.module(data(mesh.rank, 0)).square().mean())
+        session.optimizer.step()
+        state = session.optimizer.state_dict()
+        message = told(lambda: optimizer.load_state_dict(state), (PeerError, ArithmeticError)[mesh.rank])
+        after = session.optimizer.state_dict()
+        assert torch.equal(after["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+        return message
+
+
+def test_a_hook_that_refuses_a_state_on_one_rank() -> None:
+    other, own = run_ranks(2, refusing, zero(3))
+    assert own == "not this one" and "rank 1: ArithmeticError: not this one" in other

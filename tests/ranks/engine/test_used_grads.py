@@ -83,6 +83,17 @@ def _before_pass(session: Session, at: str) -> None:
         session.optimizers[0].zero_grad()
     elif at == "zeros":
         session.optimizers[0].zero_grad(set_to_none=False)
+    elif at == "groups":
+        for group in session.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+    elif at in ("inherited", "inherited foreach"):
+        # As of a wrapper that shares the groups and has torch's own.
+        wrapper = torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {"foreach": "foreach" in at})
+        wrapper.param_groups = session.optimizers[0].param_groups
+        wrapper.zero_grad(set_to_none=False)
     elif at == "module":
         session.module.zero_grad()
     elif at == "own model":
@@ -93,6 +104,7 @@ def _before_pass(session: Session, at: str) -> None:
 
 
 PLACES = ("after step", "optimizer", "zeros", "module", "own model", "by hand", "after forward")
+PLACES += ("groups", "inherited", "inherited foreach")
 
 
 def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
