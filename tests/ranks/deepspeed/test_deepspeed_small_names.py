@@ -50,7 +50,7 @@ def skipped_steps(root: str) -> list[bool]:
         found.append(engine.optimizer.overflow)
     assert engine.skipped_steps == 1
     for nowhere in (None, ""):
-        with pytest.raises(ValueError, match=f"save_dir={nowhere!r}: give the directory"):
+        with pytest.raises(ValueError, match=f"save_dir={nowhere!r}: give a directory"):
             engine.save_checkpoint(nowhere)  # type: ignore[arg-type]
     assert engine.sparse_tensor_module_names == set()
     engine.destroy()
