@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ NAP_FIRST_S, NAP_MAX_S = 20e-6, 200e-6
 UNDER_WAY, HERE, LOST = range(3)
 
 # Words of the table: how many entries were ever made, the oldest that is kept, and bytes ever given out; then, for each
-# place of an entry, what it is of, where it begins, its state; then each rank's pins.
+# place of an entry, what it is of, where it begins, its state; then, for each rank, how many of its gathers have it
+# pinned.
 NEXT, OLDEST, GIVEN = (LINE_WORDS + word for word in range(3))
 KEYS, STARTS, STATES, FETCHERS, PINS = (2 * LINE_WORDS + ENTRIES * column for column in range(5))
 
@@ -82,7 +84,8 @@ class Landing:
         weakref.finalize(self, os.close, self._fd)
         self._words = memoryview(segment)[:table].cast("q")
         self._ring = tensor_in(segment, table, nbytes, torch.uint8)
-        self._pins = PINS + inside.rank * ENTRIES
+        self._pins, self._pinning = PINS + inside.rank * ENTRIES, threading.Lock()
+        """Where this rank's are, and who changes one: gathers end in several threads."""
 
     def enter(self, key: int, nbytes: int) -> tuple[Entry | None, bool]:
         """The entry of ``key`` (a number above 0) with ``nbytes``, pinned, and whether this rank has to bring it;
@@ -93,7 +96,7 @@ class Landing:
             if key in keys:
                 place = keys.index(key)
                 if words[STATES + place] != LOST:
-                    words[self._pins + place] = 1
+                    self._pin(place, 1)
                     return self._entry(place, nbytes), False
                 words[KEYS + place] = 0
             start = self._room(-(-nbytes // LINE_BYTES) * LINE_BYTES)
@@ -102,7 +105,8 @@ class Landing:
             number = words[NEXT]
             place = number % ENTRIES
             words[KEYS + place], words[STARTS + place], words[STATES + place] = key, start, UNDER_WAY
-            words[FETCHERS + place], words[self._pins + place] = self._inside.rank, 1
+            words[FETCHERS + place] = self._inside.rank
+            self._pin(place, 1)
             words[NEXT] = number + 1
             return self._entry(place, nbytes), True
 
@@ -142,12 +146,17 @@ class Landing:
         self._words[STATES + entry.number % ENTRIES] = state
 
     def unpin(self, entry: Entry) -> None:
-        """This rank has copied it, or needs it no more."""
-        self._words[self._pins + entry.number % ENTRIES] = 0
+        """A gather of this rank has copied it, or needs it no more."""
+        self._pin(entry.number % ENTRIES, -1)
 
     def unpin_all(self) -> None:
         """This rank has copied all that it needs."""
-        self._words[self._pins : self._pins + ENTRIES] = memoryview(bytes(8 * ENTRIES)).cast("q")
+        with self._pinning:
+            self._words[self._pins : self._pins + ENTRIES] = memoryview(bytes(8 * ENTRIES)).cast("q")
+
+    def _pin(self, place: int, change: int) -> None:
+        with self._pinning:
+            self._words[self._pins + place] = max(self._words[self._pins + place] + change, 0)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -255,8 +255,16 @@ def table() -> None:
             assert ring.enter(3, 400) == (None, False), "the older one is pinned"
             ring.unpin(first)
             assert ring.enter(2, 400)[1] is False, "what has room stays"
+            third, mine = ring.enter(3, 400)
+            assert third is not None and mine
+            ring.unpin(third)
             ring.unpin(second)
-            for key in range(3, 3 * ENTRIES):
+            assert ring.enter(4, 400) == (None, False), "another gather of this rank has yet to copy it"
+            ring.unpin(second)
+            fourth, mine = ring.enter(4, 400)
+            assert fourth is not None and mine
+            ring.unpin(fourth)
+            for key in range(5, 3 * ENTRIES):
                 entry, mine = ring.enter(key, 60)
                 assert entry is not None and mine and entry.at.numel() == 60
                 entry.at.fill_(key % 251)
@@ -264,6 +272,7 @@ def table() -> None:
                 assert again_ is not None and not mine and again_.number == entry.number
                 assert again_.at.eq(key % 251).all()
                 ring.unpin(entry)
+                ring.unpin(again_)
             assert ring.enter(3, 60)[1], "forgotten long ago"
             ring.unpin_all()
         group.barrier()

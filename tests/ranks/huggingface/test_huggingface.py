@@ -402,7 +402,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 15
+        assert len(said) == 16
         wanted = (
             "parameters of 0 of the 0",
             "SGD alone",
