@@ -25,6 +25,7 @@ MARK = "_is_sharded"
 ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
 """Attributes of a module that torch's ``DistributedDataParallel`` and ``DataParallel`` ask for before they use it."""
 
+
 def check_shardable(model: nn.Module) -> None:
     """Before anything is changed.
 

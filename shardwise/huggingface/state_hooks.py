@@ -49,8 +49,7 @@ def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None
                 _check(state, given, weights)
 
         _agreed(sessions, "save_state", run, write_back=False)
-        left = {id(state) for state in kept}
-        weights[:] = [state for state in weights if id(state) in left]
+        _leave(weights, kept)
 
     with _in_place_of(accelerator, SAVING, call):
         yield
@@ -82,8 +81,7 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
                 hook(seen, directory)
 
         _agreed(sessions, "load_state", run, write_back=True)
-        left = {id(model) for model in seen}
-        whole[:] = [model for model in whole if id(model) in left]
+        _leave(whole, seen)
 
     with _in_place_of(accelerator, LOADING, call):
         yield
@@ -120,6 +118,12 @@ def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], wri
         for session in sessions:
             blocks.enter_context(session.module.gathered(write_back))
         agree(job.gather, job.rank, f"run the hooks of {call}", run, share=False)
+
+
+def _leave(given: list[Any], kept: Sequence[Any]) -> None:
+    """Of what accelerate gave the hooks, what they have not taken out."""
+    left = {id(each) for each in kept}
+    given[:] = [each for each in given if id(each) in left]
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, int]:

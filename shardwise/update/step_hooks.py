@@ -52,7 +52,7 @@ class BareStep:
             yield
             return
         optimizer = self._optimizer
-        drops = {name: vars(optimizer).pop(name) for name in ("zero_grad",) if name in vars(optimizer)}
+        drop = vars(optimizer).pop("zero_grad", None)
         groups = optimizer.param_groups
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks = OrderedDict()
@@ -60,7 +60,8 @@ class BareStep:
         try:
             yield
         finally:
-            vars(optimizer).update(drops)
+            if drop is not None:
+                vars(optimizer)["zero_grad"] = drop
             optimizer._optimizer_step_pre_hooks = before
             optimizer._optimizer_step_post_hooks = after
             optimizer.param_groups = groups

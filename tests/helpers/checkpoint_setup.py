@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.build import Session
+from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, ScalerPlan, TierPlan, on_device, replicated, zero
 from shardwise.testing import MODELS, ModelCase
@@ -28,6 +30,20 @@ SCALER = ScalerPlan(
     hysteresis=1,
     max_scale=2.0**20,
 )
+
+
+class Held(FileSystem):
+    """Writes wait until they are let go, and may fail then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.fail = threading.Event(), False
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        assert self.go.wait(60)
+        if self.fail:
+            raise OSError(28, "No space left on device", "a file")
+        super().write(fd, data, offset)
 
 
 def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]) -> TierPlan:

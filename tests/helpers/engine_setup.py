@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session, build
 from shardwise.mesh import Mesh
-from shardwise.plan import ByNumel, ByTensor, Plan, replicated, zero
+from shardwise.plan import ByNumel, ByTensor, Plan, ScalerPlan, replicated, zero
 from shardwise.testing import assert_close
 
 PLANS: dict[str, Plan] = {
@@ -29,9 +29,36 @@ PLANS: dict[str, Plan] = {
     "hybrid": zero(3, dp_replicate=2),
 }
 
+SCALER = ScalerPlan(
+    initial_scale=1024.0,
+    growth_interval=1,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    hysteresis=1,
+    min_scale=1.0,
+    max_scale=8192.0,
+)
+"""Moves at every step."""
+
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer] | None
 Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
 """``program(model, rank, step)`` yields (loss, keep the graph) for each backward pass of a rank's step."""
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward raises while ``armed``."""
+
+    armed = False
+
+    @staticmethod
+    def forward(_ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: object, grad: Tensor) -> Tensor:
+        if Breaks.armed:
+            raise ArithmeticError("broken on purpose")
+        return grad
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_setup import Held
 from engine_setup import one_mesh
 from torch import nn
 
@@ -21,20 +22,6 @@ from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
-
-
-class Held(FileSystem):
-    """Writes wait until they are let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go, self.fail = threading.Event(), False
-
-    def write(self, fd: int, data: memoryview, offset: int) -> None:
-        assert self.go.wait(60)
-        if self.fail:
-            raise OSError(28, "No space left on device", "a file")
-        super().write(fd, data, offset)
 
 
 def train_meanwhile(root: str) -> None:

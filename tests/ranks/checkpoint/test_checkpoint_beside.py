@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_setup import Held
 from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.checkpoint import TorchRun
 from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
@@ -142,24 +141,10 @@ def test_what_was_moved_or_removed_is_free(tmp_path: Path) -> None:
         each.close()
 
 
-class Slow(FileSystem):
-    """Writes wait, and may fail then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go, self.fail = threading.Event(), False
-
-    def write(self, fd: int, data: memoryview, offset: int) -> None:
-        assert self.go.wait(60)
-        if self.fail:
-            raise OSError(28, "No space left on device", "a file")
-        super().write(fd, data, offset)
-
-
 @pytest.mark.parametrize("fail", [False, True])
 def test_what_a_thread_still_writes_is_taken_and_what_failed_is_free(tmp_path: Path, fail: bool) -> None:
     first, second = both()
-    files = Slow()
+    files = Held()
     saver = Checkpointer(first, files)
     saver.save(tmp_path, "one", use_async=True)
     with pytest.raises(ValueError, match=r"another model of this process .Generator."):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, run_plain, seeded, sgd, sharded
+from engine_setup import PLANS, Breaks, adam, check, data, run_plain, seeded, sgd, sharded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,22 +18,6 @@ from shardwise.testing import assert_close, run_ranks
 STEPS = 2
 STAGES = ["zero2", "zero3", "zero3_gloo"]
 Grads = dict[str, Tensor]
-
-
-class Breaks(torch.autograd.Function):
-    """The identity, whose backward raises while ``armed``."""
-
-    armed = False
-
-    @staticmethod
-    def forward(_ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: object, grad: Tensor) -> Tensor:
-        if Breaks.armed:
-            raise ArithmeticError("broken on purpose")
-        return grad
 
 
 class Layer(nn.Linear):

@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, one_mesh, seeded, sharded
+from engine_setup import PLANS, SCALER, check, data, one_mesh, seeded, sharded
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from shardwise.mesh import Mesh
-from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import run_ranks
 
 STEPS, MICRO = 2, 2
-SCALER = ScalerPlan(
-    initial_scale=1024.0,
-    growth_interval=1,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=8192.0,
-)
 ROWS = {"zero2_host": zero(2).but(state_host_fraction=1.0)}
 ROWS |= {"zero3_guessed": zero(3).but(update="backward", max_norm=1e9)}
 ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "half", "zero3", "zero3_straddling", "zero3_gloo")}

@@ -6,26 +6,10 @@ import warnings
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded
+from engine_setup import PLANS, Breaks, adam, check, data, one_mesh, run_plain, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.testing import run_ranks
-
-
-class Breaks(torch.autograd.Function):
-    """The identity, whose backward raises while ``armed``."""
-
-    armed = False
-
-    @staticmethod
-    def forward(_ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: object, grad: Tensor) -> Tensor:
-        if Breaks.armed:
-            raise ArithmeticError("broken on purpose")
-        return grad
 
 
 class Net(nn.Module):

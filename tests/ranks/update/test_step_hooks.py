@@ -7,23 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import check, data, one_mesh, seeded, sharded, told
+from engine_setup import SCALER, check, data, one_mesh, seeded, sharded, told
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 
 STEPS = 3
-SCALER = ScalerPlan(
-    initial_scale=1024.0,
-    growth_interval=1,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=8192.0,
-)
 SCALED = {
     "zero1": zero(1).but(scaler=SCALER),
     "zero3": zero(3).but(scaler=SCALER),
