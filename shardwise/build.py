@@ -248,10 +248,7 @@ class Session:
                 f"unshard() of a model in {self.engine.staging.stages} stages: each rank has its own alone; save it "
                 "(state_dict(), save_model) and load that into a whole one"
             )
-        self.engine.values.take_written()
-        self.engine.guards.check()
-        self.engine.values.undo_early("unshard()")
-        self.engine.pool.settle()
+        self.engine.values.settle("unshard()")
         for index, value in whole_values(self.engine, masters=True):
             values[index] = value.to("cpu", copy=True)
         # What is gathered now would be evicted some time, with the user's values in it.

@@ -163,7 +163,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their global p-norm is at most ``max_norm``; returns the norm before that."""
-        gradients = [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
+        gradients = self._gradients()
         norm = _total_norm(gradients, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients:
@@ -187,10 +187,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def _with_gradients(self) -> list[torch.Tensor]:
         return [parameter for parameter in parameters_of(self.optim) if parameter.grad is not None]
 
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in parameters_of(self.optim) if parameter.grad is not None]
+
     def _all_zero(self) -> bool:
         """Whether there is no gradient, or none but zeros. Collective where gradients are ``DTensor``."""
-        gradients = [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
-        return bool(_total_norm(gradients, math.inf, error_if_nonfinite=False) == 0)  # NaN is none
+        return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is none
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state."""

@@ -162,7 +162,7 @@ class Owners:
         return frozenset(found)
 
     def _look_beside(self, root: str, there: Sequence[str], tag: str, tell: bool) -> None:
-        if any(self.has_other(root, each) for each in (*there, tag)):
+        if any(self._other(os.path.join(root, each)) is not None for each in (*there, tag)):
             gc.collect()  # a session that a program has let go of may be there still
         path = os.path.join(root, tag)
         other = self._unless_own(_WRITING.get(path))

@@ -72,11 +72,12 @@ def with_asked_size(config: Any, model: nn.Module) -> Any:
     asked = _asked_of(model)
     if asked is None:
         return config
-    if not any(read_config(config).given(path) for path in TENSOR_SIZES):
-        tree = load_config(config)
-        config = tree | {"tensor_parallel": {**(tree.get("tensor_parallel") or {}), "autotp_size": asked.tp_size}}
-    _compare(asked, read_config(config), model)
-    return config
+    settings = read_config(config)
+    _compare(asked, settings, model)
+    if any(settings.given(path) for path in TENSOR_SIZES):
+        return config
+    tree = load_config(config)
+    return tree | {"tensor_parallel": {**(tree.get("tensor_parallel") or {}), "autotp_size": asked.tp_size}}
 
 
 def _asked_of(model: nn.Module) -> _Asked | None:

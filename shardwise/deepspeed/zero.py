@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,21 +44,18 @@ __all__ = [
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order in which they were made, which is the same on every rank."""
-_NUMBERS = itertools.count()
 _GATHERED: list[Session] = []
 """Those that are whole in a block of :class:`GatheredParameters`, once a block."""
 
 
 def remember(session: Session) -> None:
     """Parameters of ``session`` are found by :class:`GatheredParameters` from here on."""
-    _SESSIONS[next(_NUMBERS)] = session
+    _SESSIONS[id(session)] = session
 
 
 def forget(session: Session) -> None:
     """They are not: they are the program's own again."""
-    for number, each in list(_SESSIONS.items()):
-        if each is session:
-            del _SESSIONS[number]
+    _SESSIONS.pop(id(session), None)
 
 
 class Init:

@@ -134,10 +134,7 @@ class ShardedModule(TransparentModule):
                 compute dtype.
         """
         engine = self._engine
-        engine.values.take_written()
-        engine.guards.check()
-        engine.values.undo_early("a state")
-        engine.pool.settle()
+        engine.values.settle("a state")
         names = state_names(engine)
         for place, value in whole_values(engine, masters):
             for name in names.of_parameter.get(place, ()):

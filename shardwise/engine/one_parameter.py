@@ -70,10 +70,7 @@ class OneParameter:
     def value(self, own: bool = False) -> torch.Tensor:
         """A copy, whole; or of this rank's part (1-D, empty where it has none). On the device."""
         engine = self.engine
-        engine.values.take_written()
-        engine.guards.check()
-        engine.values.undo_early(f"reading {self.name}")
-        engine.pool.settle()
+        engine.values.settle(f"reading {self.name}")
         with agreed(engine.mesh.stage, READING, READ_AGAIN, needed=engine.storage.uses_disk):
             part = self._own_value()
         return part if own else self._whole(part)

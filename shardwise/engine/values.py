@@ -89,6 +89,13 @@ class Values:
         for chunk in engine.chunks:
             chunk.placed_at = chunk.generation  # what is shown is what was written, and graphs are made with it
 
+    def settle(self, what: str) -> None:
+        """Before all values are read, for ``what``: they are those that the program sees. Collective."""
+        self.take_written()
+        self._engine.guards.check()
+        self.undo_early(what)
+        self._engine.pool.settle()
+
     def take_edits(self, optimizer: int | None = None) -> None:
         """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
         if self._engine.master_edits.changed(optimizer):

@@ -279,7 +279,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def _only(self, given: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
         """The optimizer that alone steps by the gradients of ``given``; ``None``: torch's functions clip them, since
-        ``.grad`` of a sharded parameter answers for all ranks. Then they are reduced."""
+        ``.grad`` of a sharded parameter answers for all ranks."""
         if not owners:
             return None
         session = owners[0]
@@ -294,8 +294,6 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 f"{len(owners)} models and {number} optimizers, with a loss scale, is not available: each optimizer "
                 "would skip other steps; give model.parameters() of one model with one optimizer, or train in bf16"
             )
-        for each in owners:
-            each.reduce_rest()
         return None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -318,6 +316,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         optimizer = self._only(given, owners, "clip_grad_norm_")
         limit = float(max_norm) if self.sync_gradients or not owners else math.inf
         if optimizer is None:
+            for each in owners:
+                each.reduce_rest()
             found: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
             return found
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
@@ -336,6 +336,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         if owners and not self.sync_gradients:
             return
         if optimizer is None:
+            for each in owners:
+                each.reduce_rest()
             super().clip_grad_value_(parameters, clip_value)
         else:
             optimizer.clip_grad_by_value(float(clip_value))
@@ -393,7 +395,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
         """
         prepared = self._prepared()
-        self._tell_unprepared()
+        self._tell_unprepared(prepared)
         with saving_hooks(self, prepared), self._set_aside():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(prepared):
@@ -402,9 +404,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             session.checkpoints.save(written, STATE.format(index))
         return written
 
-    def _tell_unprepared(self) -> None:
+    def _tell_unprepared(self, prepared: Sequence[Session]) -> None:
         trained = [type(session.model).__name__ for session in self._sessions if session.optimizer is not None]
-        if trained and not self._prepared() and not self._told_unprepared:
+        if trained and not prepared and not self._told_unprepared:
             self._told_unprepared = True
             warn_user(
                 f"save_state() without {', '.join(trained)}: no model is prepared any more since free_memory() or "

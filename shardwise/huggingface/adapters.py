@@ -37,19 +37,19 @@ def asks_prompts(session: Session) -> AbstractContextManager[None]:
 # masters get the file's own values. Two things are otherwise. Prompts are loaded into their own module, which is given
 # them whole. And peft would make 16-bit adapters fp32 afterwards, of which the plan decides here.
 @contextmanager
-def loads_adapters(session: Session) -> Iterator[bool]:
+def loads_adapters(session: Session) -> Iterator[nn.Module]:
     """Inside, ``load_adapter`` of the session's model loads into shards and masters. Every rank enters.
 
-    Gives whether the model is one of peft's; for others nothing changes.
+    Gives the module that loads: of peft's models the own one; for others nothing changes.
     """
     model: Any = session.model
     if not _is_peft(model):
-        yield False
+        yield session.module
         return
     answers: dict[str, Any] = {"load_adapter": partial(model.load_adapter, autocast_adapter_dtype=False)}
     if _has_prompts(model):
         with session.module.gathered(write_back=True), _answered(model, answers):
-            yield True
+            yield model
         return
     outline, own = session.module.state_layout(), model.state_dict
 
@@ -60,7 +60,7 @@ def loads_adapters(session: Session) -> Iterator[bool]:
 
     answers |= {"state_dict": state_dict, "load_state_dict": session.module.load_state_dict}
     with _answered(model, answers):
-        yield True
+        yield model
 
 
 @contextmanager

@@ -147,8 +147,8 @@ class ShardwiseTrainer(Trainer):
         if model is not None or session is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        with loads_adapters(session) as adapters:
-            super()._load_from_checkpoint(resume_from_checkpoint, session.model if adapters else session.module)
+        with loads_adapters(session) as loader:
+            super()._load_from_checkpoint(resume_from_checkpoint, loader)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         session = self.session
@@ -163,8 +163,8 @@ class ShardwiseTrainer(Trainer):
         if session is None:
             super()._load_best_model()
             return
-        with loads_adapters(session) as adapters:
-            self.model = session.model if adapters else session.module
+        with loads_adapters(session) as loader:
+            self.model = loader
             try:
                 super()._load_best_model()
             finally:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, check_least
+from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
 
 __all__ = ["MuonWithAuxAdam", "muon_update"]
 
@@ -126,8 +126,7 @@ class MuonWithAuxAdam(WholeTensorOptimizer):
         return muon_update(grad, state["momentum_buffer"], group["momentum"], ns_method=group["ns_method"])
 
     def _adam(self, group: dict[str, Any], grad: Tensor, state: dict[str, Any]) -> Tensor:
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+        begun(state, ("exp_avg", "exp_avg_sq"), grad)
         state["step"] += 1
         first, second = group["betas"]
         state["exp_avg"].lerp_(grad, 1 - first)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -373,10 +374,15 @@ def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
             )
 
 
+@cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Of its arguments, behind the module itself."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
 def _check_asked(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Whoever calls the body, also from inside of a model."""
-    names = tuple(inspect.signature(type(body).forward).parameters)[1:]
-    asked = {**dict(zip(names, args, strict=False)), **kwargs}
+    asked = {**dict(zip(_names_of(type(body).forward), args, strict=False)), **kwargs}
     settings = {name: getattr(getattr(body, "config", None), name, False) for name in OF_ALL_LAYERS}
     settings |= {name: asked[name] for name in OF_ALL_LAYERS if asked.get(name) is not None}
     check_of_all_layers(settings, type(body).__name__)

@@ -63,14 +63,11 @@ class SameDraws:
         self._told = True
         if not self._model.training or not any(getattr(owner, name) for owner, name in self._rates):
             return
-        digest = 0
-        for state in random_state(self._device):
-            digest = digest if state is None else zlib.crc32(state.numpy().tobytes(), digest)
-        told = [post[0] for post in self._axis.group.exchange([float(digest)], "whether ranks draw alike")]
-        if any(each != told[0] for each in told):
+        group = self._axis.group
+        if _differs(group, float(self._of_torch())):
             drawn = [(owner, name, getattr(owner, name)) for owner, name in self._rates if getattr(owner, name)]
             rates = ", ".join(dict.fromkeys(f"{type(owner).__name__}.{name}={rate}" for owner, name, rate in drawn))
-            raise RuntimeError(_differ(len(told), f"dropout ({rates}) hit other elements of what they hold alike"))
+            raise RuntimeError(_differ(group.size, f"dropout ({rates}) hit other elements of what they hold alike"))
 
     def explain(self, group: Group) -> None:
         """The words of ``group`` may differ. Collective.
@@ -78,9 +75,8 @@ class SameDraws:
         Raises:
             RuntimeError: they do; on all ranks.
         """
-        told = [post[0] for post in group.exchange([float(self._drawn)], "whether ranks draw alike")]
-        if any(each != told[0] for each in told):
-            raise RuntimeError(_differ(len(told), "a forward pass (a hook's noise, a mask) made something else of it"))
+        if _differs(group, self.word()):
+            raise RuntimeError(_differ(group.size, "a forward pass (a hook's noise, a mask) made something else of it"))
 
     def _began(self, graph: bool) -> None:
         if self._told:
@@ -97,9 +93,17 @@ class SameDraws:
         digest = zlib.crc32(repr(normal).encode(), zlib.crc32(array("Q", numbers)))
         for each in _of_numpy() or ():
             digest = zlib.crc32(each.tobytes() if hasattr(each, "tobytes") else repr(each).encode(), digest)
+        return self._of_torch(digest)
+
+    def _of_torch(self, digest: int = 0) -> int:
         for state in random_state(self._device):
             digest = digest if state is None else zlib.crc32(state.numpy().tobytes(), digest)
         return digest
+
+
+def _differs(group: Group, word: float) -> bool:
+    told = [post[0] for post in group.exchange([word], "whether ranks draw alike")]
+    return any(each != told[0] for each in told)
 
 
 def _differ(ranks: int, so: str) -> str:

@@ -93,8 +93,7 @@ class Attention:
         site.block(core, columns, self.crossed)
         site.rows(self.out, cut.of_query(size))
         self._of_heads(site, core, cut, (heads, kv_heads))
-        for path in filter(site.has, self.beside):
-            site.cutting.beside(site.child(path))
+        site.beside(self.beside)
         site.encloses(columns, (self.out,))
         q, kv = cut.counts(site.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
@@ -171,8 +170,7 @@ class LatentAttention:
         site.rows(self.out, cut.of_query(value))
         site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
         site.cutting.alike(site.child(self.norm))
-        for path in filter(site.has, self.before):
-            site.cutting.beside(site.child(path))
+        site.beside(self.before)
         site.encloses((query, self.key_value), (self.out,))
         if len(site.layers(self.key_value)) > 1:
             raise ValueError(
@@ -212,8 +210,7 @@ class Mlp:
             site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
         for path in filter(site.has, self.alike):
             site.alike(path)
-        for path in filter(site.has, self.beside):
-            site.cutting.beside(site.child(path))
+        site.beside(self.beside)
         site.encloses(self.columns, self.rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,11 @@ class Site:
             return bool(path) and isinstance(self.module.get_submodule(path), nn.Module)
         except AttributeError:
             return False
+
+    def beside(self, paths: Iterable[str]) -> None:
+        """Those of the modules that are there compute beside the layers that are cut; see :meth:`Cutting.beside`."""
+        for path in filter(self.has, paths):
+            self.cutting.beside(self.child(path))
 
     def child(self, path: str) -> nn.Module:
         """A module below this one, itself for ``""``.
