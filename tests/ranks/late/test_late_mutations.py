@@ -63,7 +63,7 @@ FOUND = {
     "device/streams.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
     "device/streams.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
     "device/streams.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
-    "engine/module.py ShardedModule.full_state: engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
+    "engine/values.py Values.settle: self._engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
     "gather/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
 """Places, and the quickest scenario that finds each: one of every kind."""
