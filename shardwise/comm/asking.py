@@ -18,7 +18,7 @@ __all__ = ["Asking"]
 
 
 class Asking:
-    """Of one group: threads answer for this rank's shards, and this rank asks its peers'.
+    """Of one group: a thread answers for this rank's shards, and this rank asks its peers'.
 
     Args:
         group: the ranks; its device is that of gathered arrays.
@@ -28,7 +28,7 @@ class Asking:
     def __init__(self, group: Group, link: Link) -> None:
         self._reader = _Reader(group.device)
         peers = [(group.rank + step) % group.size for step in range(1, group.size)]
-        self._serving = Serving(link, peers, self._reader.times, self._reader.read)
+        self._serving = Serving(link, peers, self._reader.times, self._reader.read, together=True)
         self._count = 0  # of buffers
 
     def serve(self, shards: Sequence[Buffer]) -> Served:
@@ -71,7 +71,7 @@ class Asking:
 # Who asks has made as many updates as it says. A rank that is in the midst of the last of them answers behind it, and
 # gets there by itself: all ranks have met before any began it.
 class _Reader:
-    """What the threads that answer know: where the device's shards are, and since when they have their values.
+    """What the thread that answers knows: where the device's shards are, and since when they have their values.
 
     Attributes:
         times: how often shards have been written.

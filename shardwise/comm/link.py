@@ -58,7 +58,18 @@ class Link:
 
     def receive_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """As :meth:`receive`; see :meth:`send_aside`."""
-        return self._begin(lambda: self._process_group.recv([tensor], peer, tag), f"{what}: receiving from rank {peer}")
+        what = f"{what}: receiving from rank {peer}"
+        message = self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
+        message.source = peer
+        return message
+
+    def receive_any(self, tensor: Tensor, tag: int, what: str) -> Message:
+        """As :meth:`receive_aside`, of whichever rank sends with that tag first: :attr:`Message.source`. That one is
+        gone does not show."""
+        work = self._process_group.recv_anysource([tensor], tag)
+        message = self._begin(lambda: work, f"{what}: receiving from any rank")
+        message.arrived = lambda: setattr(message, "source", work._source_rank())
+        return message
 
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         keyword = "group_dst" if start is dist.isend else "group_src"
@@ -77,6 +88,7 @@ class Message:
 
     Attributes:
         what: for errors.
+        source: the rank that it is of, where it is received aside; of one that any rank may send, when it is there.
         arrived: called when it is there; again by the next wait, if it was interrupted.
     """
 
@@ -84,7 +96,7 @@ class Message:
         self._work = work
         self._failed: RuntimeError | None = None
         self._waited = False
-        self.what = what
+        self.what, self.source = what, -1
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shardwise.comm.asking import Asking
 from shardwise.comm.control import Control, broadcast
-from shardwise.comm.gloo import MOST_SERVED
 from shardwise.comm.group import Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link
 from shardwise.comm.native_hosts import ByHosts, InTwoSteps
@@ -90,7 +89,7 @@ class NativeGroup(Group):
 
     def serve(self, shards: Sequence[Buffer]) -> None:
         """See :meth:`Group.serve`."""
-        if self._link is None or not shards or not 1 < self.size <= MOST_SERVED:
+        if self._link is None or not shards or self.size == 1:
             return
         self._asking = self._asking or Asking(self, self._link)
         answered = self._asking.serve(shards)

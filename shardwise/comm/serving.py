@@ -1,4 +1,4 @@
-"""A thread for each peer sends it this rank's shards when it asks, so that gathers need nobody else's taking part."""
+"""Threads send peers this rank's shards when they ask, so that gathers need nobody else's taking part."""
 
 from __future__ import annotations
 
@@ -73,6 +73,10 @@ class Written:
 #   meeting however many units there are, this rank's gathers have arrived (GlooGroup.fence). Behind the second nobody
 #   waits: a request says how many updates its rank is through with, and who answers does so behind as many of its own.
 #   It comes to that by itself: all have met before any began, and who asks has taken part in what they met for since.
+# * A thread for each peer answers fastest, and takes as many threads as there are peers: it is for ranks that gather so
+#   whenever they gather. Where asking is what a rank does that is in none of the collectives of the others, one thread
+#   for all of them will do, among any number of ranks (together): it takes requests of whoever asks first, at a trip
+#   more for each, answers one by one, and waits for nothing but the above. That a peer's process is gone does not end it.
 # * Requests do not wait for each other: gloo sends a message when it has heard that there is a place for it. So there
 #   are places for many requests (OPEN). With one, each would wait until word of the next place has come, and no two be
 #   on the wire. What is left of them when a thread ends is dropped then, and nothing may come for it any more: who has
@@ -93,13 +97,25 @@ class Serving:
         peers: the other ranks.
         written: what those who ask "behind" so many updates wait for.
         fetch: gives the values of a shard in the host's memory; called by the threads that answer.
+        together: one thread answers all peers.
     """
 
-    def __init__(self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard) -> None:
+    def __init__(
+        self,
+        link: Link,
+        peers: Iterable[int],
+        written: Written,
+        fetch: Fetch = lambda shard: shard,
+        together: bool = False,
+    ) -> None:
         self._link, self._count, self._sets = link, 0, 0
-        peers = list(peers)
-        places = max(min(OPEN, MOST_OPEN // max(len(peers), 1)), LEAST_OPEN)
-        self._ends = [_End(link, peer, written, fetch, places) for peer in peers]
+        self._ends = [_End(link, peer) for peer in peers]
+        if together:
+            _Answering(link, self._ends, written, fetch, OPEN)
+        else:
+            places = max(min(OPEN, MOST_OPEN // max(len(self._ends), 1)), LEAST_OPEN)
+            for end in self._ends:
+                _Answering(link, [end], written, fetch, places)
         self._leave = weakref.finalize(self, _leave_all, self._ends)
         self._leave.atexit = False
         _at_exit(self._ends)
@@ -165,31 +181,33 @@ class Served:
 
 
 class _End:
-    """The thread that answers one peer.
-
-    Args:
-        link, peer, written, fetch: see :class:`Serving`.
-        places: for requests.
+    """What this rank and one peer have told each other.
 
     Attributes:
         served: what the peer may still ask for, by the number of its set and of the buffer.
         gone: the peer's process has ended.
         asked_at: when it last asked, in seconds of the monotonic clock.
+        over: nothing comes of it any more.
+        thread: answers it.
     """
 
-    def __init__(self, link: Link, peer: int, written: Written, fetch: Fetch, places: int) -> None:
-        self.link, self.peer, self.written, self.fetch, self.places = link, peer, written, fetch, places
+    def __init__(self, link: Link, peer: int) -> None:
+        self.link, self.peer = link, peer
         self.served: dict[int, dict[int, Tensor]] = {}
-        self.gone, self.asked_at = False, 0.0
+        self.gone, self.asked_at, self.over = False, 0.0, threading.Event()
         self._left: dict[str, object] = {}
         self._words: deque[Message] = deque()
-        self.thread = threading.Thread(target=_answer, args=[self], daemon=True, name=f"shardwise-serving-{peer}")
-        self.thread.start()
+        self.thread = threading.current_thread()
+
+    @property
+    def answers(self) -> bool:
+        """Whether the peer may still be told something. No thread is alive in a forked child."""
+        return self.thread.is_alive() and not self.over.is_set()
 
     def leave(self) -> None:
         """This rank asks for nothing any more. Again is as good."""
         mine = object()
-        if self._left.setdefault("told", mine) is mine and self.thread.is_alive():
+        if self._left.setdefault("told", mine) is mine and self.answers:
             self.say(LEAVES if self.leaves_first("own") else LEAVES_LAST)
 
     @property
@@ -214,43 +232,85 @@ class _End:
                 self._words.popleft().wait()
 
 
-def _answer(end: _End) -> None:
-    places = deque[tuple[Tensor, Message]]()
-    with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
-        while True:
-            while len(places) < end.places:
-                asked = torch.zeros(2, dtype=torch.int64)
-                places.append((asked, end.link.receive_aside(asked, end.peer, ASK, "a request for a shard")))
-            asked, message = places.popleft()
-            message.wait(IDLE)
-            word, number = asked.tolist()
-            if word >= 0:
-                end.asked_at = time.monotonic()
-                _send(end, word, number)
-            elif word == RELEASES:
-                end.served.pop(number, None)
-            elif word == LEAVES and end.leaves_first("peer"):
-                end.served.clear()
-            else:
-                break
-        end.gone = word == ENDS
-        if word in (LEAVES_LAST, ENDS):
-            end.say(FAREWELL)
+class _Answering:
+    """A thread that answers some peers.
+
+    Args:
+        link: to them.
+        ends: of each.
+        written, fetch: see :class:`Serving`.
+        places: for requests; of each peer where it is one, otherwise of whoever asks first.
+    """
+
+    def __init__(self, link: Link, ends: Sequence[_End], written: Written, fetch: Fetch, places: int) -> None:
+        self._link, self._written, self._fetch, self._open = link, written, fetch, places
+        self._ends = {end.peer: end for end in ends}
+        name = f"shardwise-serving-{ends[0].peer if len(ends) == 1 else 'all'}"
+        thread = threading.Thread(target=self._run, daemon=True, name=name)
+        for end in ends:
+            end.thread = thread
+        thread.start()
+
+    def _run(self) -> None:
+        ends, places = dict(self._ends), deque[tuple[Tensor, Message]]()
+        with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
+            while ends:
+                while len(places) < self._open:
+                    asked = torch.zeros(2, dtype=torch.int64)
+                    places.append((asked, self._receive(asked)))
+                asked, message = places.popleft()
+                message.wait(IDLE)
+                end = ends.get(message.source)
+                if end is None:  # both said goodbye at once
+                    continue
+                with suppress(PeerError):  # it does not take what it has asked for
+                    if self._hear(end, *asked.tolist()):
+                        continue
+                    del ends[end.peer]
+                    _close(end)
+        places.clear()
+        for end in self._ends.values():
+            _close(end)
+
+    def _receive(self, asked: Tensor) -> Message:
+        if len(self._ends) > 1:
+            return self._link.receive_any(asked, ASK, "a request for a shard")
+        (peer,) = self._ends
+        return self._link.receive_aside(asked, peer, ASK, "a request for a shard")
+
+    def _hear(self, end: _End, word: int, number: int) -> bool:
+        """What the peer has said; whether it may say more."""
+        if word >= 0:
+            end.asked_at = time.monotonic()
+            self._send(end, word, number)
+        elif word == RELEASES:
+            end.served.pop(number, None)
+        elif word == LEAVES and end.leaves_first("peer"):
+            end.served.clear()
+        else:
+            end.gone = word == ENDS
+            if word in (LEAVES_LAST, ENDS):
+                end.say(FAREWELL)
+            return False
+        return True
+
+    def _send(self, end: _End, word: int, tag: int) -> None:
+        updates, buffer = divmod(word, MOST_BUFFERS)
+        self._written.wait_for(updates)  # before that it may not be served yet
+        for memory in list(end.served.values()):
+            if buffer in memory:
+                shard = self._fetch(memory[buffer])
+                self._link.send_aside(shard, end.peer, tag, f"the shard of buffer {buffer}").wait()
+
+
+def _close(end: _End) -> None:
     end.served.clear()
-
-
-def _send(end: _End, word: int, tag: int) -> None:
-    updates, buffer = divmod(word, MOST_BUFFERS)
-    end.written.wait_for(updates)  # before that it may not be served yet
-    for memory in list(end.served.values()):
-        if buffer in memory:
-            shard = end.fetch(memory[buffer])
-            end.link.send_aside(shard, end.peer, tag, f"the shard of buffer {buffer}").wait()
+    end.over.set()
 
 
 def _release(number: int, ends: Sequence[_End]) -> None:
     for end in ends:
-        if end.thread.is_alive() and not end.has_left:  # alive is no thread in a forked child
+        if end.answers and not end.has_left:
             end.say(RELEASES, number)
 
 
@@ -263,7 +323,7 @@ _open: list[weakref.ref[_End]] = []
 
 
 def _at_exit(ends: Sequence[_End]) -> None:
-    _open[:] = [ref for ref in _open if (end := ref()) is not None and end.thread.is_alive()]
+    _open[:] = [ref for ref in _open if (end := ref()) is not None and end.answers]
     _open.extend(map(weakref.ref, ends))
 
 
@@ -273,11 +333,11 @@ def leave_at_exit() -> None:
     _leave_all(ends)
     began = time.monotonic()
     for end in ends:
-        while end.thread.is_alive() and (rest := max(began, end.asked_at) + END_S - time.monotonic()) > 0:
-            end.thread.join(rest)
+        while end.answers and (rest := max(began, end.asked_at) + END_S - time.monotonic()) > 0:
+            end.over.wait(rest)
     for end in ends:
-        if end.thread.is_alive():
+        if end.answers:
             end.say(ENDS)
     last = time.monotonic() + END_S
-    for end in ends:
-        end.thread.join(max(last - time.monotonic(), 0.0))
+    for thread in {end.thread for end in ends}:
+        thread.join(max(last - time.monotonic(), 0.0))

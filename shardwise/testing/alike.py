@@ -30,6 +30,7 @@ from shardwise.plan import Plan
 __all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
 
 CPU = torch.device("cpu")
+ALL = -1
 Transport = Literal["native", "queued", "gloo"]
 # Their signatures differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -82,9 +83,9 @@ class _Done(_Work):  # type: ignore[misc]
 class _Arriving(_Done):
     """A message that is there when it is waited for."""
 
-    def __init__(self, arrive: Callable[[], None]) -> None:
+    def __init__(self, arrive: Callable[[], object]) -> None:
         super().__init__()
-        self._arrive: Callable[[], None] | None = arrive
+        self._arrive: Callable[[], object] | None = arrive
 
     def wait(self, timeout: object = None) -> bool:
         if self._arrive is not None:
@@ -94,6 +95,25 @@ class _Arriving(_Done):
 
     def is_completed(self) -> bool:
         return self.wait()
+
+
+class _OfAny(_Done):
+    """The same, and who it is of."""
+
+    def __init__(self, arrive: Callable[[], int]) -> None:
+        super().__init__()
+        self._arrive, self._source = arrive, -1
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._source < 0:
+            self._source = self._arrive()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._source >= 0
+
+    def _source_rank(self) -> int:
+        return self._source
 
 
 # [Note: Peers that are alike]
@@ -110,14 +130,15 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this process in it.
         size: ranks.
         asked: counts what it is asked for.
+        together: what peers ask and tell is taken of whichever comes first (``recv_anysource``), not of each.
     """
 
-    def __init__(self, rank: int, size: int, asked: Asked) -> None:
+    def __init__(self, rank: int, size: int, asked: Asked, together: bool = False) -> None:
         super().__init__(rank, size)
-        self._ranks, self._own, self._asked = size, rank, asked
+        self._ranks, self._own, self._asked, self._together = size, rank, asked, together
         self._sent: tuple[int, Tensor | None] = (-1, None)
-        self._requests: defaultdict[int, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
-        """By peer, what it is asked and told, which is what it asks and tells."""
+        self._requests: defaultdict[int, queue.SimpleQueue[tuple[int, Tensor]]] = defaultdict(queue.SimpleQueue)
+        """By peer (or of all), who is asked or told what, which is who asks and tells."""
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -176,7 +197,7 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """It is taken at once. What a peer would ask of this rank is what this rank asks of it, at the same time."""
         if tag == ASK:
-            self._requests[peer].put(tensors[0].clone())
+            self._requests[ALL if self._together else peer].put((peer, tensors[0].clone()))
         if tag < ASK or (tag == ASK and int(tensors[0][0]) >= 0):
             self._asked.add("send", tensors[0].nbytes, 0)
             self._sent = tag, tensors[0]
@@ -191,8 +212,15 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._asked.add("receive", 0, tensors[0].nbytes)
         return _Arriving(partial(self._arrive, tensors[0], tag))
 
-    def _hear(self, out: Tensor, peer: int) -> None:
-        out.copy_(self._requests[peer].get())
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """What any peer asks next."""
+        assert self._together and tag == ASK, f"of any rank with tag {tag}"
+        return _OfAny(partial(self._hear, tensors[0], ALL))
+
+    def _hear(self, out: Tensor, whose: int) -> int:
+        peer, said = self._requests[whose].get()
+        out.copy_(said)
+        return peer
 
     def _read(self, out: Tensor) -> None:
         tag, sent = self._sent
@@ -237,9 +265,11 @@ class _AlikeMaker(GroupMaker):
     def _own(self, rank_lists: list[list[int]]) -> list[int]:
         return next(ranks for ranks in rank_lists if self._rank in ranks)
 
-    def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
+    def process_group(
+        self, name: str, rank_lists: list[list[int]], backend: str, together: bool = False
+    ) -> AlikeProcessGroup:
         own = self._own(rank_lists)
-        return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
+        return AlikeProcessGroup(own.index(self._rank), len(own), self._asked, together)
 
     def _everyone(self) -> Control:
         if self._world is None:
@@ -294,9 +324,10 @@ def _native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 
 
 def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
-    lists = request.rank_lists
+    assert isinstance(maker, _AlikeMaker)
     gather, reduce, ask = (
-        maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce", "ask")
+        maker.process_group(f"{request.name}_{each}", request.rank_lists, "", each == "ask")
+        for each in ("gather", "reduce", "ask")
     )
     group = NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
     group.waits_in_queue = True

@@ -33,10 +33,10 @@ class Scope:
     def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
         ranks = [list(range(dist.get_world_size()))]
         self.maker = GroupMaker(CPU, {"shared": True, "hosts": None}.get(kind, False), timeout_s)
-        if kind == "native":
-            names = ("control", "gather", "reduce")
-            control, gather, reduce = (self.maker.process_group(name, ranks, "gloo") for name in names)
-            self.group: Group = NativeGroup("test", CPU, Control("test", control), gather, reduce)
+        if kind in ("native", "asking"):  # the second has its shards served, as on GPUs
+            names = ("control", "gather", "reduce", "ask")[: 3 if kind == "native" else 4]
+            control, *others = (self.maker.process_group(name, ranks, "gloo") for name in names)
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others)
         else:
             with hosts_of(PER_HOST) if kind == "hosts" else nullcontext():
                 self.group = self.maker.make("test", ranks)

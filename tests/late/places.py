@@ -76,6 +76,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("comm/batch.py", "", "", MESSAGES),
     ("comm/hosts.py", "", "", MESSAGES),
     ("comm/landed.py", "", "", MESSAGES),
+    ("comm/letters.py", "", "", MESSAGES),
     ("comm/shared_buffer.py", "", "", MESSAGES),
     ("comm/asking.py", "_Answer.wait", "", MESSAGES),
     ("comm/asking.py", "_Answer._drop", "", MESSAGES),

@@ -16,6 +16,7 @@ from shardwise.chunk.layout import make_layout
 from shardwise.comm.exact import WORDS, words_of
 from shardwise.plan import Plan, zero
 from shardwise.testing import alike_mesh
+from shardwise.testing.alike import Transport
 
 FEW, SOME, MANY = 64, 512, 4096
 BLOCKS = 4
@@ -44,11 +45,11 @@ def work(step: Callable[[], None]) -> Counter[str]:
     return count
 
 
-def counted(plan: Plan, ranks: int) -> tuple[Counter[str], dict[str, int]]:
+def counted(plan: Plan, ranks: int, transport: Transport = "native") -> tuple[Counter[str], dict[str, int]]:
     """Of one step in the middle of training: instructions by function, and what is asked of the transport."""
-    with alike_mesh(plan, ranks // 2, ranks) as (mesh, asked):
+    with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
         session = made(plan, mesh, BLOCKS)
-        train(session, 2)
+        train(session, 3)
         session.reset_traffic()
         asked.reset()
         instructions = work(lambda: train(session, 1))
@@ -73,9 +74,10 @@ def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, 
     return found
 
 
+@pytest.mark.parametrize("transport", ["native", "queued"])
 @pytest.mark.parametrize("name", STEADY)
-def test_a_step_grows_with_the_logarithm(name: str) -> None:
-    few, some, many = (counted(STEADY[name], ranks) for ranks in (FEW, SOME, MANY))
+def test_a_step_grows_with_the_logarithm(name: str, transport: Transport) -> None:
+    few, some, many = (counted(STEADY[name], ranks, transport) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
     assert growing(few[0], some[0], many[0]) == []
 
