@@ -76,7 +76,7 @@ class Written:
 # * A thread for each peer answers fastest, and takes as many threads as there are peers: it is for ranks that gather so
 #   whenever they gather. Where asking is what a rank does that is in none of the collectives of the others, one thread
 #   for all of them will do, among any number of ranks (together): it takes requests of whoever asks first, at a trip
-#   more for each, answers one by one, and waits for nothing but the above. That a peer's process is gone does not end it.
+#   more for each, and answers one by one. That a peer's process is gone does not end it.
 # * Requests do not wait for each other: gloo sends a message when it has heard that there is a place for it. So there
 #   are places for many requests (OPEN). With one, each would wait until word of the next place has come, and no two be
 #   on the wire. What is left of them when a thread ends is dropped then, and nothing may come for it any more: who has
