@@ -84,10 +84,16 @@ class Match:
         return sorted(self.taken)
 
     @property
+    def staying_parameters(self) -> list[str]:
+        """Those that a load leaves as they are, as a whole or in part."""
+        kept = (None, *getattr(self.source, "kept", ()))
+        return [name for name in self.stored_name if self.tensor_of(name) in kept]
+
+    @property
     def staying(self) -> list[str]:
-        """Parameters and optimizers that a load leaves as they are, as a whole or in part."""
-        names = [name for name in self.stored_name if self.tensor_of(name) in (None, *getattr(self.source, "kept", ()))]
-        return names + [f"optimizer {each.index}" for each in self.held.optimizers if each.index not in self.taken]
+        """These and optimizers."""
+        optimizers = [f"optimizer {each.index}" for each in self.held.optimizers if each.index not in self.taken]
+        return self.staying_parameters + optimizers
 
     def tell(self, where: str) -> None:
         """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""

@@ -160,7 +160,7 @@ def put_back(session: Any, match: Match, what: str) -> None:
         CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
     """
     run = as_run(session)
-    with run.taken_over():
+    with run.taken_over(whole=not match.staying_parameters):
         agree(
             run.gather,
             run.rank,

@@ -138,8 +138,9 @@ class Run(Protocol):
     def held(self) -> Holding:
         """What this rank holds, as it is now."""
 
-    def taken_over(self) -> AbstractContextManager[None]:
-        """Inside the block values and state are replaced; afterwards every rank uses the new ones."""
+    def taken_over(self, whole: bool) -> AbstractContextManager[None]:
+        """Inside the block values and state are replaced, the ``whole`` model's or some; afterwards every rank uses the
+        new ones."""
 
 
 class EngineRun:
@@ -205,10 +206,10 @@ class EngineRun:
         return Held(self._session.engine, self._session.optimizers)
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
+    def taken_over(self, whole: bool) -> Iterator[None]:
         """Gradients are dropped; shards are published at the end. Collective."""
         engine = self._session.engine
-        engine.values.discard_early()  # masters and state are about to be replaced
+        engine.values.discard_early(whole)
         engine.zero_grad()
         for optimizer in self._session.optimizers:
             optimizer.zero_grad()

@@ -155,7 +155,7 @@ class TorchRun:
         return TorchHeld(module, self.optimizers, self.rank, self.size)
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
+    def taken_over(self, whole: bool) -> Iterator[None]:
         """Gradients are dropped."""
         for each in self.optimizers:
             each.zero_grad()

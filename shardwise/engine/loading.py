@@ -116,7 +116,7 @@ def _wrong(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[
 
 @torch.no_grad()
 def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
-    engine.values.discard_early()
+    engine.values.discard_early(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
     was_whole = PARAMETERS not in engine.unfinished
     engine.unfinished.begin("loading a state", PARAMETERS)

@@ -101,12 +101,15 @@ class Values:
         if self._engine.master_edits.changed(optimizer):
             self.undo_early("an update of changed parameters")
 
-    def discard_early(self) -> None:
-        """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
+    def discard_early(self, whole: bool) -> None:
+        """Masters are about to be replaced, the ``whole`` model's or some: what was updated ahead of its step no longer
+        matters, and what the program wrote to parameters that stay counts."""
         engine = self._engine
         for index, each in engine.early.by_optimizer.items():
             if each.discard():
                 engine.unfinished.begin("updates during backward", state_of(index))
+        if not whole:
+            engine.master_edits.take()
 
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False) -> Iterator[None]:

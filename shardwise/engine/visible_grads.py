@@ -86,6 +86,7 @@ class VisibleGrads:
         self._hook_ids = [-1] * len(self._in_order)
         self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
         self._nothing = torch.empty(0, device=engine.mesh.device)
+        self.loss_scaled = engine.plan.precision.scaler is not None
         self.clip: dict[int, float] = {}
         self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
 
@@ -114,10 +115,19 @@ class VisibleGrads:
         self._changed()
         if not any(state.touched or state.seen for state in self.engine.grads.values()):
             self.forget()  # of a pass that failed
+        self._settle_clip()
         shown = self._shown
         for place, param in enumerate(self._in_order):
             if shown[place] is not None:
                 shown[place] = param.grad = None
+
+    def _settle_clip(self) -> None:
+        """What is there is multiplied by what it was clipped by, and what comes is not."""
+        for optimizer in [each for each, factor in self.clip.items() if factor != 1.0]:
+            self.engine.values.undo_guess(optimizer)
+            for state in [state for state, _ in self._by_state if state.spec.optimizer == optimizer]:
+                state.rescale(self.clip[optimizer])
+        self.clip.clear()
 
     def end_pass(self) -> None:
         """A pass is over."""
@@ -137,7 +147,8 @@ class VisibleGrads:
         self._shown[self._place[index]] = None
 
     def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
-        """What autograd left in ``param.grad``, which is then empty: the running pass's gradient."""
+        """What autograd left in ``param.grad``, which is then empty: the running pass's gradient. Other hooks that take
+        it are errors."""
         grad, hooks = param.grad, accumulate_hooks(param)
         if next(reversed(hooks)) != self._hook_ids[place]:
             raise RuntimeError(
@@ -146,7 +157,10 @@ class VisibleGrads:
                 "the pass, .grad the averaged one after the pass; GradPlan(update='backward') updates during backward"
             )
         if grad is None:
-            return None
+            raise RuntimeError(
+                f"{self.name(self._indices[place])} has no gradient any more: a post-accumulate-grad hook from before "
+                "boost/build has used this rank's. Remove it; GradPlan(update='backward') updates during backward"
+            )
         param.grad = None
         if grad.requires_grad:
             self._with_graph.add(self._indices[place])

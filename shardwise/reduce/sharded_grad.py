@@ -21,7 +21,13 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GradOwner(Protocol):
-    """Has the gradients. ``index`` is a parameter's."""
+    """Has the gradients. ``index`` is a parameter's.
+
+    Attributes:
+        loss_scaled: a step looks for values that are not finite, and is skipped where there are some.
+    """
+
+    loss_scaled: bool
 
     def check_use(self, index: int, what: str) -> None:
         """Raise unless the gradient can be used now by operation ``what``."""
@@ -255,8 +261,11 @@ def _plain(value: Any) -> bool:
     return not isinstance(value, torch.Tensor)
 
 
-def _local(name: str, edit: Callable[..., None], operands: int) -> Callable[..., Any]:
-    """A handler that calls ``edit(part, scale, *operands)``, each a number or this rank's part of a tensor."""
+def _local(name: str, edit: Callable[..., None], operands: int, bounds: bool = False) -> Callable[..., Any]:
+    """A handler that calls ``edit(part, scale, *operands)``, each a number or this rank's part of a tensor.
+
+    Under a loss scale what is not finite stays so where the edit only ``bounds`` values: the step has to be skipped.
+    """
 
     def handler(x: Any, *rest: Any, **kwargs: Any) -> Any:
         if not isinstance(x, ShardedGrad) or not x.complete:
@@ -268,13 +277,18 @@ def _local(name: str, edit: Callable[..., None], operands: int) -> Callable[...,
         if tensors and (x.views or any(each.size() != x.size() for each in tensors)):
             return NotImplemented
         operands_of_all = (*rest, *kwargs.values())
-        part, where, scale = x.asked(f"{name}()").part(x.param_index, operands_of_all, name == "copy_")
+        owner = x.asked(f"{name}()")
+        part, where, scale = owner.part(x.param_index, operands_of_all, name == "copy_")
         for at, each in enumerate(given):
             if isinstance(each, torch.Tensor) and each.dim():
                 given[at] = each.detach().reshape(-1)[where].to(part.device)
             elif isinstance(each, torch.Tensor):
                 given[at] = each.detach().to(part.device)
-        if part.numel():
+        if part.numel() and bounds and owner.loss_scaled:
+            bounded = part.clone()
+            edit(bounded, scale, *given, *rest[operands:], **kwargs)
+            part.copy_(torch.where(part.isfinite(), bounded, part))
+        elif part.numel():
             edit(part, scale, *given, *rest[operands:], **kwargs)
         return x
 
@@ -360,10 +374,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.zero_: _zero,
     aten.fill_: _local("fill_", _copy, 1),
     aten.copy_: _local("copy_", _copy, 1),
-    aten.clamp_: _local("clamp_", _clamp, 2),
-    aten.clamp_min_: _local("clamp_min_", lambda part, scale, low: _clamp(part, scale, low), 1),
-    aten.clamp_max_: _local("clamp_max_", lambda part, scale, high: _clamp(part, scale, None, high), 1),
-    aten.nan_to_num_: _local("nan_to_num_", _nan_to_num, 0),
+    aten.clamp_: _local("clamp_", _clamp, 2, bounds=True),
+    aten.clamp_min_: _local("clamp_min_", lambda part, scale, low: _clamp(part, scale, low), 1, bounds=True),
+    aten.clamp_max_: _local("clamp_max_", lambda part, scale, high: _clamp(part, scale, None, high), 1, bounds=True),
+    aten.nan_to_num_: _local("nan_to_num_", _nan_to_num, 0, bounds=True),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -331,6 +332,38 @@ def test_untouched_masters_keep_their_precision() -> None:
     changed[0, 0] = 2.0
     assert not torch.equal(before["0.weight"], before["0.weight"].bfloat16().float())
     assert_close(after, {**before, "0.weight": changed}, 0.0, "one element was written")
+
+
+def loads_in_part(plan: Plan, folder: str) -> list[tuple[State, State]]:
+    """States behind loads that leave parameters alone to which the program has written, and what these show."""
+    found = []
+    with one_mesh(plan) as mesh:
+        small = nn.Sequential(nn.Linear(6, 6))
+        with sharded(small, sgd(small), plan, mesh) as session:
+            session.checkpoints.save(folder, "part")
+        for how in ("state", "checkpoint"):
+            model = seeded(net)
+            with sharded(model, sgd(model), plan, mesh) as session:
+                train(session, 2)
+                backbone = {name: each for name, each in session.module.state_dict().items() if name.startswith("0.")}
+                with torch.no_grad():
+                    model[4].weight.zero_()
+                    model[4].bias.fill_(0.25)
+                if how == "state":
+                    session.module.load_state_dict(backbone, strict=False)
+                else:
+                    session.checkpoints.load(folder, "part", strict=False)
+                shown = {name: param.detach().clone() for name, param in model.named_parameters()}
+                found.append((session.module.state_dict(), shown))
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-bf16", "zero2-host-bf16", "zero2-early-bf16", "zero2-fp64"])
+def test_what_was_written_survives_a_load_of_other_parameters(name: str, tmp_path: Path) -> None:
+    ranks = run_ranks(2, loads_in_part, edit_plans()[name], str(tmp_path))
+    for state, shown in [each for found in ranks for each in found]:
+        assert not state["4.weight"].any() and bool((state["4.bias"] == 0.25).all())
+        assert not shown["4.weight"].any() and bool((shown["4.bias"] == 0.25).all())
 
 
 def of_rank_0(plan: Plan) -> State:

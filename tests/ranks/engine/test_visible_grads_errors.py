@@ -147,6 +147,27 @@ def test_uses_that_are_refused(name: str) -> None:
         assert "RuntimeError" in found["closed"]
 
 
+def used_by_a_hook(plan: Plan) -> str:
+    """The optimizer in backward of torch's own tutorial, from before the model is sharded."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    each = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def steps(param: Tensor) -> None:
+        each[param].step()
+        each[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(steps)
+    with sharded(model, sgd(model), plan) as session:
+        return said(lambda: session.backward(loss_of(session)))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_a_gradient_that_a_hook_has_used_is_told(name: str) -> None:
+    for message in run_ranks(2, used_by_a_hook, PLANS[name]):
+        assert "has no gradient any more" in message and "2.bias" in message
+
+
 def streaming(plan: Plan) -> list[str]:
     with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
         found = [said(lambda: clip_grad_norm_(model.parameters(), 1.0)), said(grad(model).clone)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session
 from shardwise.plan import Plan
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 
 RANKS, MICRO, STEPS = 2, 3, 2
 # Rows of each rank's micro-batches: as uneven as it gets, one of them empty.
@@ -177,6 +177,31 @@ def test_clip_grad_by_norm() -> None:
             assert norms[2] == pytest.approx(0.25, rel=1e-5)
             assert [m.split(":")[0] for m in messages] == ["max_norm=0.0", "max_norm=-1.0", "max_norm=nan"]
         check([state for _, state, _ in results], dict(model.state_dict()), name)
+
+
+def clip_each_pass(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    model = seeded(net)
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan.but(average="sum")) as session:
+        norms = []
+        for micro in range(MICRO):
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
+            norms.append(session.optimizer.clip_grad_by_norm(0.25))
+        session.optimizer.step()
+        return norms, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("size", [1, RANKS])
+def test_a_clip_between_passes_is_of_those_before(name: str, size: int) -> None:
+    model, norms = seeded(net), []
+    for micro in range(MICRO):
+        mean_loss(model, torch.cat([rows(rank, micro, 0, True) for rank in range(size)])).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert min(norms) > 0.3
+    for found, state in run_ranks(size, clip_each_pass, PLANS[name]):
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert_close(state, dict(model.state_dict()), 1e-5, name)
 
 
 def wrong_tokens(plan: Plan) -> list[str]:

@@ -93,6 +93,31 @@ def follow(plan: Plan, overflows: list[int], adam: bool = False) -> list[Step]:
     return steps
 
 
+def bounds_its_gradients(plan: Plan, which: str) -> tuple[bool, float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Pair()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.125), plan) as session:
+        assert session.optimizer is not None and session.optimizer.scaler is not None
+        session.backward(session.module(*inputs(True, session.mesh.size - 1 - session.mesh.rank)))
+        for param in model.parameters():
+            assert param.grad is not None
+            torch.nan_to_num_(param.grad) if which == "nan_to_num_" else param.grad.clamp_(-1.0, 1.0)
+        session.optimizer.step()
+        return session.optimizer.last_step_skipped, session.optimizer.scaler.scale, session.module.state_dict()
+
+
+@pytest.mark.parametrize("which", ["clamp_", "nan_to_num_"])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_bounding_gradients_hides_no_overflow(name: str, which: str) -> None:
+    """Of rank 0 alone, whose infinity is one in the sum as well."""
+    torch.manual_seed(0)
+    start = Pair().state_dict()
+    plan = PLANS[name].but(scaler=scaler(hysteresis=1))
+    for skipped, scale, state in run_ranks(2, bounds_its_gradients, plan, which):
+        assert skipped and scale == 512.0
+        assert all(torch.equal(state[n].float(), start[n]) for n in start)
+
+
 @pytest.mark.parametrize("name", list(PLANS))
 def test_contract_of_the_scale_and_skipped_steps(name: str) -> None:
     plan = PLANS[name].but(scaler=scaler())
