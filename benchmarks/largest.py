@@ -36,6 +36,7 @@ from benchmarks.model import GPT, batch
 from benchmarks.table import replace_section
 from benchmarks.training import machine
 from shardwise.build import build
+from shardwise.cli.follow import command_that_follows
 from shardwise.deferred import deferred_init
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, on_device, zero
@@ -59,7 +60,9 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload
 STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 2
 """A parameter: fp32 master and two moments; bf16 weights; bf16 gradient, which only exists for a few blocks at a time
 where updates are made during backward."""
-HOST_RESERVE = 0.06  # of the host's memory: the program, CUDA's own, exchange buffers
+HOST_RESERVE = 0.12
+"""Of the host's memory: the program, CUDA's own, exchange buffers, and what allocators round up to. All of it is
+page-locked, so a system that has too little left ends processes, and not only ours."""
 DRY = {"device": "24MiB", "host": "160MiB", "sizes": "1M,2M,4M,6M,8M,12M", "sequence": 32}
 DRY_RESERVE = 0.0  # the program of a CPU run is not part of the declared capacities
 HEADS_OF = 128
@@ -289,6 +292,7 @@ def measure(case: Case, timeout: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.largest", "--worker", json.dumps(asdict(case)), str(out)]
+        command = command_that_follows(command)  # none stays behind with a whole GPU where this process is killed
         log = Path(folder) / "log"
         with log.open("w") as stream:
             try:

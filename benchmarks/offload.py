@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from shardwise.build import Session, build
 from shardwise.disk.store import DiskStore, Transfer
 from shardwise.plan import DiskPlan, Plan, on_device, zero
 
-__all__ = ["MODES", "Alone", "Mode", "Parts", "Training", "measure", "table"]
+__all__ = ["MODES", "Alone", "Found", "Mode", "Parts", "Training", "measure", "table"]
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload.md"
 GOAL = 1.15
@@ -243,8 +244,18 @@ class Alone:
         return run
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Parts], list[str], int]:
-    """Seconds by mode, remarks, and the number of parameters."""
+@dataclass
+class Found:
+    """What is known after some repeats: seconds by mode, remarks, and the number of parameters."""
+
+    parts: dict[str, Parts]
+    remarks: list[str]
+    parameters: int
+    repeats: int = 0
+
+
+def measure(options: argparse.Namespace, after_repeat: Callable[[Found], None]) -> Found:
+    """All repeats; ``after_repeat`` is called with what is known after each."""
     size = replace(SIZES[options.size], micro_batch=options.micro_batch, sequence=options.sequence)
     modes = [mode for mode in MODES if not options.modes or mode.name in options.modes]
     device = torch.device(options.device)
@@ -253,28 +264,32 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Parts], list[str], i
     for training in trainings:
         for _ in range(2):
             training.step()
-    parts = {mode.name: Parts([], [], [], []) for mode in modes}
+    found = Found({mode.name: Parts([], [], [], []) for mode in modes}, [], alone.parameters)
     alone.compute()
     for repeat in range(options.repeats):
         for training in trainings:
-            mode, found = training.mode, parts[training.mode.name]
-            found.compute.append(_timed(device, alone.compute, options.steps))
-            found.step.append(_timed(device, training.step, options.steps))
-            found.update.append(_timed(device, lambda m=mode: alone.update(m), options.steps))  # type: ignore[misc]
-            found.transfer.append(_timed(device, alone.transfer(mode, training.disk_bytes), options.steps))
+            mode, parts = training.mode, found.parts[training.mode.name]
+            parts.compute.append(_timed(device, alone.compute, options.steps))
+            parts.step.append(_timed(device, training.step, options.steps))
+            parts.update.append(_timed(device, lambda m=mode: alone.update(m), options.steps))  # type: ignore[misc]
+            parts.transfer.append(_timed(device, alone.transfer(mode, training.disk_bytes), options.steps))
         print(f"repeat {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-    remarks = [_equality(trainings)]
-    remarks += [
-        f"{t.mode.name}: {t.disk_bytes[0] / MIB:.0f} MiB read, {t.disk_bytes[1] / MIB:.0f} MiB written a step"
-        for t in trainings
-        if t.mode.uses_disk
-    ]
-    remarks.append(f"disk transfers: {'direct' if alone.store.direct else 'buffered'}")
+        found.remarks, found.repeats = _remarks(trainings, alone.store.direct), repeat + 1
+        after_repeat(found)
     for training in trainings:
         training.session.close()
         training.session.mesh.close()
     alone.store.close()
-    return parts, remarks, alone.parameters
+    return found
+
+
+def _remarks(trainings: Sequence[Training], direct: bool) -> list[str]:
+    moved = [
+        f"{t.mode.name}: {t.disk_bytes[0] / MIB:.0f} MiB read, {t.disk_bytes[1] / MIB:.0f} MiB written a step"
+        for t in trainings
+        if t.mode.uses_disk
+    ]
+    return [_equality(trainings), *moved, f"disk transfers: {'direct' if direct else 'buffered'}"]
 
 
 def _equality(trainings: Sequence[Training]) -> str:
@@ -325,7 +340,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="interleaved (default 5)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a mode and repeat (default 3)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own)")
-    parser.add_argument("--json", type=Path, help="write the table and its figures here")
+    parser.add_argument("--json", type=Path, help="write the table and its figures here, after each repeat")
     parser.add_argument("--write", action="store_true", help=f"rewrite the table in {DOCUMENT.name}")
     chosen = parser.parse_args(arguments)
     if not chosen.directory.is_dir():
@@ -338,27 +353,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    parts, remarks, parameters = measure(options)
+    found = measure(options, lambda so_far: _write_json(options, so_far))
+    text = _text(options, found)
+    print(text)
+    if options.write:
+        on_cpu = torch.device(options.device).type == "cpu"
+        section = "offload-cuda" if not on_cpu else "offload" if options.update == "step" else "offload-backward"
+        replace_section(DOCUMENT, section, text)
+
+
+def _text(options: argparse.Namespace, found: Found) -> str:
+    """What it was measured on, and the table."""
     device = torch.device(options.device)
+    ended = found.repeats == options.repeats
+    repeats = str(found.repeats) if ended else f"{found.repeats} of {options.repeats}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     facts = (
-        f"{machine()}; {where}; torch {torch.__version__}. {parameters / 1e6:.1f}M parameters, {options.dtype}, "
-        f"{options.micro_batch} x {options.sequence} tokens a step, one rank; {options.repeats} interleaved repeats of "
-        f"{options.steps} steps; updates in {options.update}, {options.tiles} tiles of a disk in memory. "
-        f"{'. '.join(remarks)}."
+        f"{machine()}; {where}; torch {torch.__version__}. {found.parameters / 1e6:.1f}M parameters, "
+        f"{options.dtype}, {options.micro_batch} x {options.sequence} tokens a step, one rank; {repeats} interleaved "
+        f"repeats of {options.steps} steps; updates in {options.update}, {options.tiles} tiles of a disk in memory. "
+        f"{'. '.join(found.remarks)}."
     )
-    text = f"{facts}\n\n{table(parts, device.type == 'cpu')}\n"
-    print(text)
-    if options.json:
-        worst = max(parts, key=lambda name: statistics.median(parts[name].step))
-        line = f"{worst}: {statistics.median(parts[worst].step) * 1e3:,.0f} ms a step; {remarks[0]}"
-        found = {"line": line, "text": text, "seconds": {name: asdict(each) for name, each in parts.items()}}
-        options.json.write_text(json.dumps(found))
-    if options.write:
-        section = (
-            "offload-cuda" if device.type != "cpu" else "offload" if options.update == "step" else "offload-backward"
-        )
-        replace_section(DOCUMENT, section, text)
+    return f"{facts}\n\n{table(found.parts, device.type == 'cpu')}\n"
+
+
+def _write_json(options: argparse.Namespace, found: Found) -> None:
+    if not options.json:
+        return
+    medians = {name: statistics.median(each.step) for name, each in found.parts.items()}
+    worst = max(medians, key=lambda name: medians[name])
+    seconds = {name: asdict(each) for name, each in found.parts.items()}
+    data = {
+        "line": f"{worst}: {medians[worst] * 1e3:,.0f} ms a step; {found.remarks[0]}",
+        "text": _text(options, found),
+        "seconds": seconds,
+    }
+    partial = options.json.with_name(options.json.name + ".partial")
+    partial.write_text(json.dumps(data))
+    os.replace(partial, options.json)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ def sections(results: Results) -> dict[tuple[str, str], str]:
     if training or _of(results, "tests"):
         parts = [head, *([_tests(results)] if _of(results, "tests") else [])]
         parts += [_training_table(training)] if training else []
-        parts += [str(o.figures["text"]) for name, o in _of(results, "adam").items() if name != "adam cpu"]
+        parts += _texts({name: o for name, o in _of(results, "adam").items() if name != "adam cpu"})
         found["benchmarks.md", "gpu"] = "\n\n".join(parts)
-    offload = [str(outcome.figures["text"]) for outcome in _of(results, "offload").values() if outcome.figures]
-    if offload:
-        found["inside/offload.md", "offload-cuda"] = "\n\n".join([head, *offload])
+    offload = _of(results, "offload")
+    if any("text" in outcome.figures for outcome in offload.values()):
+        found["inside/offload.md", "offload-cuda"] = "\n\n".join([head, *_texts(offload)])
     sizes = [row for outcome in _of(results, "largest").values() for row in outcome.figures.get("results", [])]
     if sizes:
         rows = [largest.from_json(row) for row in sizes]
@@ -40,9 +40,21 @@ def _of(results: Results, kind: str) -> dict[str, Outcome]:
     return {name: outcome for name, outcome in chosen.items() if outcome.done and not outcome.skipped}
 
 
+def _texts(chosen: dict[str, Outcome]) -> list[str]:
+    """What those parts wrote, also before they failed, and that they did."""
+    found = []
+    for name, outcome in chosen.items():
+        found += [str(outcome.figures["text"])] if "text" in outcome.figures else []
+        found += [f"**{name} failed**: {_cell(outcome.error)}"] if outcome.error else []
+    return found
+
+
 def _head(results: Results) -> str:
+    """What everything below it is of; empty where there is nothing yet."""
     facts = results.facts
-    done = [outcome for outcome in results.outcomes.values() if outcome.done]
+    done = [outcome for outcome in results.outcomes.values() if outcome.done and not outcome.skipped]
+    if not done:
+        return ""
     dates, commits = sorted({o.date for o in done}), sorted({o.commit for o in done})
     label = "**CPU stand-in with tiny models: no measurement of a GPU.** " if facts.stand_in else ""
     memory = f" with {facts.device_bytes / GIB:.0f} GiB free" if facts.device_bytes else ""

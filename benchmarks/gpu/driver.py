@@ -31,7 +31,7 @@ OUT, WORK = "{out}", "{work}"
 GRACE_S = 3.0
 TAIL_LINES, TAIL_LENGTH = 6, 600
 CUTS = 2
-"""A part that two calls had to end is not tried a third time."""
+"""A part that was running at the end of two calls is not tried a third time."""
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -75,6 +75,8 @@ def commit_of(folder: Path) -> str:
 def run(parts: Sequence[Part], results: Results, *, limit_s: float, total_s: float, retry: bool, commit: str) -> bool:
     """Run what is left of ``parts``, within ``limit_s`` for this call and about ``total_s`` for all calls together.
 
+    What was skipped is looked at anew: a limit, a package or memory may be another one now.
+
     Returns:
         False where the limit of this call left something for the next one.
     """
@@ -82,15 +84,21 @@ def run(parts: Sequence[Part], results: Results, *, limit_s: float, total_s: flo
     began_any = False
     for number, part in enumerate(parts, 1):
         before = results.outcomes.get(part.name)
-        if before is not None and before.done and not (retry and before.error):
+        if before is not None and before.done and not before.skipped and not (retry and before.error):
             continue
         outcome = before if before is not None and not before.done else Outcome(shlex.join(part.command))
         progress = f"[{number}/{len(parts)}] {part.name}"
         reason = _reason_to_skip(part, results, total_s)
         left = ends - time.monotonic()
-        if reason:
+        if outcome.cut >= CUTS:
+            pass  # with the error that it has
+        elif reason:
+            if before is not None and before.skipped == reason:
+                continue
             outcome.skipped, outcome.error = reason, ""
         elif left < (part.expects_s if began_any else min(part.expects_s, GRACE_S)):
+            if before is not None:
+                results.put(part.name, outcome)  # no longer as skipped, if it was
             _say(f"{progress}: needs about {part.expects_s:.0f} s, {max(left, 0.0):.0f} s are left of this call")
             return False
         else:
@@ -98,7 +106,6 @@ def run(parts: Sequence[Part], results: Results, *, limit_s: float, total_s: flo
             _say(f"{progress} ...")
             complete = _run_part(part, outcome, results, min(part.limit_s, left))
             if not complete and outcome.cut < CUTS:
-                results.put(part.name, outcome)
                 _say(f"{progress}: ended by the limit of this call; the next one runs it again")
                 return False
         outcome.date, outcome.commit = datetime.date.today().isoformat(), commit
@@ -122,7 +129,11 @@ def _reason_to_skip(part: Part, results: Results, total_s: float) -> str:
 
 
 def _run_part(part: Part, outcome: Outcome, results: Results, limit_s: float) -> bool:
-    """Fill ``outcome``. False: ended early because ``limit_s`` is less than the part's own limit."""
+    """Fill ``outcome``. False: ended early because ``limit_s`` is less than the part's own limit.
+
+    Until it ends it is on the disk as one that a call's end has cut: whatever ends the call, also without a word (a
+    kill, the machine's memory), the next one knows.
+    """
     work = results.path.with_suffix("") / part.name.replace(" ", "-").replace("/", "-")
     work.mkdir(parents=True, exist_ok=True)
     out, log = work / "figures.json", work / "log"
@@ -130,21 +141,25 @@ def _run_part(part: Part, outcome: Outcome, results: Results, limit_s: float) ->
     command = [sys.executable, *(text.replace(OUT, str(out)).replace(WORK, str(work)) for text in part.command)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    outcome.cut, outcome.figures = outcome.cut + 1, {}
+    outcome.error = f"the end of {outcome.cut} call{'s' * (outcome.cut > 1)} came while it ran"
+    results.put(part.name, outcome)
+    status: int | None = None
     began = time.monotonic()
     try:
         with log.open("w") as stream, _started(command, environment, stream) as process:
-            status: int | None = process.wait(timeout=limit_s)
+            status = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        status = None
-    seconds = time.monotonic() - began
-    outcome.seconds = round(outcome.seconds + seconds, 1)
-    outcome.figures = _figures(out)
+        pass
+    finally:
+        outcome.seconds = round(outcome.seconds + time.monotonic() - began, 1)
+        outcome.figures = _figures(out)
+        results.put(part.name, outcome)
+    if status is None and limit_s < part.limit_s:
+        return False
+    outcome.cut -= 1
     if status == 0 and outcome.figures:
         outcome.error = ""
-    elif status is None and limit_s < part.limit_s:
-        outcome.cut += 1
-        outcome.error = f"ended by the limits of {outcome.cut} calls, after {seconds:.0f} s"
-        return False
     elif status is None:
         running = outcome.figures.get("running")
         outcome.error = f"no end within {limit_s:.0f} s" + (f", at {running}" if running else "")
@@ -207,7 +222,8 @@ def report(parts: Sequence[Part], results: Results) -> list[str]:
     for part in parts:
         outcome = results.outcomes.get(part.name)
         if outcome is None or not outcome.done:
-            lines.append((1, f"not run yet  {part.name}"))
+            why = f": {outcome.error}" if outcome is not None and outcome.error else ""
+            lines.append((1, f"not run yet  {part.name}{why}"))
         elif outcome.error:
             lines.append((0, f"FAILED       {part.name}: {outcome.error}"))
             failed = outcome.figures.get("failed", {})

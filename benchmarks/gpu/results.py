@@ -49,7 +49,7 @@ class Outcome:
         figures: what it measured; ``line`` in it is what one says of it.
         error: why it failed; empty where it did not.
         skipped: why it was not run.
-        cut: how often a call's own limit ended it before its time.
+        cut: how often a call ended while it ran: by its own limit, or by whatever killed it.
         date, commit: of when it ended.
     """
 

@@ -28,7 +28,9 @@ class _Launched:
         self._factor = factor
 
     def finished(self) -> bool:
-        # Asked of the device, since what is queued behind a wait for it would wait for the peers as well.
+        # Asked of the device, since what is queued behind a wait for it would wait for the peers as well; NCCL's future
+        # is done once it is launched. gloo's reduce-scatter has no future, is never completed by its own account, and
+        # comes to its end in wait() alone: whoever asks has to go on without a yes, too.
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:

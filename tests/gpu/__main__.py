@@ -1,6 +1,7 @@
-"""``python -m tests.gpu``: the tests of this folder, under pytest or, where that is not installed, without it.
+"""``python tests/gpu``: the tests of this folder, under pytest or, where that is not installed, without it.
 
-Exit status: 0, or 1 where a test failed.
+By its path, since a package ``tests`` that something has installed would be found instead of this folder by its name.
+Exit status: 0, or another where a test failed or there was none to run.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+# In place of this folder, whose names are too common for a search path.
+sys.path[:] = [str(HERE.parent), str(HERE.parents[1]), *(each for each in sys.path if Path(each).resolve() != HERE)]
 
+from gpu.choice import Choice  # noqa: E402
 from gpu.records import Records  # noqa: E402
 
 
 class Noting:
-    """A plugin of pytest that keeps the records, and of each file one test in ``every``."""
+    """A plugin of pytest that keeps the records, and of each file the tests of ``choice``."""
 
-    def __init__(self, records: Records, every: int) -> None:
-        self._records, self._every = records, every
+    def __init__(self, records: Records, choice: Choice) -> None:
+        self._records, self._choice = records, choice
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         by_file: dict[Path, list[Any]] = {}
         for item in items:
             by_file.setdefault(item.path, []).append(item)
-        items[:] = [item for group in by_file.values() for item in group[:: self._every]]
+        items[:] = [item for group in by_file.values() for item in self._choice.of(group, lambda i: i.originalname)]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._records.begin(_short(nodeid))
@@ -50,10 +53,12 @@ def _short(nodeid: str) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__.split("\n\n")[0])
     known = sorted(path.name for path in HERE.glob("test_*.py"))
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    for name, what in (("only", "no others"), ("but", "all but these")):
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="TEST", help=f"functions' names: {what}")
     parser.add_argument("--every", type=int, default=1, help="run one test in so many of each file (default 1: all)")
     parser.add_argument("--collect", action="store_true", help="name the tests, and run none")
     parser.add_argument("--json", type=Path, help="what became of each test, rewritten after every one")
@@ -64,31 +69,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown := set(chosen.files) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: give some of {', '.join(known)}")
     chosen.files = [HERE / name for name in chosen.files or known]
+    text = "".join(path.read_text() for path in chosen.files)
+    if unknown := {name for name in (*chosen.only, *chosen.but) if f"\ndef {name}(" not in text}:
+        parser.error(f"{', '.join(sorted(unknown))}: no test of {', '.join(path.name for path in chosen.files)}")
     return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and say what failed."""
     options = parse(arguments)
-    records = Records(options.json)
+    records, choice = Records(options.json), Choice(tuple(options.only), tuple(options.but), options.every)
     if options.without_pytest or importlib.util.find_spec("pytest") is None:
         from gpu import without_pytest
 
         without_pytest.install()
         if options.collect:
             for file in options.files:
-                for case in without_pytest.collect(file, options.device)[1]:
+                for case in choice.of(without_pytest.collect(file, options.device)[1], lambda c: c.function.__name__):
                     print(f"{file.name}::{case.name}")
             return 0
-        without_pytest.run(options.files, options.device, options.every, records)
-        status = 1 if records.failed else 0
+        without_pytest.run(options.files, options.device, choice, records)
+        status = int(bool(records.failed) or not records.seconds)
     else:
         import pytest
 
         settings = ["-q", "-p", "no:cacheprovider", "--rootdir", str(HERE.parents[1]), "--gpu-device", options.device]
         settings += ["--collect-only"] if options.collect else []
         given = [str(path) for path in options.files]
-        status = int(pytest.main([*settings, *given], plugins=[Noting(records, options.every)]))
+        status = int(pytest.main([*settings, *given], plugins=[Noting(records, choice)]))
     for test in records.failed:
         print(f"FAILED {test}", file=sys.stderr)
     print(records.line)

@@ -68,20 +68,24 @@ def test_another_device_is_current(one_rank: RankPool, plan: str) -> None:
     assert there == here and there[-1] < there[0]
 
 
+TRAIN = str(Path(__file__).with_name("train_one_gpu.py"))
 CHOOSE = "from shardwise.mesh import default_device; print(default_device())"
+NO_WARNING = "import warnings; from shardwise.mesh import default_device; warnings.simplefilter('error'); {}"
+"""After all imports: torch may have its own to say while it is imported."""
 Variables = dict[str, str]
 
 
 def started(code: list[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
     """Words that a fresh process printed, and what it said on stderr."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))  # of scripts too
     done = subprocess.run(
         [sys.executable, *code],
         cwd=ROOT,
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,7 +121,7 @@ def test_a_gpu_is_used_or_the_process_says_why_not() -> None:
 def test_one_process_trains_on_its_gpu(given: str) -> None:
     """However it is started and however the GPU is named."""
     for environment in ({}, launched(0, 1, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29587"}):
-        words, said = started(["-m", "tests.gpu.train_one_gpu", given], environment)
+        words, said = started([TRAIN, given], environment)
         assert words[-3] == "cuda", said
         assert float(words[-1]) < float(words[-2])
 
@@ -125,5 +129,5 @@ def test_one_process_trains_on_its_gpu(given: str) -> None:
 def test_without_a_gpu_the_cpu_is_taken() -> None:
     """Where none is visible there is nothing to warn of, whatever the launcher started."""
     for environment in ({"CUDA_VISIBLE_DEVICES": ""}, launched(3, 8, "")):
-        words, _ = started(["-W", "error", "-c", CHOOSE], environment)
+        words, _ = started(["-c", NO_WARNING.format(CHOOSE)], environment)
         assert words[-1] == "cpu"

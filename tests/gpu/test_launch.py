@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +61,19 @@ def test_native_collectives(pool: RankPool) -> None:
 
 def test_torchrun_with_one_process(device_type: str) -> None:
     """init_distributed chooses NCCL and the GPU; the loss falls."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += ["-m", "tests.gpu.train_one_gpu", device_type]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=1", str(Path(__file__).with_name("train_one_gpu.py")), device_type]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     backend, device, first, last = done.stdout.split()[-4:]
     assert (backend, device) == (("nccl", "cuda") if device_type == "cuda" else ("gloo", "cpu"))

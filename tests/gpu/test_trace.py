@@ -87,7 +87,8 @@ def test_the_peak_is_the_allocators(one_rank: RankPool, stepped: bool) -> None:
     assert 0.95 * found.allocated <= found.traced <= 1.01 * found.allocated + 2**20
     assert found.traced > found.parameters + ROWS * WIDTH * 4 * DEPTH
     assert found.parameters_said == found.gradients_at_the_end == found.parameters == DEPTH * LAYER
-    assert found.capacity == found.total_memory
+    # What the driver keeps for itself may be in one and not in the other.
+    assert found.capacity == pytest.approx(found.total_memory, rel=0.01)
     assert found.same and found.left_over <= 2**20
 
 

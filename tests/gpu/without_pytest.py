@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from gpu.choice import Choice
 from gpu.records import Records
 
 __all__ = ["collect", "install", "run"]
@@ -220,13 +221,13 @@ def collect(file: Path, device_type: str) -> tuple[_Runner, list[_Case]]:
     return runner, [case for name, function in functions for case in runner.cases(name, function)]
 
 
-def run(files: Sequence[Path], device_type: str, every: int, records: Records) -> None:
-    """Run the tests of ``files``, of each file one in ``every``."""
+def run(files: Sequence[Path], device_type: str, choice: Choice, records: Records) -> None:
+    """Run the tests of ``files``, of each file those of ``choice``."""
     torch.set_num_threads(1)
     for file in files:
         runner, cases = collect(file, device_type)
         with runner.ends:
-            for case in cases[::every]:
+            for case in choice.of(cases, lambda each: each.function.__name__):
                 _run_one(runner, case, f"{file.name}::{case.name}", records)
 
 

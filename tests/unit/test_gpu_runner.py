@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from launching import finished
 
+from benchmarks.gpu.driver import OUT
+from benchmarks.gpu.parts import FIRST_TESTS, LATER_TESTS, parts
+from benchmarks.gpu.results import Facts
+
 ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = Facts("a processor", 0, 2**36, 2**36, 0, "2.13.0", "3.12.3", True)
 ODD = '''
 import sys, types
 sys.path.insert(0, "tests")
 from pathlib import Path
 from gpu import without_pytest
+from gpu.choice import Choice
 from gpu.records import Records
 
 without_pytest.install()
@@ -54,7 +61,7 @@ def test_skipped():
 module = types.ModuleType("gpu.test_odd")
 exec(TEXT, vars(module))
 sys.modules["gpu.test_odd"] = module
-without_pytest.run([Path("test_odd.py")], "cpu", 1, Records(Path(sys.argv[1])))
+without_pytest.run([Path("test_odd.py")], "cpu", Choice(), Records(Path(sys.argv[1])))
 assert module.ended == ["test"] * 4 + ["session"], module.ended
 '''
 
@@ -69,6 +76,42 @@ def test_both_ways_know_the_same_tests(tmp_path: Path) -> None:
     """No test is lost where pytest is not installed."""
     expected, found = _names(tmp_path / "with"), _names(tmp_path / "without", "--without-pytest")
     assert len(expected) > 400 and found == expected
+    # Parts that take some of a file take all of it together, and have the time for it.
+    taken: list[str] = []
+    for part, tests in (FIRST_TESTS | LATER_TESTS).items():
+        of_file = [name for name in expected if name.startswith(f"test_{part.split()[0]}.py::")]
+        functions = {name: name.partition("::")[2].partition("[")[0] for name in of_file}
+        chosen = [n for n, f in functions.items() if f not in tests.but and (not tests.only or f in tests.only)]
+        assert len(chosen) < 40 or tests.expects_s >= 0.7 * len(chosen), part
+        taken += chosen
+    assert sorted(taken) == sorted(expected)
+
+
+def test_some_of_a_file(tmp_path: Path) -> None:
+    """The same under pytest and without it; a name that is none is an error."""
+    given = ("test_parity.py", "--but", "test_fp32", "test_fp64", "--every", "30")
+    expected = _names(tmp_path / "with", *given)
+    assert expected == _names(tmp_path / "without", "--without-pytest", *given)
+    assert len(expected) == 2 and not any("fp32" in name or "fp64" in name for name in expected)
+    given = ("--without-pytest", "test_parity.py", "--only", "test_without_overlap_is_the_same")
+    (name,) = _names(tmp_path / "one", *given)
+    assert name == "test_parity.py::test_without_overlap_is_the_same"
+    status, shown = finished("tests.gpu", "test_hosts.py", "--only", "test_fp32", log=tmp_path / "none")
+    assert status == 2 and "test_fp32: no test of test_hosts.py" in shown
+
+
+def test_another_package_named_tests_is_not_taken(tmp_path: Path) -> None:
+    """The command of a part, where something has installed a regular package of that name, which wins by name."""
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    for name in ("tests/__init__.py", "tests/gpu/__init__.py", "tests/gpu/__main__.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong one')")
+    (part,) = (p for p in parts(STAND_IN, "/disk") if p.name == "tests hosts")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    out = str(tmp_path / "found.json")
+    command = [sys.executable, *(text.replace(OUT, out) for text in part.command), "--without-pytest"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(Path(out).read_text())["line"] == "1 skipped"
 
 
 def test_fixtures_parameters_and_outcomes(tmp_path: Path) -> None:
