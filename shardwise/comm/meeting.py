@@ -8,12 +8,13 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from shardwise.comm.activity import Activity
 from shardwise.comm.control import decode, encode
 from shardwise.comm.errors import PeerError
-from shardwise.comm.exact import WORDS, rounded, together, words_of
+from shardwise.comm.exact import end_word, first_word, rounded, together, words_of
 from shardwise.comm.traffic import Traffic
 
 __all__ = ["NOBODY", "Meeting", "Party", "Summary", "ranks_text"]
@@ -22,6 +23,7 @@ EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ran
 LENGTHS = 2**32  # a party's number travels above its number of values
 MOST_NAMED = 16
 BITS = 48  # flags per number; integers below 2**53 are exact
+FLAG_WORDS = 64  # in the first message of what is summed up: of 1536 flags, which a rank has, and which it lacks
 
 _checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
 
@@ -68,11 +70,13 @@ class Summary:
 # which is the fastest (between hosts one message each way: [Note: Meetings between hosts]). Of thousands that would be
 # megabytes a time, and a look at each of them in Python. There ranks first learn the least and the most of each number:
 # in round k a rank hears from the one 2^k before it, so that is as many messages as the number of ranks has digits,
-# each of a kilobyte at most. What all have alike needs nothing more, and an agreement is nearly always about what
-# should be alike; flags and counts need nothing more either (summarize). A sum is exact in whole numbers (total), in at
-# most twice as many messages of half a kilobyte. Only where ranks ask for each other's numbers and these differ does
-# each get all of them. The first message has one size whatever it is about, unless any length will do ([Note: Meetings
-# between hosts]): ranks that came for different things meet in it, see that they differ, and tell each other in words.
+# each of a kilobyte. What all have alike needs nothing more, and an agreement is nearly always about what should be
+# alike; flags and counts need nothing more either (summarize), up to thirty numbers and 1536 flags: what there is above
+# that follows in as many messages again. A sum is exact in whole numbers (totals), in at most twice as many messages,
+# which hold nothing but the words of 32 bits that any rank has something in: of a norm's shares some four, where
+# numbers of all sizes would have 66. Only where ranks ask for each other's numbers and these differ does each get all
+# of them. The first message has one size whatever it is about, unless any length will do ([Note: Meetings between
+# hosts]): ranks that came for different things meet in it, see that they differ, and tell each other in words.
 class Meeting(ABC):
     """The part of a group that is about the host's agreement; see :class:`~shardwise.comm.group.Group`.
 
@@ -86,6 +90,7 @@ class Meeting(ABC):
     any_length = False
     rows_up_to = 16
     name: str
+    rank: int
     size: int
     activity: Activity
     traffic: Traffic
@@ -166,20 +171,59 @@ class Meeting(ABC):
         Raises:
             PeerError: as :meth:`exchange`.
         """
+        (found,), same = self.totals([value], purpose, whose, beside, largest)
+        return found, same
+
+    def totals(
+        self,
+        values: Sequence[float],
+        purpose: str,
+        whose: Party = NOBODY,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[list[float], list[bool]]:
+        """As :meth:`total`, of each of several values, in as many messages as for one."""
+        count = len(values)
         if self._by_rows:
-            rows = self.exchange([value, *beside], purpose, whose)
-            same = [all(row[at] == rows[0][at] for row in rows) for at in range(1, len(beside) + 1)]
-            return together([row[0] for row in rows], largest), same
-        found = self._summed_up([float(value), *map(float, beside)], purpose, whose, ())
-        (least, *lower), (most, *upper) = found.least, found.most
-        same = [one == other for one, other in zip(lower, upper, strict=True)]
-        if math.isnan(most) or largest or most == math.inf:
-            return most, same
-        if least == most:
-            return most * self.size, same
-        messages = self.size.bit_length() + self.size.bit_count() - 2
-        self.traffic.add("exchange", messages * 8 * WORDS)
-        return rounded(self._total(words_of(value), purpose)), same
+            columns = list(zip(*self.exchange([*values, *beside], purpose, whose), strict=True))
+            same = [all(each == column[0] for each in column) for column in columns[count:]]
+            return [together(column, largest) for column in columns[:count]], same
+        own = [*map(float, values), *map(float, beside)]
+        lowest = [] if largest else [float(first_word(value)) for value in own[:count]]
+        found = self._summed_up(own + lowest, purpose, whose, ())
+        bounds = list(zip(found.least, found.most, strict=True))
+        sums, spans = list[float](), dict[int, tuple[int, int]]()
+        for at, (least, most) in enumerate(bounds[:count]):
+            # One that is not finite makes the sum so, and an equal share of all is multiplied exactly.
+            sums.append(most if largest or not math.isfinite(most) else most * self.size)
+            if not largest and math.isfinite(most) and least != most:
+                spans[at] = int(bounds[len(own) + at][0]), end_word(max(-least, most))
+        if spans:
+            words = [word for at, span in spans.items() for word in words_of(own[at], *span)]
+            messages = self.size.bit_length() + self.size.bit_count() - 2
+            self.traffic.add("exchange", messages * 8 * len(words))
+            added = iter(self._total(words, purpose))
+            for at, (first, end) in spans.items():
+                sums[at] = rounded(list(islice(added, end - first)), first)
+        return sums, [least == most for least, most in bounds[count : len(own)]]
+
+    def broadcast_values(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[float]:
+        """Rank 0's values. Each rank gives its own, as many as that; where all have the same nothing more is said.
+
+        Args:
+            values: of this rank.
+            purpose, whose: as in :meth:`exchange`.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        if self._by_rows:
+            return self.exchange(values, purpose, whose)[0]
+        own = [float(value) for value in values]
+        if self._summed_up(own, purpose, whose, ()).alike:
+            return own
+        self.traffic.add("exchange", (self.size - 1).bit_length() * 8 * len(own))
+        return self._most(own if self.rank == 0 else [-math.inf] * len(own), [], purpose)[0]
 
     @property
     def _by_rows(self) -> bool:
@@ -214,19 +258,19 @@ class Meeting(ABC):
         return rows
 
     def _summed_up(self, values: list[float], purpose: str, whose: Party, flags: Sequence[bool]) -> Summary:
-        words = [int(word) for word in pack_bits(flags)]
-        count = len(values) + len(words)
+        # Of each word the flags that this rank has, and those that it lacks.
+        words = [each for word in map(int, pack_bits(flags)) for each in (word, ~word & (1 << BITS) - 1)]
+        count = len(values) + len(words) // 2
         sent = _headed(values, purpose, whose, count)
-        most, least, _ = self._extremes(sent[:EXCHANGE_QUANTUM], [], purpose)
+        first = words[:FLAG_WORDS] + [0] * (FLAG_WORDS - len(words))
+        most, least, some = self._extremes(sent[:EXCHANGE_QUANTUM], first, purpose)
         if most[:2] != least[:2]:
             raise PeerError(self._astray(purpose, count, whose))
-        some: list[int] = []
-        if len(sent) > EXCHANGE_QUANTUM or words:
-            lacks = [~word & (1 << BITS) - 1 for word in words]
-            further = self._extremes(sent[EXCHANGE_QUANTUM:], [*words, *lacks], purpose)
-            most, least, some = most + further[0], least + further[1], further[2]
+        if len(sent) > EXCHANGE_QUANTUM or len(words) > FLAG_WORDS:
+            further = self._extremes(sent[EXCHANGE_QUANTUM:], words[FLAG_WORDS:], purpose)
+            most, least, some = most + further[0], least + further[1], some + further[2]
         most, least = (each[2 : 2 + len(values)] for each in (most, least))
-        held, lacking = some[: len(words)], some[len(words) :]
+        held, lacking = some[: len(words) : 2], some[1 : len(words) : 2]
         # What one rank has and another lacks.
         same = not any(has & lack for has, lack in zip(held, lacking, strict=True))
         alike = same and all(one == other for one, other in zip(least, most, strict=True))

@@ -20,16 +20,20 @@ __all__ = ["LossWatch", "first_non_finite"]
 def first_non_finite(engine: Engine, states: Iterable[ChunkGrads]) -> str:
     """The name of the first parameter whose reduced gradient is not finite on any rank. Collective."""
     nobody = float(len(engine.layout.facts))
-    first = nobody
+    looked = dict[torch.device, list[tuple[int, torch.Tensor]]]()
     for state in states:
-        if state.reduced is None or bool(torch.isfinite(state.reduced).all()):
+        if (reduced := state.reduced) is None:
             continue
         for slot in state.spec.slots:
-            start, end = state.chunk.overlap(slot)
-            part = state.reduced[max(start - state.chunk.shard_start, 0) : max(end - state.chunk.shard_start, 0)]
-            if start < end and not bool(torch.isfinite(part).all()):
-                first = min(first, float(slot.param))
-    first = min(post[0] for post in engine.mesh.shard.exchange([first], "which gradient is not finite"))
+            start, end = (at - state.chunk.shard_start for at in state.chunk.overlap(slot))
+            if start < end:
+                finite = torch.isfinite(reduced[start:end]).all()
+                looked.setdefault(reduced.device, []).append((slot.param, finite))
+    bad = [nobody]
+    for found in looked.values():  # one read a device, however many parameters
+        flags = torch.stack([finite for _, finite in found]).tolist()
+        bad += [float(param) for (param, _), finite in zip(found, flags, strict=True) if not finite]
+    first = engine.mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0]
     if first < nobody:
         return engine.layout.facts[int(first)].names[0]
     elsewhere = ", or of one on another model-parallel rank" if engine.mesh.model_parallel is not None else ""

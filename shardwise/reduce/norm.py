@@ -17,6 +17,8 @@ from shardwise.comm.exact import together
 
 __all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
+NORMS = "the norms that .grad is asked for"
+
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
     """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, computed in ``wide`` or wider."""
@@ -170,7 +172,7 @@ def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -
 def each_norm(
     parts: Sequence[torch.Tensor | None], p: float, group: Group, others: Group | None, divided: Sequence[bool]
 ) -> list[float]:
-    """p-norm of each of several gradients, as :func:`global_norm` makes that of all. One exchange for all of them.
+    """p-norm of each of several gradients, as :func:`global_norm` makes that of all. Ranks meet once for all of them.
 
     Args:
         parts: this rank's part of each, 1-D, any float dtype; ``None``: it has none.
@@ -182,11 +184,9 @@ def each_norm(
     norms: list[float] = []
     for wide in (torch.float32, torch.float64):
         shares = _shares(parts, p, wide)
-        columns = zip(*group.exchange(shares, "the norms that .grad is asked for"), strict=True)
-        shares = [together(column, p == math.inf) for column in columns]
+        shares, _ = group.totals(shares, NORMS, largest=p == math.inf)
         if others is not None:
-            columns = zip(*others.exchange(shares, "the norms that .grad is asked for"), strict=True)
-            whole = [together(column, p == math.inf) for column in columns]
+            whole, _ = others.totals(shares, NORMS, largest=p == math.inf)
             shares = [w if cut else own for w, own, cut in zip(whole, shares, divided, strict=True)]
         norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
         if p == math.inf or math.inf not in norms:

@@ -33,6 +33,8 @@ from shardwise.reduce.reductions import Observer, ThenReplicas
 
 __all__ = ["Reducer"]
 
+MOST_ORDERS = 64  # kept, one for each set of chunks in use
+
 
 # See [Note: Who owns a gradient's array], [Note: One order of reductions] and, for whatever it waits for, [Note: Why no
 # wait inside backward is without end].
@@ -64,7 +66,7 @@ class Reducer:
         observer: Observer,
     ) -> None:
         self.counts, self._events, self._observer = counts, events, observer
-        self._exchange = partial(mesh.world.exchange, whose=party)
+        self._broadcast = partial(mesh.world.broadcast_values, whose=party)
         self._summarize = partial(mesh.world.summarize, whose=party)
         self.riders: list[Rider] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
@@ -74,8 +76,8 @@ class Reducer:
         self._predivide, self._exchange_bytes = plan.comm.predivide, plan.comm.exchange_bytes
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
-        self._order = list(reversed(self.states))
-        self._ordered_for: list[bool] | None = None
+        self._order, self._orders = list(reversed(self.states)), dict[tuple[bool, ...], list[ChunkGrads]]()
+        """Of this pass, and behind a pass by the chunks that were in use; alike on all ranks."""
         self._cursor, self._reduces = 0, False
         """Of the order, and whether the running pass is a reduced one."""
         self._in_rounds, self._scripts, self._patience, self._landings = False, Scripts(), Patience(), Landings()
@@ -409,6 +411,7 @@ class Reducer:
                 state.array = None
         self.counts.forget()
         self._end_pass(sync=True)
+        self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
         if self._observer.must_agree:
             self._observer.agreed([bool(flag) for flag in found.most[1:]])
         self._events.gradients_dropped(None)
@@ -468,18 +471,18 @@ class Reducer:
         return used, late
 
     def _reorder(self, used: list[bool]) -> None:
-        """Adopt rank 0's order of arrival, unused chunks last, whenever the set in use has changed."""
-        by_chunk = [flag for _, flag in sorted(zip([s.spec.index for s in self._order], used, strict=True))]
-        if by_chunk == self._ordered_for:
-            return
-        position = {s.spec.index: i for i, s in enumerate(self.states)}
-        arrived = [position[s.spec.index] for s in dict.fromkeys(self._arrivals)]
-        seen = set(arrived)
-        mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
-        order = self._exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
+        """Adopt rank 0's order of arrival, unused chunks last, when a set comes into use that none of late was."""
         in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
-        self._order = sorted((self.states[int(i)] for i in order), key=lambda s: not in_use[s.spec.index])
-        self._ordered_for = by_chunk
+        chunks = tuple(in_use[s.spec.index] for s in self.states)
+        if chunks not in self._orders:
+            position = {s.spec.index: i for i, s in enumerate(self.states)}
+            order = [float(position[s.spec.index]) for s in dict.fromkeys([*self._arrivals, *self._order])]
+            if self._agrees:
+                order = self._broadcast(order, "the order of reduction")
+            if len(self._orders) == MOST_ORDERS:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[chunks] = sorted((self.states[int(i)] for i in order), key=lambda s: not in_use[s.spec.index])
+        self._order = self._orders[chunks]
 
     def clear(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""

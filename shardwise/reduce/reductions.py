@@ -15,7 +15,8 @@ __all__ = ["Observer", "ThenReplicas"]
 
 # [Note: One order of reductions]
 # All ranks begin the same reductions in the same order, whatever they use. The order is that of the layout, backwards,
-# and from the first pass on rank 0's order of arrival, which all adopt when the set of chunks in use has changed.
+# and from the first pass on rank 0's order of arrival. All adopt it when a set of chunks comes into use, and go back to
+# it when that set does (of the last sets that there were; a pass that failed forgets them on all ranks).
 # Within a pass a chunk begins early only behind all that come before it (Reducer._cursor). At the end of the pass the
 # ranks tell each other which parameters had gradients, and begin the rest: what nobody used is not reduced, what some
 # used counts as zero on the others. Gradients that came after their chunk was reduced follow in a second round, in the

@@ -8,6 +8,7 @@ import random
 from typing import Any
 from unittest import mock
 
+import other_numbers
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor
 from shardwise.comm import Group, PeerError, Summary, register_backend
 from shardwise.comm.exact import WORDS, rounded, words_of
 from shardwise.mesh import Mesh
-from shardwise.testing import run_ranks
+from shardwise.plan import ByTensor
+from shardwise.reduce import reducer
+from shardwise.testing import assert_close, run_ranks
 
-FLAGS = 100
+FLAGS, MORE_FLAGS = 100, 2000
 
 
 def numbers(rank: int) -> list[float]:
@@ -39,11 +42,16 @@ def told(kind: str, rows_up_to: int) -> dict[str, Any]:
             "alike": group.summarize([3.0, 2.0**53 - 1], "a test", flags=flags(0)),
             "one flag": group.summarize([1.0], "a test", flags=[rank == 1]),
             "one value": group.summarize([float(rank == 1)], "a test", flags=flags(0)),
+            "more flags": group.summarize([1.0], "a test", flags=[(at + rank) % 9 == 0 for at in range(MORE_FLAGS)]),
             "nothing": group.summarize([], "a test"),
             "rows": group.exchange(numbers(rank), "a test"),
             "same rows": group.exchange([1.0, 2.5], "a test"),
             "no rows": group.exchange([], "a test"),
             "objects": group.exchange_object({"rank": rank}),
+            "first's": group.broadcast_values(numbers(rank), "a test"),
+            "first's, alike": group.broadcast_values(numbers(1), "a test"),
+            "sums": group.totals([math.sqrt(each + 60.0) for each in numbers(rank)], "a test", beside=[1.0]),
+            "largest": group.totals(numbers(rank), "a test", largest=True),
         }
         found["nan"] = [math.isnan(row[0]) for row in group.exchange([math.nan if rank else 1.0], "a test")]
         found["traffic"] = dict(group.traffic.bytes), dict(group.traffic.calls)
@@ -68,6 +76,9 @@ def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     assert many[0]["one flag"] == Summary([1.0], [1.0], [True], False, False)
     assert many[0]["one value"] == Summary([0.0], [1.0], flags(0), False, True)
     assert many[0]["rows"] == every
+    assert many[0]["first's"] == every[0] and many[0]["first's, alike"] == numbers(1)
+    sums = [math.fsum(math.sqrt(each + 60.0) for each in column) for column in columns]
+    assert many[0]["sums"] == (sums, [True]) and many[0]["largest"] == (most, [])
     assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
     assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
 
@@ -119,9 +130,10 @@ def test_a_sum_is_exact_whatever_the_number_of_ranks(ranks: int, kind: str) -> N
         assert many[0][2 * seed + 1] == (max(own), [])
     texts = many[0][80:-1]
     assert texts[:6] == ["nan", "nan", "inf", "inf", "inf", "1.7e+308"] and texts[8:10] == ["0.0", "0.0"]
-    # Least and most of 32 numbers, then 66 words, as many times as there are digits, and ones beside the first.
+    # Least and most of 32 numbers, and 64 words of flags, then the one word of small whole numbers, as many times as
+    # there are digits, and ones beside the first.
     digits, ones = (ranks - 1).bit_length(), ranks.bit_count() - 1
-    assert {rows[-1] for rows in many} == {8 * (2 * 32 * digits + 66 * (ranks.bit_length() - 1 + ones))}
+    assert {rows[-1] for rows in many} == {8 * ((2 * 32 + 64) * digits + ranks.bit_length() - 1 + ones)}
 
 
 def test_words_are_the_number_and_nothing_else() -> None:
@@ -134,13 +146,14 @@ def test_words_are_the_number_and_nothing_else() -> None:
     assert rounded([2**33] * WORDS) == math.inf
 
 
-def astray(kind: str) -> tuple[str, str]:
+def astray(kind: str) -> tuple[str, ...]:
     rank = dist.get_rank()
     texts = []
     with mock.patch.object(Group, "rows_up_to", 1), Scope(kind) as group:
         for meet in (
             lambda: group.summarize([1.0], "one thing") if rank else group.exchange([2.0], "another thing"),
             lambda: group.exchange([1.0] * (40 + rank), "a number of numbers"),
+            lambda: group.summarize([], "flags", flags=[True] * 3000) if rank else group.totals([1.0] * 40, "sums"),
         ):
             try:
                 meet()
@@ -148,14 +161,15 @@ def astray(kind: str) -> tuple[str, str]:
             except PeerError as error:
                 texts.append(str(error))
         assert group.exchange([0.0], "afterwards") == [[0.0]] * group.size
-    return texts[0], texts[1]
+    return tuple(texts)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "native", "hosts"])
 def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
-    for purposes, lengths in run_ranks(3, astray, kind):
+    for purposes, lengths, sums in run_ranks(3, astray, kind):
         assert "rank 0: another thing (1 values); ranks [1, 2]: one thing (1 values)" in purposes
         assert "rank 0: a number of numbers (40 values); rank 1: a number of numbers (41 values)" in lengths
+        assert "rank 0: sums (80 values); ranks [1, 2]: flags (63 values)" in sums
 
 
 def branching(name: str, rows_up_to: int) -> dict[str, Tensor]:
@@ -186,3 +200,107 @@ def test_training_comes_to_the_same_bits(name: str) -> None:
     many, few = run_ranks(3, branching, name, 1)[0], run_ranks(3, branching, name, 16)[0]
     assert many.keys() == few.keys()
     assert all(torch.equal(many[key], few[key]) for key in few)
+
+
+SETS = [(0, 1), (1, 0), (2,), (0, 1), (2,), (1, 2), (2,), (0, 1)]
+"""Blocks that all ranks use in a step; every second rank the other way round."""
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def through(model: Blocks, rank: int, step: int, x: Tensor) -> Tensor:
+    used = SETS[step]
+    for block in used if rank % 2 else reversed(used):
+        x = model.blocks[block](x)
+    found: Tensor = model.head(x)
+    return found
+
+
+def switching(name: str, rows_up_to: int, kept: int, cut: bool) -> tuple[dict[str, Tensor], list[list[int]], list[int]]:
+    """What training comes to, the order of reductions behind each step, and the steps in which ranks spoke of it.
+
+    With ``cut`` ranks are interrupted when they have spoken in the third step: one knows what came of it, others not.
+    """
+    put_back = register_backend("cpu", real_native)
+    orders, spoke, broadcast = list[list[int]](), list[int](), Group.broadcast_values
+
+    def speak(group: Group, *args: Any, **rest: Any) -> list[float]:
+        spoke.append(len(orders))
+        found = broadcast(group, *args, **rest)
+        if cut and spoke[1:] == [2] and group.rank:
+            raise KeyboardInterrupt
+        return found
+
+    def agree(self: reducer.Reducer) -> None:
+        if cut and spoke[1:] == [2]:
+            raise KeyboardInterrupt
+        agreed(self)
+
+    agreed = reducer.Reducer._agree_with_observer
+
+    with (
+        mock.patch.object(Group, "rows_up_to", rows_up_to),
+        mock.patch.object(Group, "broadcast_values", speak),
+        mock.patch.object(reducer, "MOST_ORDERS", kept),
+        mock.patch.object(reducer.Reducer, "_agree_with_observer", agree),
+    ):
+        try:
+            mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)
+        finally:
+            put_back()
+        plan = PLANS[name].but(packing=ByTensor(persist_numel=0))
+        session = made(plan, mesh, 3)
+        model = session.model
+        assert isinstance(model, Blocks)
+        for step in range(len(SETS)):
+            with mock.patch.object(model, "forward", lambda x, step=step: through(model, mesh.rank, step, x)):
+                try:
+                    session.backward(session.module(batch(mesh.rank, step)).square().mean())
+                except KeyboardInterrupt:
+                    session.optimizer.zero_grad()
+                    session.backward(session.module(batch(mesh.rank, step)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            orders.append([state.spec.index for state in session.engine.passes._reducer._order])
+        state = {key: value.clone() for key, value in session.module.state_dict().items()}
+        session.close()
+        mesh.close()
+    return state, orders, spoke
+
+
+@pytest.mark.parametrize(
+    ("name", "rows_up_to", "kept"),
+    [("zero1", 1, 64), ("zero2", 1, 64), ("zero2", 16, 64), ("zero3", 1, 64), ("zero3", 16, 64), ("zero3", 1, 1)],
+)
+def test_an_order_is_agreed_on_once_for_each_set_in_use(name: str, rows_up_to: int, kept: int) -> None:
+    """Ranks whose gradients come in different orders, and sets of chunks in use that change from step to step."""
+    ranks = run_ranks(3, switching, name, rows_up_to, kept, False)
+    plain = plainly()
+    for state, orders, spoke in ranks:
+        assert_close(state, plain, 1e-5, name)
+        assert orders == ranks[0][1] and spoke == ([0, 2, 5] if kept > 1 else [0, 2, 3, 4, 5, 6, 7])
+        if kept > 1:
+            assert orders[0] == orders[1] == orders[3] == orders[7] and orders[2] == orders[4] == orders[6]
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_orders_are_forgotten_by_all_with_a_pass_that_failed(name: str) -> None:
+    ranks = run_ranks(3, switching, name, 1, 64, True)
+    plain = plainly()
+    for state, orders, spoke in ranks:
+        assert_close(state, plain, 1e-5, name)
+        assert orders == ranks[0][1] and spoke == [0, 2, 2, 3, 5]
+
+
+def plainly() -> dict[str, Tensor]:
+    other_numbers.seed(0)
+    plain = Blocks(3, WIDTH)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(len(SETS)):
+        for rank in range(3):
+            (through(plain, rank, step, batch(rank, step)).square().mean() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(plain.state_dict())

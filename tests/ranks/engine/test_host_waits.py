@@ -7,6 +7,7 @@ device counts.
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import adam, one_mesh, seeded, sharded, told
+from engine_setup import SCALER, adam, one_mesh, seeded, sharded, told
 from stream_setup import Branching, losses_of
 from torch import nn
 
@@ -120,6 +121,35 @@ def test_separate_masters_are_compared_in_one_read() -> None:
     for reads, exchanges, _, _ in run_ranks(2, one_step, zero(2, torch.bfloat16), torch.float32):
         assert reads == ["tolist in changed of masters.py"]
         assert exchanges == OTHERS
+
+
+def skipped(plan: Plan, rows_up_to: int) -> tuple[list[str], list[str], str | None]:
+    """Of a step in which one rank's gradients of several parameters are not finite: what was read, exchanged, told."""
+    model: nn.Module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+    with (
+        mock.patch.object(Group, "rows_up_to", rows_up_to),
+        as_on_a_gpu(),
+        counted() as (reads, exchanges),
+        sharded(model, adam(model), plan) as session,
+    ):
+        assert session.optimizer is not None
+        handle = model[2].weight.register_hook(lambda grad: grad * math.inf) if session.mesh.rank else None
+        session.backward(session.module(torch.ones(2, 6, dtype=torch.float16)).square().mean())
+        session.optimizer.step()
+        if handle is not None:
+            handle.remove()
+        return reads, exchanges, session.optimizer.skipped_because
+
+
+@pytest.mark.parametrize("rows_up_to", [1, 16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_skipped_step_names_the_parameter_in_one_read(stage: int, rows_up_to: int) -> None:
+    plan = zero(stage, torch.float16).but(shared_memory=False, scaler=SCALER)
+    for reads, exchanges, because in run_ranks(3, skipped, plan, rows_up_to):
+        found = [read for read in reads if "in first_non_finite of" in read]
+        assert found == ["tolist in first_non_finite of not_finite.py"]
+        assert exchanges.count("which gradient is not finite") == 1
+        assert because is not None and "the gradient of 2.weight is not finite" in because
 
 
 ALONE: dict[str, tuple[Plan, list[str]]] = {

@@ -1,0 +1,255 @@
+"""What thousands of ranks that differ come to, against plain sums, and in how many messages of what size."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from shardwise.comm import Group, LocalGroup, PeerError, Summary
+from shardwise.comm.control import apart, in_one, spread_largest, spread_sums
+from shardwise.comm.exact import WORDS, end_word, first_word, rounded, words_of
+from shardwise.reduce.norm import each_norm
+
+RANKS = [64, 512, 4096]
+T = TypeVar("T")
+
+
+@dataclass
+class Said(Exception):
+    """What a rank says, when nobody has answered yet."""
+
+    values: list[float] | None
+    words: list[int]
+
+    @property
+    def numbers(self) -> int:
+        return len(self.values or ()) + len(self.words)
+
+
+class Player(LocalGroup):
+    """One rank of many, whose messages are answered in turn."""
+
+    disseminates = True
+
+    def __init__(self, rank: int, size: int, answers: Sequence[Any]) -> None:
+        super().__init__("many", torch.device("cpu"))
+        self.rank, self.size, self._answers = rank, size, iter(answers)
+
+    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
+        for answer in self._answers:
+            return answer  # type: ignore[no-any-return]
+        raise Said(list(values), list(words))
+
+    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
+        for answer in self._answers:
+            return answer  # type: ignore[no-any-return]
+        raise Said(None, list(words))
+
+
+def of_all(said: Sequence[Said]) -> Any:
+    """What messages from rank to rank make of what each says: all ranks at once, one column each."""
+    size, (first, *_) = len(said), said
+    rolled = lambda mine, by: mine.roll(by, 1)  # noqa: E731
+    if first.values is None:
+        found = spread_sums(torch.tensor([each.words for each in said]).T.contiguous(), size, rolled)
+        answer: Any = found[:, 0].tolist()
+    else:
+        count = len(first.values)
+        found = torch.stack([in_one(each.values or (), each.words) for each in said], 1)
+        spread_largest(found, count, size, rolled)
+        answer = apart(found[:, 0].contiguous(), count)
+    assert torch.equal(found.view(torch.int64), found.view(torch.int64)[:, :1].expand_as(found)), "ranks differ"
+    return answer
+
+
+def met(size: int, call: Callable[[Group, int], T]) -> tuple[list[T], list[int]]:
+    """What each of ``size`` ranks gets of ``call(group, rank)``, and how many numbers each of their messages had."""
+    answers, lengths = list[Any](), list[int]()
+    while True:
+        found, said = list[T](), list[Said]()
+        for rank in range(size):
+            try:
+                found.append(call(Player(rank, size, answers), rank))
+            except Said as each:
+                said.append(each)
+        if not said:
+            return found, lengths
+        assert len(said) == size and len({each.numbers for each in said}) == 1, "ranks are at different messages"
+        lengths.append(said[0].numbers)
+        answers.append(of_all(said))
+
+
+def plain_sum(values: Sequence[float]) -> float:
+    try:
+        return float(sum(map(Fraction, values)))
+    except OverflowError:
+        return math.inf
+
+
+def shares(size: int, norms: int) -> list[list[float]]:
+    """By rank, of each of some parameters: norms in fp32 to the power of 2, as of a model; and unlike and alike ones of
+    all sizes."""
+    chooser = random.Random(size)
+
+    def square(scale: float) -> float:
+        return float(torch.tensor(chooser.random() * scale)) ** 2  # rounded to fp32
+
+    return [
+        [
+            *(square(10.0 ** (at % 7 - 4)) for at in range(norms)),
+            0.25,
+            0.0,
+            float(rank == 3),
+            chooser.uniform(-1, 1) * 10.0 ** chooser.randint(-300, 300),
+            chooser.random() * 5e-320,
+            -1.5 if rank % 2 else 1.5,
+            1.7e308 if rank < 2 else 0.0,
+        ]
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(("size", "norms"), [(64, 40), (512, 20), (4096, 4)])
+def test_sums_of_many_values_are_exact(size: int, norms: int) -> None:
+    every = shares(size, norms)
+    found, lengths = met(size, lambda group, rank: group.totals(every[rank], "a test", beside=[7.0, float(rank == 5)]))
+    expected = [plain_sum(column) for column in zip(*every, strict=True)]
+    assert expected[-1] == math.inf and expected[-2] == 0.0 and expected[-3] > 0.0
+    assert all(each == (expected, [True, False]) for each in found)
+    # Least and most of all numbers and of where each begins, and flags in the first; then words that are in use.
+    count = 2 + 2 * (norms + 7) + 2
+    further = [2 * (count - 32 + -count % 32)] if count > 32 else []
+    assert lengths[:-1] == [2 * 32 + 64, *further]
+    words = [word for column in zip(*every, strict=True) for word in [_in_use(column)]]
+    assert lengths[-1] == sum(words) and sum(words[:norms]) <= 4 * norms
+
+
+def _in_use(column: Sequence[float]) -> int:
+    """Words that any of these has, where they differ."""
+    used = [at for value in column for at, word in enumerate(words_of(value)) if word]
+    return max(used) - min(used) + 1 if len(set(column)) > 1 else 0
+
+
+@pytest.mark.parametrize("size", [17, 64, 4096])
+def test_one_sum_and_the_largest(size: int) -> None:
+    own = [row[0] for row in shares(size, 1)] if size < 100 else [(rank % 97) ** 0.5 for rank in range(size)]
+    found, lengths = met(size, lambda group, rank: group.total(own[rank], "a test"))
+    assert set(map(str, found)) == {str((plain_sum(own), []))} and len(lengths) == 2 and lengths[1] <= 4
+    found, lengths = met(size, lambda group, rank: group.total(own[rank], "a test", largest=True))
+    assert set(map(str, found)) == {str((max(own), []))} and len(lengths) == 1
+
+
+def test_what_is_not_finite_is_so_alone() -> None:
+    """Of several sums one is NaN, one infinite; the others are what they are."""
+    rows = [[math.nan, math.inf, 1.0, 2.0], [1.0, 2.0, 3.0, 2.0], [math.inf, 0.0, 0.1, 2.0]]
+    every = [rows[rank % 3] for rank in range(66)]
+    for largest in (False, True):
+        found, _ = met(66, lambda group, rank, large=largest: group.totals(every[rank], "a test", largest=large)[0])
+        expected = [math.nan, math.inf, 3.0 if largest else plain_sum([1.0, 3.0, 0.1] * 22), 2.0 if largest else 132.0]
+        assert {str(each) for each in found} == {str(expected)}
+
+
+def test_words_that_are_left_out_are_zeros() -> None:
+    chooser = random.Random(1)
+    some = [chooser.uniform(-1, 1) * 2.0 ** chooser.randint(-1070, 1000) for _ in range(300)]
+    for value in [0.0, 5e-324, -1.0, 1.7e308, *some]:
+        first, end, words = first_word(value), end_word(value), words_of(value)
+        assert next((at for at, word in enumerate(words) if word), WORDS) == first
+        assert not any(words[end:]) and (not end or words[end - 1])
+        if value:
+            assert words_of(value, first, end) == words[first:end] and rounded(words[first:end], first) == value
+    assert first_word(0.0) == first_word(math.nan) == first_word(math.inf) == WORDS and end_word(0.0) == 0
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+def test_the_norms_of_parameters_are_those_of_the_whole(p: float) -> None:
+    """64 ranks with a part of each; one of them overflows in fp32, and nobody has one."""
+    generator = torch.Generator().manual_seed(3)
+    whole = [torch.randn(256, generator=generator) * 10.0**-at for at in range(5)] + [torch.full((256,), 1e30)]
+    parts = [[each.view(64, -1)[rank] for each in whole] + [None] for rank in range(64)]
+    found, lengths = met(64, lambda group, rank: each_norm(parts[rank], p, group, None, [False] * 7))
+    expected = [float(torch.linalg.vector_norm(each.double(), p)) for each in whole]
+    assert all(each == found[0] for each in found)
+    assert found[0] == pytest.approx([*expected, 0.0], rel=1e-6)
+    # Where powers overflow in fp32 the ranks meet again.
+    assert len(lengths) == {2.0: 4, 1.0: 2, math.inf: 1}[p]
+
+
+def flags(rank: int, count: int) -> list[bool]:
+    return [(at * 7 + rank) % 5 == 0 and at % 3 > 0 for at in range(count)]
+
+
+def summed_up(size: int, values: Callable[[int], list[float]], own: Callable[[int], list[bool]]) -> Any:
+    return met(size, lambda group, rank: group.summarize(values(rank), "a test", flags=own(rank)))
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "messages"),
+    [(64, 0, 1), (64, 1, 1), (64, 1536, 1), (64, 1537, 2), (64, 3000, 2), (512, 1537, 2), (4096, 300, 1)],
+)
+def test_flags_travel_in_the_first_message(size: int, count: int, messages: int) -> None:
+    some = [flags(rank, count) for rank in range(11)]
+    for kinds in (11, 1):
+        found, lengths = summed_up(size, lambda rank: [2.0, float(rank)], lambda rank, n=kinds: some[rank % n])
+        anywhere = [any(column) for column in zip(*some[:kinds], strict=True)]
+        expected = Summary([2.0, 0.0], [2.0, size - 1.0], anywhere, False, kinds == 1 or not any(anywhere))
+        assert all(each == expected for each in found)
+        assert len(lengths) == messages and lengths[0] == 128
+
+
+def test_one_flag_of_one_rank_is_seen_wherever_it_is() -> None:
+    """At the ends of words, and on both sides of what the first message has room for."""
+    for at in (0, 47, 48, 1535, 1536, 1599):
+        one = [each == at for each in range(1600)]
+        found, _ = summed_up(64, lambda _: [], lambda rank, one=one: one if rank == 9 else [False] * 1600)
+        assert all(each == Summary([], [], one, False, False) for each in found)
+        others = [not each for each in one]
+        found, _ = summed_up(64, lambda _: [], lambda rank, others=others: others if rank == 9 else [True] * 1600)
+        assert all(each == Summary([], [], [True] * 1600, False, False) for each in found)
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_the_first_rank_s_values(size: int) -> None:
+    some = [[float((rank * at) % 41) for at in range(50)] for rank in range(41)]
+    own = [[float(at) for at in range(50)], *(some[rank % 41] for rank in range(1, size))]
+    found, lengths = met(size, lambda group, rank: group.broadcast_values(own[rank], "a test"))
+    assert all(each == own[0] for each in found) and lengths == [128, 64, 50]
+    found, lengths = met(size, lambda group, rank: group.broadcast_values(own[0], "a test"))
+    assert all(each == own[0] for each in found) and lengths == [128, 64]
+
+
+def test_ranks_that_came_for_different_things_meet_in_the_first_message() -> None:
+    """Numbers, sums, the first rank's values, flags or none of them: one size, and each sees that they differ."""
+    calls: list[Callable[[Group], Any]] = [
+        lambda group: group.exchange([1.0], "rows"),
+        lambda group: group.summarize([1.0], "numbers"),
+        lambda group: group.summarize([1.0] * 90, "more numbers", flags=[True] * 5000),
+        lambda group: group.total(1.0, "a sum"),
+        lambda group: group.totals([1.0] * 40, "sums"),
+        lambda group: group.broadcast_values([1.0, 2.0], "values"),
+    ]
+
+    class Astray(Player):
+        def _astray(self, purpose: str, count: int, whose: Any) -> str:
+            return purpose
+
+    def call(rank: int, answers: Sequence[Any]) -> Any:
+        return calls[rank % len(calls)](Astray(rank, 64, answers))
+
+    said = list[Said]()
+    for rank in range(64):
+        with pytest.raises(Said) as each:
+            call(rank, ())
+        said.append(each.value)
+    assert {each.numbers for each in said} == {128}
+    answers = [of_all(said)]
+    for rank in range(64):
+        with pytest.raises(PeerError, match=["rows", "numbers", "more numbers", "a sum", "sums", "values"][rank % 6]):
+            call(rank, answers)
