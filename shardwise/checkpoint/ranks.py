@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwise.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.comm.control import Control
 from shardwise.comm.link import Link
+from shardwise.comm.open_files import make_room
 
 __all__ = ["Ranks"]
 
@@ -45,6 +46,7 @@ class Ranks:
         elif members is not None:
             self._group = members.new_group("beside", members.ranks, "gloo")
         else:
+            make_room(self.size)
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))
         if made:
             self._own.append(self._group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from shardwise.comm.serving import Served, Serving, Written
 from shardwise.device import copy_ahead, on_device, on_stream, page_locked, record_event, side_stream, wait_event
 
 __all__ = ["Asking"]
+
+MOST_COPIES = 4
+"""Of shards in page-locked memory that are kept for the next peer that asks."""
 
 
 class Asking:
@@ -68,8 +73,18 @@ class Asking:
         self._serving.close()
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A shard's values in the host's memory, as so many updates have left them."""
+
+    shard: weakref.ref[Tensor]
+    updates: int
+    values: Tensor
+
+
 # Who asks has made as many updates as it says. A rank that is in the midst of the last of them answers behind it, and
-# gets there by itself: all ranks have met before any began it.
+# gets there by itself: all ranks have met before any began it. Several peers that leave a script ask for one shard, one
+# after the other: between two updates it is copied once.
 class _Reader:
     """What the thread that answers knows: where the device's shards are, and since when they have their values.
 
@@ -81,17 +96,24 @@ class _Reader:
         self._device, self._stream = device, side_stream(device)
         self._written: torch.cuda.Event | None = None
         self.times = Written()
+        self._copies: tuple[_Copy, ...] = ()  # replaced as a whole: two threads do
 
     def written(self) -> None:
         """They have been, by what the current stream has been given."""
         if self._stream is not None:
             self._written = record_event(self._device)
+        self._copies = ()
         self.times.through(self.times.updates + 1)
 
     def read(self, shard: Tensor) -> Tensor:
         """Its values in the host's memory, as the last update has left them, whatever the device is doing now."""
         if shard.device.type == "cpu" or self._stream is None:
             return shard
+        updates = self.times.updates
+        valid = [each for each in self._copies if each.updates == updates and each.shard() is not None]
+        for each in valid:
+            if each.shard() is shard:
+                return each.values
         with on_device(self._device), on_stream(self._stream):
             if self._written is not None:
                 wait_event(self._device, self._written)
@@ -99,6 +121,8 @@ class _Reader:
             copy_ahead(out, shard)
             done = record_event(self._device)
         done.synchronize()
+        # If it was written meanwhile, the copy is of a later update than it says, which nobody asks for any more.
+        self._copies = (*valid, _Copy(weakref.ref(shard), updates, out))[-MOST_COPIES:]
         return out
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +22,10 @@ from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Wire
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
-from shardwise.comm.members import Members, check_alike
+from shardwise.comm.members import Members, check_alike, made_alone
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.native_hosts import ByHosts, Lanes
+from shardwise.comm.open_files import make_room
 from shardwise.comm.places import Places
 from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
@@ -124,6 +127,8 @@ class GroupMaker:
         self._process_groups: list[dist.ProcessGroup] = []
         let_go_with(self, self._process_groups)
         self._world: Control | None = None
+        self._lent = False
+        """A group has the communicator of :attr:`_world` for its own messages."""
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
         """The group of this rank. Collective over all that the lists hold: every rank gives the same lists of world
@@ -136,7 +141,7 @@ class GroupMaker:
             return LocalGroup(name, self.device, self.activity)
         # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
-        control = Control(called, self.process_group(name, rank_lists, "gloo"), self.activity)
+        control = Control(called, self._for_messages(name, rank_lists), self.activity)
         request = GroupRequest(name, called, rank_lists, control)
         make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
         # Told before it is used: different makers would exchange different things, and wait.
@@ -144,6 +149,19 @@ class GroupMaker:
         if any(maker != makers[0] for maker in makers):
             raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
         return make(self, request)
+
+    # What is told over all ranks is told while a mesh is made, by the thread that makes it, in one order on all ranks,
+    # and each blocks until it has heard the others. The groups have no other users before the mesh is there, and from
+    # then on nothing is told over all ranks. So the two never have messages under way together. Of two groups that
+    # would not be known, nor of the default process group, which is the program's own.
+    def _for_messages(self, name: str, rank_lists: list[list[int]]) -> dist.ProcessGroup:
+        """For small messages of the host among the ranks of a group: the communicator over all ranks, where that is
+        made anyway and the group has all of them, or else one of its own. A connection to each rank is an open file."""
+        alone = self.members is not None or self._lent or self.backend == "gloo"
+        if alone or rank_lists != [list(range(dist.get_world_size()))]:
+            return self.process_group(name, rank_lists, "gloo")
+        self._lent = True
+        return self._everyone().process_group
 
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
         """From rank to rank of this rank's list. Collective as :meth:`make`."""
@@ -182,12 +200,31 @@ class GroupMaker:
         if self.members is not None:
             own = self.members.new_group(name, self._own(rank_lists), backend)
         else:
+            if backend == "gloo":
+                make_room(len(self._own(rank_lists)))
             own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 rank_lists,
                 backend=backend,
                 timeout=timedelta(seconds=self.timeout_s),  # torch's default is not that of the ranks' own group
                 group_desc=f"shardwise_{name}",
             )
+        self._process_groups.append(own)
+        return own
+
+    def process_group_later(self, request: GroupRequest, name: str) -> dist.ProcessGroup:
+        """As :meth:`process_group`, over gloo, made by the ranks of this rank's list alone: groups of the other lists
+        may need none. Collective over these.
+
+        Raises:
+            PeerError: one of them died, or did not come in time.
+        """
+        ranks = self._own(request.rank_lists)
+        # Each draws, the first one's counts: a name that no group of this run has had.
+        token, *_ = request.control.exchange_object(uuid.uuid4().hex)[0]
+        try:
+            own = made_alone(name, ranks, "gloo", token, 1, self.timeout_s)
+        except RuntimeError as error:
+            raise request.control.lost(f"making {name!r}", error) from error
         self._process_groups.append(own)
         return own
 
@@ -316,7 +353,7 @@ class GroupMaker:
     def _everyone(self) -> Control:
         if self._world is None:
             default = dist.group.WORLD
-            if default is None or dist.get_backend(default) != "gloo":
+            if default is None or self.backend != "gloo":
                 everyone = [list(range(dist.get_world_size()))]
                 default = self.process_group("agree", everyone, "gloo")
             self._world = Control("world", default, self.activity)
@@ -330,7 +367,7 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
     # What one rank alone needs comes over the hosts. Where these wait for collectives ranks agree on all gathers.
-    ask = maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo") if backend != "gloo" else None
+    ask = partial(maker.process_group_later, request, f"{request.name}_ask") if backend != "gloo" else None
     # Only streams can queue a second step behind a first one, and gloo has hosts wait for GPUs.
     queues = maker.device.type == "cuda" and backend != "gloo"
     lanes = maker.host_lanes(request, backend) if queues else []

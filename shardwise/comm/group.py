@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -142,7 +143,8 @@ class Group(Meeting):
         uneven: ranks' parts of an array may differ in length (:attr:`Buffer.bounds`), in the collectives between such.
         sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
-        agreeing: models whose ranks agree on gathers of it, so far.
+        models: those that use its collectives: neither closed nor collected, as far as this rank knows.
+        player: of the one whose gathers were last begun without agreeing on each: how far, and what begins them.
         activity: what this rank is doing, for messages.
     """
 
@@ -160,7 +162,8 @@ class Group(Meeting):
         self.activity = activity or Activity()
         self.traffic = Traffic()
         self.staging: dict[torch.dtype, Buffer] = {}
-        self.agreeing = 0
+        self.models = weakref.WeakSet[Any]()
+        self.player: tuple[Any, Callable[[], Any]] | None = None
 
     # Buffers
 
@@ -213,6 +216,13 @@ class Group(Meeting):
         return
 
     # Collectives
+
+    def align(self) -> None:
+        """Ranks may have begun different numbers of gathers without agreeing on each (:attr:`player`); from here on all
+        have begun the same. Collective, before whatever else they gather; to say it again costs nothing."""
+        part = self.player[1]() if self.player is not None else None
+        if part is not None:
+            part.align()
 
     def all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         """``out`` (as long as all shards, same dtype) becomes ``shard.local`` of every rank, in rank order.
@@ -307,6 +317,7 @@ class Group(Meeting):
             raise ValueError(
                 f"broadcast from rank {src} of {self.size} in group {self.name!r}: give 0..{self.size - 1}"
             )
+        self.align()
         self.traffic.add("broadcast", tensor.nbytes if src == self.rank and self.size > 1 else 0)
         if tensor.numel():
             self._broadcast(tensor, src)

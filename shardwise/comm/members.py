@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.errors import UNREACHED, PeerError
+from shardwise.comm.open_files import make_room
 from shardwise.torch_internals import new_group
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "ranks_of", "timeout_s", "unbound"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "made_alone", "ranks_of", "timeout_s", "unbound"]
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -94,6 +96,28 @@ def unbound(default: Any) -> Iterator[None]:
         default.bound_device_id = bound
 
 
+def made_alone(
+    name: str, ranks: Sequence[int], backend: str, token: str, times: int, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group of ``ranks`` (world ranks, this one among them), in that order. Collective over these alone.
+
+    Args:
+        name: what it is for.
+        ranks: its members.
+        backend: its name.
+        token: the same on all of them; no other run of groups has had it.
+        times: how many of that token, name and ranks there are with this one.
+        timeout_s: of its operations.
+    """
+    if backend == "gloo":
+        make_room(len(ranks))
+    # It is a part of every key under which the ranks meet: thousands of numbers would be kilobytes in each.
+    among = blake2b(" ".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
+    unique = f"shardwise/{token}/{name}/{among}/{times}"
+    with unbound(dist.group.WORLD):
+        return new_group(ranks, backend, unique, f"shardwise_{name}", timedelta(seconds=timeout_s))
+
+
 class Members:
     """The ranks of a process group that this rank belongs to. Collective over them to make.
 
@@ -116,7 +140,7 @@ class Members:
         self.ranks = ranks_of(argument, group)
         self.process_group = group
         self.timeout_s = timeout_s(group)
-        self._made: Counter[str] = Counter()
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         # Each draws, the first one's counts: a name that no group of this run has had.
         rows = self.exchange([uuid.uuid4().hex, agreed])
         check_alike(argument, self.ranks, [row[1] for row in rows])
@@ -143,12 +167,10 @@ class Members:
             PeerError: one of them died, or did not come in time.
         """
         ranks = list(ranks)
-        called = f"shardwise/{self._token}/{name}/{'_'.join(map(str, ranks))}"
-        self._made[called] += 1
-        unique = f"{called}/{self._made[called]}"
+        self._made[name, tuple(ranks)] += 1
         try:
-            with unbound(dist.group.WORLD):
-                return new_group(ranks, backend, unique, f"shardwise_{name}", timedelta(seconds=self.timeout_s))
+            times = self._made[name, tuple(ranks)]
+            return made_alone(name, ranks, backend, self._token, times, self.timeout_s)
         except RuntimeError as error:
             raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class NativeGroup(Group):
     sends_slices = True
     uneven = True
     disseminates = True
-    _link: Link | None = None
+    _ask: Callable[[], dist.ProcessGroup] | None = None
     _asking: Asking | None = None
     _by_hosts: ByHosts | None = None
 
@@ -71,7 +71,7 @@ class NativeGroup(Group):
         control: Control,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
-        ask: dist.ProcessGroup | None = None,
+        ask: Callable[[], dist.ProcessGroup] | None = None,
         by_hosts: ByHosts | None = None,
     ) -> None:
         super().__init__(name, control.rank, control.size, device, control.activity)
@@ -82,8 +82,7 @@ class NativeGroup(Group):
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
         self._by_hosts = by_hosts
         self.uneven = by_hosts is None  # parts of different lengths would go flat
-        if ask is not None:
-            self._link = Link(ask, name)
+        self._ask = ask
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -91,9 +90,10 @@ class NativeGroup(Group):
 
     def serve(self, shards: Sequence[Buffer]) -> None:
         """See :meth:`Group.serve`."""
-        if self._link is None or not shards or self.size == 1:
+        if self._ask is None or not shards or self.size == 1:
             return
-        self._asking = self._asking or Asking(self, self._link)
+        if self._asking is None:  # a group that serves nothing needs no connections for it
+            self._asking = Asking(self, Link(self._ask(), self.name))
         answered = self._asking.serve(shards)
         for shard in shards:
             shard.answered = answered

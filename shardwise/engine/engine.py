@@ -251,6 +251,7 @@ class Engine:
         self.closed = True
         self.attachment.remove()
         self.division.release()
+        self.pool.taking_part.leave()
         # Before that .grad is the user's own.
         if self._begun:
             self.visible.clear()

@@ -281,6 +281,7 @@ class Values:
         # Before anything of the update has happened.
         if engine.pool.all_held:
             raise RuntimeError(f"an update inside gathered() (all_held={engine.pool.all_held}): leave the block first")
+        engine.mesh.shard.align()
         engine.pool.settle(ahead=True)
         if not engine.plan.tiers.all_on_device:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write

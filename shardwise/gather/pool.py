@@ -261,9 +261,9 @@ class ChunkPool:
                 if not self._is_whole(unit):
                     self._gather([unit], [])
                 self._complete(unit)
+            self.finish_phase()
         finally:
             self._joins = True
-        self.finish_phase()
         self._blocks[holder] = True
 
     @in_turn
@@ -307,7 +307,7 @@ class ChunkPool:
 
     @property
     def _scripted(self) -> bool:
-        return self.taking_part.may_play and self.in_training and self._joins
+        return self.taking_part.able and self.in_training and self._joins
 
     def abandon_phase(self) -> None:
         """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
@@ -376,6 +376,7 @@ class ChunkPool:
             for unit in () if self.taking_part.play(wanted, self._all_gather) else own:
                 self._start(unit, alone=True)
             return False
+        self.taking_part.align()
         met = self.rounds.meet(wanted)
         if self._scripted:
             self.rounds.scripts.note(met.units, met.reductions, wanted is None, met.alike)

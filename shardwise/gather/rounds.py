@@ -126,6 +126,14 @@ class Rounds:
         """How far any rank came in the script of a pass that all have dropped."""
         return int(self.group.summarize([float(at)], "how far the gathers of a failed pass came", self._party).most[0])
 
+    def how_far(self, at: int, strayed: bool) -> Summary:
+        """Every rank says how much it has begun of what is played, and whether it has left that."""
+        return self.group.summarize([float(at), float(strayed)], "how far gathers have been played", self._party)
+
+    def all_can(self, can: bool) -> bool:
+        """Whether every rank can begin what it has not of what another model plays."""
+        return bool(self.group.summarize([float(can)], "whether gathers can be begun", self._party).least[0])
+
     def all_fit(self, fits: bool) -> None:
         """Every rank says whether it has room to take part in what others gather.
 

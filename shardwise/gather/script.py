@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Entry", "Scripts"]
 
 MOST_PATIENCE = 64
+CROWDED, STRAYED = 1.0, 2.0
+"""What a rank says of a span that has ended: there are other models, or it has left the script."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,25 @@ class _Noted:
 # for the first alone; and so on.
 #
 # With what all exchange at the end of the pass each rank says whether it strayed. If one has, all scripts are forgotten
-# by all, and spans have to be the same twice as many times before one is played again (MOST_PATIENCE at most).
-# Evaluations and gathered() go on in rounds. A pass that failed is played to where the rank came that came furthest
-# (ChunkPool.realign), and the rest of its step goes in rounds.
+# by all, and spans have to be the same twice as many times before one is played again (MOST_PATIENCE at most). A pass
+# that failed is played to where the rank came that came furthest (TakingPart.realign), and the rest of its step goes in
+# rounds.
+#
+# What is played holds for one communicator, which others use, too. In the midst of a span ranks have begun different
+# numbers of its gathers, those that strayed all of them; whatever else all ranks gather there would meet another gather
+# elsewhere. So before anything else (an evaluation, gathered(), a state, an update) they tell how far they are, and
+# where that differs all stray, so that all have begun the same (TakingPart.align). Models that share a communicator go
+# in rounds: before the first values of another one move, a span that is played ends so (TakingPart.join), and the next
+# is played only where every rank has said, with what all exchange at the end of a pass, that it knows of no other model
+# that is neither closed nor collected. So it does not matter when a rank closes a model, or collects one.
 class Scripts:
     """Of one model over one shard group; whatever is decided here is decided alike by all of its ranks.
 
     Attributes:
         at: entries of the running span that this rank has played.
         strayed: this rank has left the running span's script.
+        met_at: what :attr:`at` was when the ranks last had begun the same.
+        crowded: whether this rank knows of other models that use the communicator.
     """
 
     def __init__(self) -> None:
@@ -72,11 +84,17 @@ class Scripts:
         self._patience, self._quiet = 2, 0
         self._after: int | None = None
         self._number = 0
-        self._unknown = False
+        self._unknown = self._alone = False
+        self.crowded: Callable[[], bool] = lambda: False
         self._entries: list[Entry] = []
         self._alike = True
         self._played: list[Entry] | None = None
-        self.at, self.strayed = 0, False
+        self.at, self.met_at, self.strayed = 0, 0, False
+
+    @property
+    def word(self) -> float:
+        """What this rank says at the end of the span."""
+        return STRAYED if self.strayed else CROWDED * self.crowded()
 
     @property
     def playing(self) -> bool:
@@ -116,14 +134,15 @@ class Scripts:
                 return found if entry.ends == (wanted is None) else None
         return None
 
-    def end_span(self, strayed: bool) -> None:
+    def end_span(self, word: float) -> None:
         """All ranks have met at the end of a reduced backward pass.
 
         Args:
-            strayed: one of them has.
+            word: the most that any of them has said.
         """
         key = (self._after, self._number)
-        if strayed:
+        self._alone = word < CROWDED
+        if word == STRAYED:
             self._noted.clear()
             self._patience, self._quiet = min(2 * self._patience, MOST_PATIENCE), 0
         elif self._played is None and self._alike and not self._unknown and self._entries:
@@ -150,8 +169,13 @@ class Scripts:
         self._unknown = True
         self._begin()
 
+    def stop(self) -> None:
+        """Another model comes to the communicator, and all ranks have played as much: from here on, rounds."""
+        self._alone = self._alike = False
+        self._played, self.at, self.met_at = None, 0, 0
+
     def _begin(self) -> None:
-        noted = None if self._unknown else self._noted.get((self._after, self._number))
+        noted = self._noted.get((self._after, self._number)) if self._alone and not self._unknown else None
         self._played = noted.entries if noted is not None and noted.times >= self._patience else None
         self._entries, self._alike = [], True
-        self.at, self.strayed = 0, False
+        self.at, self.met_at, self.strayed = 0, 0, False

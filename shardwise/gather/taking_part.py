@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.gather.rounds import Rounds
+from shardwise.gather.script import Scripts
 from shardwise.gather.turns import in_turn
 
 __all__ = ["TakingPart"]
@@ -38,17 +40,68 @@ class TakingPart:
     ) -> None:
         self._rounds, self._chunks, self._arrays, self.lock = rounds, chunks, arrays, lock
         self._group, self._ledger = group, ledger = rounds.group, rounds.ledger
-        group.agreeing += agrees
         sources = [chunk.source for each in chunks.values() for chunk in each]
         able = agrees and group.waits_in_queue and ledger.capacity_bytes is None
-        self._able = able and all(not s.peers_take_part and s.exchange.answered is not None for s in sources)
+        self.able = able and all(not s.peers_take_part and s.exchange.answered is not None for s in sources)
+        """Gathers may go by scripts: nothing waits for a collective but the device, and a rank can get alone what is
+        in none."""
         self._lent: list[tuple[Handle, torch.Tensor]] = []
+        me = weakref.ref(self)
+        rounds.scripts.crowded = lambda: any(each is not me() for each in group.models)
 
-    @property
-    def may_play(self) -> bool:
-        """Gathers may go by scripts: nothing waits for a collective but the device, a rank can get alone what is in
-        none, and no other model's passes come between."""
-        return self._able and self._group.agreeing == 1
+    def join(self) -> None:
+        """From here on the model uses the group's collectives. Collective, where any are played.
+
+        Raises:
+            RuntimeError: on every rank: another model was left in the midst of a step in which ranks had begun
+                different gathers, and it is there no more.
+        """
+        if self._group.waits_in_queue and self._group.size > 1:
+            self._end_other()
+        self._group.models.add(self)
+        self._plays()
+
+    def leave(self) -> None:
+        """It uses them no more; each rank may say so when it likes."""
+        self._group.models.discard(self)
+
+    def _plays(self) -> None:
+        # Where it has got to outlives the model itself, which others may be built after.
+        self._group.player = self._rounds.scripts, weakref.ref(self)
+
+    def _end_other(self) -> None:
+        """Of what another model plays, if any does, all ranks have begun the same, and go on in rounds."""
+        scripts, part = self._group.player or (Scripts(), lambda: None)
+        found = self._rounds.how_far(scripts.at, scripts.strayed)
+        if found.least[0] == found.most[0]:
+            for each in self._group.models if not found.most[1] else ():
+                each.stop()
+            return
+        other: TakingPart | None = part()
+        there = scripts.at == found.most[0] and not scripts.rest
+        if not self._rounds.all_can(there or (other is not None and scripts.playing)):
+            raise RuntimeError(
+                f"another model of group {self._group.name!r} was dropped in the midst of a step, when ranks had begun "
+                f"{int(found.least[0])} to {int(found.most[0])} of its gathers: call its zero_grad() on every rank "
+                "before it is dropped, or build over a new mesh"
+            )
+        if other is not None:
+            other.stray()
+
+    def stop(self) -> None:
+        """The ranks have begun the same of what is played, and go on in rounds."""
+        self._rounds.scripts.stop()
+
+    @in_turn
+    def align(self) -> None:
+        """Before all ranks gather what is in no script: they have begun the same of the one that is played. Collective
+        there."""
+        scripts = self._rounds.scripts
+        if scripts.playing and scripts.at != scripts.met_at:
+            found = self._rounds.how_far(scripts.at, scripts.strayed)
+            if found.least[0] != found.most[0]:
+                self.stray()
+            scripts.met_at = scripts.at
 
     def begin(self, chunk: Chunk, out: torch.Tensor, alone: bool) -> Handle:
         """The gather of ``chunk`` into ``out``, with all ranks or ``alone``."""
@@ -93,6 +146,7 @@ class TakingPart:
         scripts = self._rounds.scripts
         if scripts.strayed:
             return False
+        self._plays()
         entries = scripts.until(wanted, self._rounds.ready)
         for entry in entries or ():
             scripts.at += 1
@@ -106,6 +160,7 @@ class TakingPart:
     def stray(self) -> None:
         """Begin all gathers that are left of the script, into memory that nobody reads. Again is as good as once."""
         scripts = self._rounds.scripts
+        self._plays()
         scripts.strayed = True
         self._lend(len(scripts.rest))
 

@@ -449,7 +449,7 @@ class Reducer:
 
     def _agree(self) -> tuple[list[bool], list[bool]]:
         """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
-        counts = [*map(float, self.counts.unreduced()), float(self._scripts.strayed)]
+        counts = [*map(float, self.counts.unreduced()), self._scripts.word]
         if self._agrees:
             marks = marks_of(self._order)
             riding = [word for rider in self.riders for word in rider.beside_marks()]
@@ -466,7 +466,7 @@ class Reducer:
             late = [bool(state.late_filled) for state in self._order]
             for state in self._order:
                 state.touched |= state.seen
-        self._scripts.end_span(bool(counts.pop()))
+        self._scripts.end_span(counts.pop())
         self.counts.were_reduced([int(count) for count in counts])
         return used, late
 

@@ -325,10 +325,9 @@ def _native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 
 def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
     assert isinstance(maker, _AlikeMaker)
-    gather, reduce, ask = (
-        maker.process_group(f"{request.name}_{each}", request.rank_lists, "", each == "ask")
-        for each in ("gather", "reduce", "ask")
-    )
+    lists = request.rank_lists
+    gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce"))
+    ask = partial(maker.process_group, f"{request.name}_ask", lists, "", together=True)
     group = NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
     group.waits_in_queue = True
     return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.build import build
 from shardwise.comm import PeerError
+from shardwise.comm.asking import MOST_COPIES, _Reader
 from shardwise.plan import zero
 from shardwise.testing.late import late_collectives, late_device
 
@@ -23,8 +25,8 @@ USUAL = tuple(range(LAYERS))
 
 
 def way(rank: int, step: int) -> Sequence[int]:
-    """Rank 1 takes fewer layers once, in another order."""
-    return (4, 1, 6) if (rank, step) == (1, STRAYS_AT) else USUAL
+    """All ranks but the first take fewer layers once, in another order."""
+    return (4, 1, 6) if rank and step == STRAYS_AT else USUAL
 
 
 class Reading(Branching):
@@ -82,6 +84,43 @@ def play(seed: int, prefetch: int, reads: bool = False) -> tuple[Found, list[boo
             session.mesh.close()
     wrong = differing(kept, expected, TOLERANCE)
     return Found(wrong=wrong, races=[str(race) for race in device.races]), played, strayed
+
+
+def asked_by_several(seed: int) -> tuple[Found, int, int]:
+    """As :func:`play`, with how often this rank has answered, and of how many copies."""
+    answered, read = [], _Reader.read
+
+    def noted(reader: _Reader, shard: Tensor) -> Tensor:
+        answered.append(read(reader, shard))
+        return answered[-1]
+
+    with mock.patch.object(_Reader, "read", noted):
+        found, _, _ = play(seed, 1)
+    return found, len(answered), len({id(each) for each in answered})
+
+
+def copies(seed: int) -> list[str]:
+    """What is wrong with what a reader gives of shards that are written again and again on this rank's late device."""
+    wrong, kept = list[str](), list[Tensor]()
+    with late_device(seed, check=False) as device:
+        reader, shards = _Reader(GPU), [torch.zeros(300, device=GPU) for _ in range(MOST_COPIES + 2)]
+        for update in range(4):
+            for number, shard in enumerate(shards):
+                shard.fill_(10 * update + number)
+            reader.written()
+            for number in (0, 1, 0, 1, *range(len(shards)), len(shards) - 1):
+                found = reader.read(shards[number])
+                if not torch.equal(found, torch.full((300,), 10.0 * update + number)):
+                    wrong.append(f"shard {number} after update {update}: {found[0]}")
+                kept.append(found)
+            if len(reader._copies) != MOST_COPIES:
+                wrong.append(f"{len(reader._copies)} copies are kept after update {update}")
+        if len({id(each) for each in kept}) != 4 * len(shards):
+            wrong.append(f"{len({id(each) for each in kept})} copies of {4 * len(shards)} values")
+        reader.written()
+        if reader._copies:
+            wrong.append("copies of what was written")
+    return wrong + [str(race) for race in device.races]
 
 
 def strayed(name: str, seed: int) -> Found:

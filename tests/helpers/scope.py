@@ -34,9 +34,10 @@ class Scope:
         ranks = [list(range(dist.get_world_size()))]
         self.maker = GroupMaker(CPU, {"shared": True, "hosts": None}.get(kind, False), timeout_s)
         if kind in ("native", "asking"):  # the second has its shards served, as on GPUs
-            names = ("control", "gather", "reduce", "ask")[: 3 if kind == "native" else 4]
+            names = ("control", "gather", "reduce")
             control, *others = (self.maker.process_group(name, ranks, "gloo") for name in names)
-            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others)
+            ask = functools.partial(self.maker.process_group, "ask", ranks, "gloo") if kind == "asking" else None
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others, ask)
         else:
             with hosts_of(PER_HOST) if kind == "hosts" else nullcontext():
                 self.group = self.maker.make("test", ranks)

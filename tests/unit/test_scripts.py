@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.gather.script import MOST_PATIENCE, Entry, Scripts
+from shardwise.gather.script import CROWDED, MOST_PATIENCE, STRAYED, Entry, Scripts
 
 FORWARD = [((0,), 0, False), ((1, 2), 0, False), ((), 0, True)]
 STEP = [*FORWARD, ((2,), 0, False), ((), 1, False), ((1, 0), 2, False), ((), 3, True)]
@@ -11,7 +11,7 @@ STEP = [*FORWARD, ((2,), 0, False), ((), 1, False), ((1, 0), 2, False), ((), 3, 
 def noted(scripts: Scripts, step: list[tuple[tuple[int, ...], int, bool]] = STEP, alike: bool = True) -> None:
     for units, reductions, ends in step:
         scripts.note(units, reductions, ends, alike)
-    scripts.end_span(False)
+    scripts.end_span(0.0)
     scripts.updated(None)
 
 
@@ -40,7 +40,7 @@ def test_what_was_the_same_twice_is_played() -> None:
     assert played(scripts, [0, 1], 2) == [(1, 0)]
     assert played(scripts, None, 3) == [()]
     assert scripts.rest == [] and scripts.owed == 0
-    scripts.end_span(False)
+    scripts.end_span(0.0)
     scripts.updated(None)
     assert scripts.playing
 
@@ -90,23 +90,23 @@ def test_who_strays_makes_all_wait_longer() -> None:
     scripts = playing()
     patience = 2
     while patience < MOST_PATIENCE:
-        scripts.end_span(True)
+        scripts.end_span(STRAYED)
         scripts.updated(None)
         patience *= 2
         for _ in range(patience):
             assert not scripts.playing
             noted(scripts)
         assert scripts.playing
-    scripts.end_span(True)
+    scripts.end_span(STRAYED)
     for _ in range(MOST_PATIENCE):
         scripts.updated(None)
         assert not scripts.playing
         noted(scripts)
     assert scripts.playing
     for _ in range(5 * MOST_PATIENCE):  # and less, when nobody does
-        scripts.end_span(False)
+        scripts.end_span(0.0)
         scripts.updated(None)
-    scripts.end_span(True)
+    scripts.end_span(STRAYED)
     scripts.updated(None)
     for _ in range(MOST_PATIENCE):
         noted(scripts)
@@ -119,13 +119,13 @@ def test_spans_of_a_step_have_scripts_of_their_own() -> None:
         for step in (STEP, STEP[:4] + STEP[-1:]):
             for units, reductions, ends in step:
                 scripts.note(units, reductions, ends, True)
-            scripts.end_span(False)
+            scripts.end_span(0.0)
         scripts.updated(None)
     assert scripts.playing and scripts.rest == [Entry(*each) for each in STEP]
     scripts.at = len(STEP)
-    scripts.end_span(False)
+    scripts.end_span(0.0)
     assert scripts.playing and len(scripts.rest) == 5
-    scripts.end_span(False)
+    scripts.end_span(0.0)
     assert not scripts.playing  # no step had a third one
     scripts.updated(1)
     assert not scripts.playing  # nor came any behind an update of another optimizer
@@ -140,3 +140,30 @@ def test_a_failed_pass_is_followed_by_rounds_until_the_update() -> None:
     noted(scripts)
     noted(scripts)
     assert scripts.playing
+
+
+def test_a_span_is_played_where_no_rank_knows_of_another_model() -> None:
+    scripts = playing()
+    scripts.end_span(CROWDED)
+    scripts.updated(None)
+    assert not scripts.playing
+    noted(scripts)  # is at its end the only one again
+    assert scripts.playing
+
+
+def test_another_model_that_comes_ends_what_is_played() -> None:
+    scripts = playing()
+    played(scripts, None)
+    scripts.stop()
+    assert not scripts.playing and scripts.rest == [] and scripts.at == 0
+    scripts.updated(None)
+    assert not scripts.playing
+
+
+def test_what_a_rank_says_of_a_span() -> None:
+    scripts = playing()
+    assert scripts.word == 0.0
+    scripts.crowded = lambda: True
+    assert scripts.word == CROWDED
+    scripts.strayed = True
+    assert scripts.word == STRAYED

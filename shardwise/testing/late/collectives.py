@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
-from shardwise.comm.link import Link
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.native_hosts import ByHosts, Lanes
 from shardwise.testing.late.device import LateDevice
@@ -243,7 +242,7 @@ class _LateGroup(NativeGroup):
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
         )
-        self._link = Link(maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo"), request.called)
+        self._ask = partial(maker.process_group_later, request, f"{request.name}_ask")
         found = maker.host_lanes(request, "gloo")
         lanes = [Lanes(_Communicator(device, each.across), _Communicator(device, each.inside)) for each in found]
         self._by_hosts = ByHosts(device.device, *lanes) if lanes else None

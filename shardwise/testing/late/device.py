@@ -186,6 +186,7 @@ class LateDevice:
             idle = [r for r in self._pinned_held if not self.schedule.uses(r.history)]
             for region in idle:
                 self._pinned_held.remove(region)
+                region.history.forget()
                 self._pinned_free.setdefault(region.numbers.numel(), []).append(region)
             free = self._pinned_free.get(nbytes)
             region = free.pop() if free else _host_region(torch.empty(nbytes, dtype=torch.uint8))

@@ -107,6 +107,10 @@ class History:
         self._past = kept
         return found
 
+    def forget(self) -> None:
+        """The host has seen that all of them are done, and gives the memory to whoever comes next."""
+        self._past = []
+
 
 class Event:
     """The works that a stream had been given when it was recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from engine_setup import data, one_mesh, seeded, sharded
 from stream_setup import LAYERS, Branching, Program, QueuedGroup, queued, stuck
 from torch import Tensor, nn
 
-from shardwise.build import Session
+from shardwise.build import Session, build
 from shardwise.comm import PeerError
 from shardwise.gather.script import Scripts
 from shardwise.gather.taking_part import TakingPart
@@ -47,9 +48,9 @@ def counted() -> Any:
     found = {"played": 0, "strayed": 0}
     end, stray = Scripts.end_span, TakingPart.stray
 
-    def ends(scripts: Scripts, strayed: bool) -> None:
+    def ends(scripts: Scripts, word: float) -> None:
         found["played"] += scripts.playing
-        end(scripts, strayed)
+        end(scripts, word)
 
     def strays(part: TakingPart) -> None:
         found["strayed"] += 1
@@ -307,3 +308,208 @@ def test_a_pass_that_fails_on_one_rank_is_made_again(kind: str, position: int) -
         assert_close(state, expected, 1e-9, f"rank {rank}")
         assert found["played"] > 3
 
+
+# ---- several models on one mesh
+
+PLAN = zero(3).but(prefetch=1)
+States = list[dict[str, Tensor]]
+
+
+def step_of(session: Session, step: int, way: Sequence[int], between: Callable[[], object] = lambda: None) -> None:
+    """One step; ``between`` is called between its forward and its backward pass."""
+    assert session.optimizer is not None
+    loss = loss_of(session.module, session.mesh.rank, step, way)
+    between()
+    session.backward(loss)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def one_after_the_other(how: str) -> tuple[States, list[int]]:
+    """Two models, the second built when the first is no more; how often each was played."""
+    states, played = [], []
+    with queued(), alike_for(2), one_mesh(PLAN) as mesh:
+        for _ in range(2):
+            with counted() as found:
+                model = seeded(Branching)
+                session = build(model, sgd(model), PLAN, mesh)
+                for step in range(8):
+                    step_of(session, step, USUAL)
+                    if how == "collected later" and step == 2 + mesh.rank:
+                        gc.collect()  # here on one rank, there on another
+                states.append(session.module.state_dict())
+                if how in ("close", "unshard"):
+                    getattr(session, how)()
+                gone = model if how in ("close", "unshard") else None  # a closed model may live on
+                del session, model
+                if how == "collected":
+                    gc.collect()
+                played.append(found["played"])
+        del gone
+    return states, played
+
+
+@pytest.mark.parametrize("how", ["close", "unshard", "collected", "collected later"])
+def test_a_model_that_is_no_more_leaves_the_next_its_scripts(how: str) -> None:
+    enabled = gc.isenabled()
+    assert enabled
+    expected = plain(2, usual, 8)
+    for rank, (states, played) in enumerate(run_ranks(2, one_after_the_other, how)):
+        for state in states:
+            assert_close(state, expected, 1e-9, f"rank {rank}, {how}")
+        assert played[0] >= 3 and played[1] >= 2, played
+
+
+def side_by_side() -> tuple[States, list[int]]:
+    """Two models that live at once, each alone for a while; spans that were played in each of the three times."""
+    played = []
+    with queued(), alike_for(2), one_mesh(PLAN) as mesh:
+        first_model, second_model = seeded(Branching), seeded(Branching)
+        first = build(first_model, sgd(first_model), PLAN, mesh)
+        with counted() as found:
+            for step in range(6):
+                step_of(first, step, USUAL)
+            played.append(found["played"])
+        second = build(second_model, sgd(second_model), PLAN, mesh)
+        with counted() as found:
+            for step in range(6):
+                step_of(first, 6 + step, USUAL)
+                step_of(second, step, USUAL)
+            played.append(found["played"])
+        states = [second.module.state_dict()]
+        if mesh.rank == 0:
+            second.close()  # another rank closes it elsewhere
+        with counted() as found:
+            for step in range(6):
+                step_of(first, 12 + step, USUAL)
+                if (step, mesh.rank) == (2, 1):
+                    second.close()
+            played.append(found["played"])
+        states.append(first.module.state_dict())
+        first.close()
+    return states, played
+
+
+def test_models_that_live_at_once_go_in_rounds() -> None:
+    for rank, (states, played) in enumerate(run_ranks(2, side_by_side)):
+        assert_close(states[0], plain(2, usual, 6), 1e-9, f"rank {rank}, the second")
+        assert_close(states[1], plain(2, usual, 18), 1e-9, f"rank {rank}, the first")
+        assert played[0] >= 3 and played[1] == 0 and played[2] == 2, played
+
+
+class Once:
+    """In one step rank 1 takes another way."""
+
+    def __init__(self, step: int, strays: bool) -> None:
+        self.step, self.strays = step, strays
+
+    def __call__(self, rank: int, step: int) -> Sequence[int]:
+        return (4, 1, 6) if self.strays and (rank, step) == (1, self.step) else USUAL
+
+
+def comes_between(strays: bool) -> tuple[States, Program, int]:
+    """A second model is built, and trained, between a forward pass that was played and its backward pass."""
+    ways, others = Once(5, strays), list[Session]()
+    with queued() as program, alike_for(2), counted() as found, one_mesh(PLAN) as mesh:
+        model = seeded(Branching)
+        session = build(model, sgd(model), PLAN, mesh)
+
+        def between() -> None:
+            other = seeded(Branching)
+            others.append(build(other, sgd(other), PLAN, mesh))
+            step_of(others[0], 0, USUAL)
+
+        for step in range(7):
+            step_of(session, step, ways(mesh.rank, step), between if step == 5 else lambda: None)
+        states = [session.module.state_dict(), others[0].module.state_dict()]
+        session.close()
+        others[0].close()
+    return states, program, found["played"]
+
+
+@pytest.mark.parametrize("strays", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_model_that_comes_in_the_midst_of_a_step(size: int, strays: bool) -> None:
+    ranks = run_ranks(size, comes_between, strays)
+    assert stuck([program for _, program, _ in ranks]) == []
+    for rank, (states, _, played) in enumerate(ranks):
+        assert_close(states[0], plain(size, Once(5, strays), 7), 1e-9, f"rank {rank}, the first")
+        assert_close(states[1], plain(size, usual, 1), 1e-9, f"rank {rank}, the second")
+        assert played >= 2
+
+
+def left_in_the_midst(strays: bool, kept: bool) -> tuple[States, str]:
+    """A model is left between a forward pass and its backward pass, and another is built. What that one said."""
+    ways, said = Once(5, strays), ""
+    with queued(), alike_for(2), one_mesh(PLAN) as mesh:
+        model = seeded(Branching)
+        session = build(model, sgd(model), PLAN, mesh)
+        for step in range(5):
+            step_of(session, step, USUAL)
+        loss = loss_of(session.module, mesh.rank, 5, ways(mesh.rank, 5))
+        left = [session, model] if kept else []
+        del session, model, loss
+        gc.collect()
+        other = seeded(Branching)
+        try:
+            session = build(other, sgd(other), PLAN, mesh)
+        except RuntimeError as error:
+            return [], str(error)
+        for step in range(3):
+            step_of(session, step, USUAL)
+        states = [session.module.state_dict()]
+        session.close()
+        left.clear()
+    return states, said
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("strays", [False, True])
+def test_a_model_that_is_left_in_the_midst_of_a_step(strays: bool, kept: bool) -> None:
+    for rank, (states, said) in enumerate(run_ranks(2, left_in_the_midst, strays, kept)):
+        if strays and not kept:
+            assert "was dropped in the midst of a step" in said and "zero_grad() on every rank" in said
+        else:
+            assert_close(states[0], plain(2, usual, 3), 1e-9, f"rank {rank}: {said}")
+
+
+# ---- other gathers in the midst of a step
+
+
+def looks_between(what: str, strays: bool) -> tuple[dict[str, Tensor], list[Any], Program, dict[str, int]]:
+    """All ranks read the model between a forward pass that was played and its backward pass."""
+    ways, seen = Once(5, strays), list[Any]()
+    with queued() as program, alike_for(2), counted() as found:
+        model = seeded(Branching)
+        with one_mesh(PLAN) as mesh, sharded(model, sgd(model), PLAN, mesh) as session:
+
+            def look() -> None:
+                if what == "evaluation":
+                    with torch.no_grad():
+                        seen.append(session.module(data(7, 7), USUAL).clone())
+                elif what == "gathered":
+                    with session.module.gathered():
+                        seen.append([param.detach().clone() for param in model.parameters()])
+                else:
+                    seen.append(list(session.module.state_dict().values()))
+
+            for step in range(7):
+                step_of(session, step, ways(mesh.rank, step), look)
+            return session.module.state_dict(), seen, program, found
+
+
+@pytest.mark.parametrize("what", ["evaluation", "gathered", "state"])
+@pytest.mark.parametrize("strays", [False, True])
+def test_what_is_read_in_the_midst_of_a_step(what: str, strays: bool) -> None:
+    ranks, ways = run_ranks(2, looks_between, what, strays), Once(5, strays)
+    assert stuck([program for _, _, program, _ in ranks]) == []
+    for rank, (state, seen, _, found) in enumerate(ranks):
+        assert_close(state, plain(2, ways, 7), 1e-9, f"rank {rank}, {what}")
+        for at, values in enumerate(seen):
+            before, model = plain(2, ways, at), seeded(Branching)
+            model.load_state_dict(before)
+            expected = [model(data(7, 7), USUAL).detach()] if what == "evaluation" else list(before.values())
+            mine = [values] if what == "evaluation" else values
+            named = [{str(index): value for index, value in enumerate(each)} for each in (mine, expected)]
+            assert_close(*named, 1e-9, f"rank {rank}, {what} in step {at}")
+        assert found["played"] == 3 + (not strays) and (found["strayed"] > 0) == strays, found

@@ -11,6 +11,12 @@ from shardwise.testing import RankPool
 
 
 @pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """Two ranks that had no backward pass before."""
     with RankPool(2) as pool:
@@ -26,6 +32,21 @@ def test_gathers_that_are_played(two: RankPool, seed: int, prefetch: int, reads:
         assert found.right, found
         assert played[late_scripts.STRAYS_AT] and not played[0] and not played[-1]
     assert [strayed for _, _, strayed in ranks] == [False, True]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_several_ranks_ask_for_is_copied_once(three: RankPool, seed: int) -> None:
+    ranks = three.run(late_scripts.asked_by_several, seed)
+    for found, _, copied in ranks:
+        assert found.right, found
+        assert copied == 3  # the layers that ranks 1 and 2 take
+    first, *others = [answered for _, answered, _ in ranks]
+    assert first == sum(others) > 2 * 3, (first, others)  # those two ask one another as well
+
+
+def test_a_copy_is_of_the_last_update_and_few_are_kept() -> None:
+    with RankPool(1) as one:
+        assert one.run(late_scripts.copies, 1) == [[]]
 
 
 def test_a_rank_that_evaluates_alone_is_told_at_once(two: RankPool) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from groups_setup import CPU, GROUPS, join, transport
 
-from shardwise.comm import Members, PeerError, ranks_of
+from shardwise.comm import Members, PeerError, members, ranks_of
 from shardwise.comm.members import unbound
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
@@ -274,6 +276,16 @@ def named() -> list[str]:
 def test_all_members_have_the_same_names_and_nobody_else_has() -> None:
     names = run_ranks(4, named)
     assert names[0] == names[1] and names[2] == names[3] and len({*names[0], *names[2]}) == 6
+
+
+def test_a_name_is_as_short_among_thousands() -> None:
+    """It is in each key under which the ranks meet; in another order they are another group."""
+    names = []
+    new = mock.patch.object(members, "new_group", lambda _ranks, _backend, name, *_: names.append(name))
+    with new, mock.patch.object(members, "unbound", lambda _: contextlib.nullcontext()):
+        for ranks in (range(4096), range(4095), [*range(1, 4096), 0]):
+            members.made_alone("dp_shard", ranks, "nccl", "token", 1, 60.0)
+    assert len({*names}) == 3 and max(map(len, names)) < 80
 
 
 def test_a_default_group_bound_to_a_device_is_not_split() -> None:
