@@ -198,7 +198,8 @@ class SaveJob:
 
     def _spread(self, ranks: Ranks, manifest: bytes) -> bytes:
         """Rank 0's manifest, on the ranks that write one. Collective."""
-        owners = [self.of.index(host) for host in range(1, len(self.head.hosts))]
+        first = {host: rank for rank, host in reversed(list(enumerate(self.of)))}
+        owners = [first[host] for host in range(1, len(self.head.hosts))]
         if self.rank == 0:
             for owner in owners:
                 ranks.send(torch.tensor([len(manifest)]), owner)
