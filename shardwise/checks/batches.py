@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.checksum import WORD, word_of
 from shardwise.comm import Group
+from shardwise.device import Later, runs_ahead
 
 __all__ = ["SameBatches", "outline", "values_word"]
 
@@ -60,6 +61,8 @@ class SameBatches:
     def __init__(self) -> None:
         self._outlines = 0
         self._values: Tensor | None = None
+        self._sent: Later | None = None
+        """The same on its way to the host, where reading it there would wait for the passes behind it."""
         self._last = ""
 
     def note(self, args: Any, kwargs: Any) -> None:
@@ -69,13 +72,17 @@ class SameBatches:
         self._outlines = zlib.crc32(self._last.encode(), self._outlines)
         word = values_word(batch)
         self._values = word if self._values is None else (self._values.to(word.device) * 3 + word).remainder(WORD)
+        self._sent = Later(self._values) if runs_ahead(word.device) else None
 
     def forget(self) -> None:
         """Gradients were used or dropped."""
-        self._outlines, self._values = 0, None
+        self._outlines, self._values, self._sent = 0, None, None
 
     def words(self) -> tuple[float, float]:
-        """The same on ranks with the same batches."""
+        """The same on ranks with the same batches. Of batches on a GPU that waits for what was queued before the last
+        forward pass began, and nothing later."""
+        if self._sent is not None:
+            return float(self._outlines), float(self._sent.value())
         return float(self._outlines), 0.0 if self._values is None else float(self._values.item())
 
     def explain(self, group: Group) -> None:
