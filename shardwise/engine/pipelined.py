@@ -113,6 +113,7 @@ class PipelineSteps:
         try:
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
+            self._run.check_number(len(parts))
         except Exception as error:
             refusal = error
         posts = self._agree(told, values, refusal, "cannot be divided")
