@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.checks.batches import TEXT_LENGTH, differing, outline, values_word
+from shardwise.checks.batches import TEXT_LENGTH, differing, outline, told_word, values_word
 from shardwise.comm import Group, PeerError
 from shardwise.device import Later, runs_ahead
 from shardwise.engine.casts import map_tensors
@@ -109,7 +109,7 @@ class PipelineSteps:
         told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
         word = values_word(batch)
         self._sent = Later(word) if runs_ahead(word.device) else None
-        values = 0.0 if self._sent is not None else float(word.item())
+        values = 0.0 if self._sent is not None else told_word(word)
         try:
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
@@ -151,7 +151,7 @@ class PipelineSteps:
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """What went wrong in a step, by rank of those that hold the model. Collective over them."""
-        word = 0.0 if self._sent is None else float(self._sent.value())
+        word = 0.0 if self._sent is None else told_word(self._sent)
         posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
         if any(post[0] for post in posts):
             texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")
