@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from shardwise.checked import require, switch, whole
 
-__all__ = ["PipelinePlan", "SequencePlan", "TensorPlan", "asked_of"]
+__all__ = ["MOST_MICROBATCHES", "MOST_STAGES", "PipelinePlan", "SequencePlan", "TensorPlan", "asked_of"]
+
+MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 14
+"""What the tags of a step's messages tell apart; beyond it one would be taken for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,8 @@ class PipelinePlan:
     Attributes:
         schedule: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, the first and the last
             on the first rank, and gradients of weights made where a rank would wait (zero bubble).
-        chunks: stages a rank.
-        microbatches: parts of a batch, as even as can be.
+        chunks: stages a rank; of all ranks at most 256.
+        microbatches: parts of a batch, as even as can be; at most 16384.
         microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
             stage.
         layers: by stage; ``None``: as even as can be, with more in the middle.
@@ -72,7 +75,7 @@ class PipelinePlan:
     def __post_init__(self) -> None:
         known = ("1f1b", "interleaved", "zbv")
         require(self.schedule in known, f"schedule={self.schedule!r}: give '1f1b', 'interleaved' or 'zbv'")
-        whole("chunks", self.chunks, 1, what="a number of stages,")
+        whole("chunks", self.chunks, 1, MOST_STAGES, what="a number of stages,")
         fixed = {"1f1b": 1, "zbv": 2}.get(self.schedule, self.chunks)
         require(
             self.chunks == fixed,
@@ -82,9 +85,10 @@ class PipelinePlan:
             self.orders is None or self.schedule == "zbv",
             f"orders={self.orders!r:.80} with schedule={self.schedule!r}: leave it None, or give schedule='zbv'",
         )
-        for name, number_ in (("microbatches", self.microbatches), ("microbatch_rows", self.microbatch_rows)):
-            if number_ is not None:
-                whole(name, number_, 1)
+        if self.microbatches is not None:
+            whole("microbatches", self.microbatches, 1, MOST_MICROBATCHES)
+        if self.microbatch_rows is not None:
+            whole("microbatch_rows", self.microbatch_rows, 1)
         switch("cache_shapes", self.cache_shapes)
 
 

@@ -191,9 +191,9 @@ def opening(peers: Peers, candidate: Candidate) -> Iterator[Opens]:
         if problem:
             raise CheckpointDamage(printable(problem))
         directory = _directory(path, version, hosts.of[run.rank])
-        asked = [_remote(path, version, hosts, rank) for rank in range(run.size)]
-        clients = [rank for rank, remote in enumerate(asked) if run.rank in remote.asked]
-        mine = asked[run.rank]
+        holders = version.holders()
+        mine = _remote(path, version, holders, hosts, run.rank)
+        clients = _clients(version, holders, hosts, run.rank)
         with peers.exchange(directory, version.any.names, clients, mine) as exchange:
 
             def open_parts() -> CheckpointSource:
@@ -239,15 +239,45 @@ def _directory(path: str, version: Version, host: int) -> str:
     return os.path.join(os.path.dirname(path), name)
 
 
-def _remote(path: str, version: Version, hosts: Hosts, rank: int) -> Remote:
-    """Whom a rank asks for what its host does not have. Ranks of a host that has it take turns."""
+def _remote(path: str, version: Version, holders: Sequence[int | None], hosts: Hosts, rank: int) -> Remote:
+    """Whom a rank asks for what its host does not have.
+
+    Args:
+        path: of the checkpoint.
+        version: what hosts have of it.
+        holders: by file, the first host that has it.
+        hosts: all.
+        rank: of the one that asks.
+    """
     mine = hosts.of[rank]
-    here = version.parts[mine].here if mine in version.parts else ()
+    here = set(version.parts[mine].here) if mine in version.parts else set[int]()
     ranks, places = dict[int, int](), dict[int, str]()
-    asked = {host: own[rank % len(own)] for host in version.parts if (own := hosts.ranks(host))}
-    for file, name in enumerate(version.any.names):
-        holder = version.holder(file)
+    asked = {host: _in_turn(hosts, host, rank) for host in version.parts}
+    there = {host: f"{hosts.names[host]}:{_directory(path, version, host)}" for host in version.parts}
+    for file, (name, holder) in enumerate(zip(version.any.names, holders, strict=True)):
         if file not in here and holder is not None:
             ranks[file] = asked[holder]
-            places[file] = f"{hosts.names[holder]}:{os.path.join(_directory(path, version, holder), name)}"
+            places[file] = os.path.join(there[holder], name)
     return Remote(ranks, places, None if mine in version.parts else asked[min(version.parts)])
+
+
+def _clients(version: Version, holders: Sequence[int | None], hosts: Hosts, rank: int) -> list[int]:
+    """The ranks that ask ``rank`` by their :func:`_remote`, without making those: each is as long as there are files,
+    which are as many as ranks. What a host lacks says whom all of its ranks ask."""
+    mine = hosts.of[rank]
+    wanted = [file for file, holder in enumerate(holders) if holder == mine]
+    clients = list[int]()
+    for host, others in enumerate(hosts.ranks):
+        if host in version.parts:
+            asks = not set(version.parts[host].here).issuperset(wanted)
+        else:
+            asks = bool(wanted) or mine == min(version.parts)
+        if asks:
+            clients += [other for other in others if _in_turn(hosts, mine, other) == rank]
+    return sorted(clients)
+
+
+def _in_turn(hosts: Hosts, host: int, rank: int) -> int:
+    """Which rank of a host that has something ``rank`` asks for it: they take turns."""
+    own = hosts.ranks[host]
+    return own[rank % len(own)]

@@ -10,20 +10,23 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint.bounds import (
+    MOST_MANIFEST_BYTES,
     checked_name,
     checked_names,
     checked_shape,
     checked_total,
     read_index_file,
     reading,
+    saving,
 )
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.owners import Writer
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.checkpoint.state_check import check_state
@@ -33,6 +36,7 @@ from shardwise.tensor.order import StoredCut
 __all__ = [
     "DTYPE_NAMES",
     "MANIFEST",
+    "MAX_HEADER_BYTES",
     "PIECE_BYTES",
     "FileFact",
     "Head",
@@ -49,6 +53,7 @@ __all__ = [
     "read_files",
     "read_head",
     "read_manifest",
+    "to_save",
 ]
 
 FORMAT, VERSION = "shardwise checkpoint", 1
@@ -162,8 +167,37 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of ``manifest.json``."""
+    """The content of ``manifest.json``, whether a load would take it or not."""
     manifest.check()
+    head, body = _fields(manifest)
+    text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
+    content = text.encode()
+    return content + _last_line(content)
+
+
+def to_save(manifest: Manifest) -> bytes:
+    """The same of a manifest that a load takes: whatever bounds a reader, bounds what is written.
+
+    Raises:
+        CheckpointError: none would take it; what is wrong is named.
+    """
+    what = f"checkpoint {manifest.head.tag!r}"
+    content = encode_manifest(manifest)  # which checks pieces as a reader does; there may be millions
+    head, body = _fields(replace(manifest, pieces={}))
+    text = json.dumps({**head, **body}, allow_nan=False)
+    with saving(what):
+        _without_pieces(json.loads(text), what)
+    if len(content) > MOST_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{what} is not saved, since no load would take it: its manifest has {len(content)} bytes, of at most "
+            f"{MOST_MANIFEST_BYTES}, for {sum(map(len, manifest.pieces.values()))} pieces of {len(manifest.tensors)} "
+            "tensors: shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
+        )
+    return content
+
+
+def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The head, and what follows it."""
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     head["writer"] = None if manifest.head.writer is None else manifest.head.writer.fields()
     if not head["hosts"]:
@@ -181,9 +215,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body: dict[str, Any] = {"files": files, "tensors": tensors, "state": manifest.state}
     if manifest.head.hosts:
         body = {"file_hosts": [fact.host for fact in manifest.files], **body}
-    text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
-    content = text.encode()
-    return content + _last_line(content)
+    return head, body
 
 
 def _last_line(content: bytes) -> bytes:
@@ -206,18 +238,30 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
 
 
 def _manifest(data: dict[str, Any], path: str) -> Manifest:
+    pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
+    manifest = replace(_without_pieces(data, path), pieces=pieces)
+    manifest.check()
+    return manifest
+
+
+def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
+    """All that is bounded, but for pieces."""
     checked_names(data["tensors"], path)
     tensors = {
-        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _DTYPES[t["dtype"]])
+        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
         for n, t in data["tensors"].items()
     }
-    pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
     cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
-    manifest = Manifest(_head(data), _files(data, path), tensors, pieces, data["state"], cuts)
-    manifest.check()
+    manifest = Manifest(_head(data), _files(data, path), tensors, {}, data["state"], cuts)
     checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
     check_state(manifest.state, path)
     return manifest
+
+
+def _dtype(name: object, where: str) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold; load another copy")
+    return _DTYPES[name]
 
 
 def _head(data: dict[str, Any]) -> Head:
@@ -289,7 +333,7 @@ def read_content(directory: str) -> tuple[bytes, str]:
     path = os.path.join(directory, MANIFEST)
     try:
         with reading(path):
-            return read_index_file(path), path
+            return read_index_file(path, MOST_MANIFEST_BYTES), path
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardwise.comm.mapping import host_facts
@@ -34,21 +35,20 @@ class Hosts:
     @classmethod
     def sorted(cls, views: list[tuple[str, str]]) -> Hosts:
         """From each rank's name of its host, and what tells its file systems."""
-        places = list(dict.fromkeys(views))
-        return cls(tuple(places.index(view) for view in views), tuple(name for name, _ in places))
+        numbers = {view: number for number, view in enumerate(dict.fromkeys(views))}
+        return cls(tuple(numbers[view] for view in views), tuple(name for name, _ in numbers))
 
-    def ranks(self, host: int) -> list[int]:
-        """Of a host."""
-        return [rank for rank, number in enumerate(self.of) if number == host]
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """By host, its ranks."""
+        found: list[list[int]] = [[] for _ in self.names]
+        for rank, host in enumerate(self.of):
+            found[host].append(rank)
+        return tuple(map(tuple, found))
 
     def leads(self, rank: int) -> bool:
         """Whether ``rank`` is the first of its host."""
-        return self.of.index(self.of[rank]) == rank
-
-    @property
-    def leaders(self) -> list[int]:
-        """By host, its first rank."""
-        return [self.of.index(host) for host in range(len(self.names))]
+        return self.ranks[self.of[rank]][0] == rank
 
 
 def here() -> tuple[str, str]:

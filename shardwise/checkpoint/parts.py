@@ -149,16 +149,20 @@ class Version:
         """One of them: what it says of the whole is the same in all."""
         return next(iter(self.parts.values()))
 
-    def holder(self, file: int) -> int | None:
-        """The first host that has a file."""
-        return next((host for host in sorted(self.parts) if file in self.parts[host].here), None)
+    def holders(self) -> list[int | None]:
+        """By file, the first host that has it."""
+        found: list[int | None] = [None] * len(self.any.names)
+        for host in sorted(self.parts, reverse=True):
+            for file in self.parts[host].here:
+                found[file] = host
+        return found
 
     def problem(self, called: Sequence[str]) -> str:
         """Why it cannot be loaded, or nothing; ``called`` are the names of the hosts that are present."""
         if self.damage:
             return self.damage
         part = self.any
-        absent = [number for number in range(len(part.names)) if self.holder(number) is None]
+        absent = [number for number, holder in enumerate(self.holders()) if holder is None]
         if not absent:
             return ""
         listed = []

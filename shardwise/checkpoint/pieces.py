@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.checkpoint.format import DTYPE_NAMES, FileFact, PieceFact, hexadecimal
+from shardwise.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, FileFact, PieceFact, hexadecimal
 from shardwise.disk.checksum import checksum
 from shardwise.engine.fragments import Fragment
 
@@ -39,7 +39,7 @@ class PieceLayout:
         nbytes: of the whole file.
 
     Raises:
-        ValueError: a dtype that safetensors does not have.
+        ValueError: a dtype that safetensors does not have, or more pieces than it can describe.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
@@ -65,6 +65,11 @@ class PieceLayout:
         text = json.dumps(entries).encode()
         text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
         self.header = len(text).to_bytes(8, "little") + text
+        if len(self.header) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"a file of {len(order)} pieces has a header of {len(self.header)} bytes, and safetensors allows "
+                f"{MAX_HEADER_BYTES}: save from more ranks, which have fewer pieces each"
+            )
         self.offsets = [len(self.header) + start for start in starts]
         self.nbytes = len(self.header) + at
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.bounds import checked_tree, read_json, reading
+from shardwise.checkpoint.bounds import checked_tree, read_json, reading, saving
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import located
 from shardwise.checkpoint.formats.output import output_file, write_text, write_torch
@@ -127,6 +127,7 @@ def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
     """Write a scheduler's ``state_dict()``: as JSON, with its class, or, by the ending, as a file of ``torch.save``.
 
     Raises:
+        CheckpointError: the state is so large, or nested so deeply, that no reader would take it.
         TypeError: the state holds something that is neither a number, text, tensor nor a list or dictionary of such.
         OSError: the file cannot be written; what stood there is still there.
     """
@@ -138,6 +139,8 @@ def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
         return
     content = {"kind": "lr_scheduler", "class": scheduler_class(scheduler), "state": encoded}
     content["tensors"] = tree.inline(tensors)
+    with saving(path):
+        checked_tree(content, MOST_VALUES, "its state")
     text = json.dumps(content, indent=1, allow_nan=False)
     with output_file(Path(path)) as unfinished:
         write_text(unfinished, text)

@@ -13,7 +13,7 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.directory import CheckpointRoot, describe
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, encode_manifest, merge_pieces
+from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, merge_pieces, to_save
 from shardwise.checkpoint.parts import DAMAGED, OTHERS, Part, Version, versions_of
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
 from shardwise.checkpoint.ranks import Ranks
@@ -194,11 +194,12 @@ class SaveJob:
         state = self.contents.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
-        return encode_manifest(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
+        return to_save(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
 
     def _spread(self, ranks: Ranks, manifest: bytes) -> bytes:
         """Rank 0's manifest, on the ranks that write one. Collective."""
-        owners = [self.of.index(host) for host in range(1, len(self.head.hosts))]
+        first = {host: rank for rank, host in reversed(list(enumerate(self.of)))}
+        owners = [first[host] for host in range(1, len(self.head.hosts))]
         if self.rank == 0:
             for owner in owners:
                 ranks.send(torch.tensor([len(manifest)]), owner)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from shardwise.checksum import WORD, word_of
 from shardwise.comm import Group
+from shardwise.device import Later, runs_ahead
 
-__all__ = ["SameBatches", "outline", "values_word"]
+__all__ = ["SameBatches", "outline", "told_word", "values_word"]
 
 TEXT_LENGTH = 400
 
@@ -40,18 +41,23 @@ def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def values_word(batch: Any) -> Tensor:
-    """Of the integers in a batch, which differ where batches do: a number in [0, 2^52), where they are. On a GPU
-    nothing is waited for.
+    """Of the integers in a batch, which differ where batches do, where they are. On a GPU nothing is waited for.
 
     Returns:
-        0-D, int64.
+        0-D, int64; :func:`told_word` is what ranks tell each other of it.
     """
     total = torch.zeros((), dtype=torch.int64)
     for index, (_, value) in enumerate(_leaves(batch)):
         if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
             word = word_of(value, start=index + 1)
             total = total.to(word.device) * 3 + word
-    return total.remainder(WORD)
+    return total
+
+
+def told_word(word: Tensor | Later) -> float:
+    """A whole number in [0, 2^52), which a float holds. Of one on its way to the host, nothing later is waited for."""
+    value = word.value() if isinstance(word, Later) else word.item()
+    return float(int(value) % WORD)
 
 
 class SameBatches:
@@ -60,6 +66,8 @@ class SameBatches:
     def __init__(self) -> None:
         self._outlines = 0
         self._values: Tensor | None = None
+        self._sent: Later | None = None
+        """The same on its way to the host, where reading it there would wait for the passes behind it."""
         self._last = ""
 
     def note(self, args: Any, kwargs: Any) -> None:
@@ -68,15 +76,18 @@ class SameBatches:
         self._last = outline(batch)
         self._outlines = zlib.crc32(self._last.encode(), self._outlines)
         word = values_word(batch)
-        self._values = word if self._values is None else (self._values.to(word.device) * 3 + word).remainder(WORD)
+        self._values = word if self._values is None else self._values.to(word.device) * 3 + word
+        self._sent = Later(self._values) if runs_ahead(word.device) else None
 
     def forget(self) -> None:
         """Gradients were used or dropped."""
-        self._outlines, self._values = 0, None
+        self._outlines, self._values, self._sent = 0, None, None
 
     def words(self) -> tuple[float, float]:
-        """The same on ranks with the same batches."""
-        return float(self._outlines), 0.0 if self._values is None else float(self._values.item())
+        """The same on ranks with the same batches. Of batches on a GPU that waits for what was queued before the last
+        forward pass began, and nothing later."""
+        word = self._values if self._sent is None else self._sent
+        return float(self._outlines), 0.0 if word is None else told_word(word)
 
     def explain(self, group: Group) -> None:
         """The words of ``group`` may differ. Collective.

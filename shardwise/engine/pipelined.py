@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.checks.batches import TEXT_LENGTH, differing, outline, values_word
+from shardwise.checks.batches import TEXT_LENGTH, differing, outline, told_word, values_word
 from shardwise.comm import Group, PeerError
+from shardwise.device import Later, runs_ahead
 from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
 from shardwise.pipeline import (
@@ -50,8 +51,9 @@ class PipelineSteps:
         self._engine, self._optimizer = engine, optimizer
         wire = wire.compressed() if engine.plan.comm.compress is not None else wire
         self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes, self._tell)
-        self._values: Tensor | None = None
-        """A word of the running step's batch, where it is on a GPU."""
+        self._sent: Later | None = None
+        """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
+        which are not waited for when the end of the step reads it."""
         self._shared = engine.division.shared
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
@@ -106,13 +108,15 @@ class PipelineSteps:
             number = self._staging.stages
         told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
         word = values_word(batch)
-        self._values = word if word.is_cuda else None
+        self._sent = Later(word) if runs_ahead(word.device) else None
+        values = 0.0 if self._sent is not None else told_word(word)
         try:
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
+            self._run.check_number(len(parts))
         except Exception as error:
             refusal = error
-        posts = self._agree(told, word, refusal, "cannot be divided")
+        posts = self._agree(told, values, refusal, "cannot be divided")
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
@@ -125,16 +129,16 @@ class PipelineSteps:
         Raises:
             Exception: ``error``.
         """
-        self._agree("", torch.zeros(()), error, "was not given")
+        self._agree("", 0.0, error, "was not given")
 
-    def _agree(self, told: str, word: Tensor, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
+    def _agree(self, told: str, values: float, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
         """What each rank's batch is like. Collective.
 
         Raises:
             Exception: ``refusal``.
             PeerError: another rank has one.
         """
-        words = (float(zlib.crc32(told.encode())), 0.0 if word.is_cuda else float(word.item()), float(bool(refusal)))
+        words = (float(zlib.crc32(told.encode())), values, float(bool(refusal)))
         posts = self._model.exchange(words, "the batch of a step of a pipeline")
         if any(post[2] for post in posts):
             text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
@@ -147,7 +151,7 @@ class PipelineSteps:
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """What went wrong in a step, by rank of those that hold the model. Collective over them."""
-        word = 0.0 if self._values is None else float(self._values.item())
+        word = 0.0 if self._sent is None else told_word(self._sent)
         posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
         if any(post[0] for post in posts):
             texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")

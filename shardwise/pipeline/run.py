@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import PeerError, Sent, Wire
 from shardwise.draws import Private
+from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
 from shardwise.pipeline.batch import MicroBatch
 from shardwise.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.pipeline.split import Passes, WeightGradients, WeightsApart
@@ -23,8 +24,11 @@ from shardwise.pipeline.void import is_void, void
 __all__ = ["Outcome", "StageRun"]
 
 FORWARD, BACKWARD = 0, 1  # lanes
-STEPS, MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 8, 1 << 14
-SHAPES_KEPT = 256
+STEPS = 1 << 8
+"""Whose tags differ: with those of stages and micro-batches, 30 bits."""
+SHAPES_KEPT = 1 << 12
+"""For each stage, about a KiB each: one for every length that sequences may have. In a cycle of one more than are kept
+each would be gone when it comes again."""
 
 Criterion = Callable[[Any, Any], Tensor]
 Tell = Callable[[str | None], dict[int, str]]
@@ -55,6 +59,17 @@ class Outcome:
 # accumulated, and the next step is one like any other. On a GPU voids are not looked for, since reading one would wait
 # for the device: NaNs flow on, and the end tells. A connection that fails, or an interrupt, ends the session: ranks
 # that do not know where the others are cannot make another step.
+#
+# [Note: Shapes that both sides know]
+# What goes from a stage to the next is described where the receiver does not know its shape; on a GPU reading that
+# waits for the device. Neither asks the other: each keeps a list by the inputs' shapes, which all ranks have, and both
+# lists are the same before each message, since both change alike. For each message of a stage, whatever comes of it,
+# each side does one of three things with its key, in the order in which the sender makes them and the receiver takes
+# them (it is one order for all that goes from one rank to another: given_schedule, and a test of all schedules):
+# * it is known: it becomes the last one used (send or send_void; receive), a void of the shape that is told included;
+# * it is not, and something comes: it is added, and the one that was not used for longest goes (send; receive);
+# * it is not, and nothing comes: nothing changes (send_void; receive).
+# What only looks (told_of, check_shape) changes nothing, since one side alone does it.
 class StageRun:
     """Of one rank; a step at a time.
 
@@ -64,6 +79,9 @@ class StageRun:
         keeps_shapes: shapes are told once for each shape of a micro-batch, otherwise with each message.
         tell: ends a step with the others; ``None``: errors of other ranks are not told.
 
+    Raises:
+        ValueError: there are more stages than messages can name.
+
     Attributes:
         trace: a list to which each action's span is added, without its waiting, in seconds of a clock that all ranks of
             a host share. ``None``: nothing is noted down.
@@ -72,6 +90,11 @@ class StageRun:
     def __init__(
         self, staging: Staging, wire: Wire | None, keeps_shapes: bool = True, tell: Tell | None = None
     ) -> None:
+        if staging.stages > MOST_STAGES:
+            raise ValueError(
+                f"a model of {staging.stages} stages (pp times chunks): a pipeline has at most {MOST_STAGES}, whose "
+                "messages can be told apart; give fewer"
+            )
         self.staging = staging
         self._wire = wire
         self._keeps_shapes = keeps_shapes
@@ -99,6 +122,7 @@ class StageRun:
             wants_outputs: keep what the last stage returns.
 
         Raises:
+            ValueError: there are more parts than messages can name.
             Exception: what went wrong on this rank.
             PeerError: what went wrong on another; or a neighbour did not come, and the session is over.
             RuntimeError: it is over.
@@ -108,6 +132,7 @@ class StageRun:
                 f"a step after one that ended in {self._over}: the stages' ranks have lost each other, and the session "
                 "is over; go on from a checkpoint in a new one"
             )
+        self.check_number(len(parts))
         self._step = (self._step + 1) % STEPS
         order = schedule if backward is not None else schedule.forward_only()
         step = _Step(self, order, parts, criterion, backward, wants_outputs)
@@ -127,6 +152,17 @@ class StageRun:
         step.complain(failures)
         return step.outcome()
 
+    @staticmethod
+    def check_number(microbatches: int) -> None:
+        """Raises:
+        ValueError: they are more than messages can name.
+        """
+        if microbatches > MOST_MICROBATCHES:
+            raise ValueError(
+                f"a step of {microbatches} micro-batches: a pipeline takes at most {MOST_MICROBATCHES}, whose messages "
+                "can be told apart; give larger ones (microbatch_rows), or a smaller batch"
+            )
+
     def own_numbers(self, stage: int) -> AbstractContextManager[None]:
         """Around a forward pass: layers of another stage draw other numbers."""
         # The first stage's, too: all ranks draw equally many common ones, which samplers may be seeded with.
@@ -141,8 +177,9 @@ class StageRun:
         return (self._step * MOST_STAGES + action.stage) * MOST_MICROBATCHES + action.microbatch
 
     def tag_of_shared(self, position: int) -> int:
-        """Of what ranks exchange of the parameter at ``position`` behind this step's schedule."""
-        return (self._step * MOST_STAGES + MOST_STAGES - 1) * MOST_MICROBATCHES + position % MOST_MICROBATCHES
+        """Of what ranks exchange of the parameter at ``position`` behind this step's schedule, in the lane of
+        gradients: that of the first stage's input, which goes nowhere."""
+        return self._step * MOST_STAGES * MOST_MICROBATCHES + position % MOST_MICROBATCHES
 
     def send(self, x: Tensor, action: Action, rank: int, key: object) -> Sent:
         """What ``action`` has made, to the rank that uses it."""
@@ -151,10 +188,12 @@ class StageRun:
         described = lane == FORWARD and not self._known(action.stage, True, key, (x.shape, x.dtype))
         return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
-    def send_void(self, action: Action, rank: int, what: What | None) -> None:
+    def send_void(self, action: Action, rank: int, key: object, what: What | None) -> None:
         """In its place, that nothing comes of it; ``what`` the receiver expects, if it knows."""
         assert self._wire is not None
         lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        if lane == FORWARD:
+            self._use(action.stage, True, key)
         if what is None:
             self._wire.send_nothing(rank, lane, self._tag(action), _called(action))
         else:
@@ -169,7 +208,7 @@ class StageRun:
         assert self._wire is not None
         lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
         if lane == FORWARD and self._keeps_shapes:
-            what = self._shapes(action.stage, False).get(key)
+            what = self._use(action.stage, False, key)
         if what is not None:
             return self._wire.receive(what, rank, lane, self._tag(action), _called(action))
         x = self._wire.receive_described(rank, lane, self._tag(action), _called(action))
@@ -192,15 +231,25 @@ class StageRun:
     def _shapes(self, stage: int, sent: bool) -> OrderedDict[object, What]:
         return self._told.setdefault((stage, sent), OrderedDict())
 
-    def _known(self, stage: int, sent: bool, key: object, what: What) -> bool:
-        """Whether the other side has been told; now it is. Both sides forget alike."""
+    def _use(self, stage: int, sent: bool, key: object) -> What | None:
+        """What the other side has been told for ``key``, which is now the last one used; see [Note: Shapes that both
+        sides know]."""
         if not self._keeps_shapes:
-            return False
+            return None
         shapes = self._shapes(stage, sent)
         if key in shapes:
+            shapes.move_to_end(key)
+        return shapes.get(key)
+
+    def _known(self, stage: int, sent: bool, key: object, what: What) -> bool:
+        """Whether the other side has been told; now it is."""
+        if not self._keeps_shapes:
+            return False
+        if self._use(stage, sent, key) is not None:
             return True
+        shapes = self._shapes(stage, sent)
         shapes[key] = what
-        while len(shapes) > SHAPES_KEPT:
+        if len(shapes) > SHAPES_KEPT:
             shapes.popitem(last=False)
         return False
 
@@ -322,9 +371,9 @@ class _Step:
             self._under_way.setdefault(rank, deque()).append((place, sent))
         elif forward:
             self._passed[boundary] = self._run.told_of(action.stage, key)
-            self._run.send_void(action, rank, self._passed[boundary])
+            self._run.send_void(action, rank, key, self._passed[boundary])
         elif self._passed[boundary] is not None:
-            self._run.send_void(action, rank, self._passed[boundary])
+            self._run.send_void(action, rank, key, self._passed[boundary])
 
     def _settle(self, rank: int, place: int) -> None:
         """``rank`` is behind ``place`` of its order: what it took before that is through."""

@@ -8,7 +8,7 @@ import tensor_cases
 import torch
 from late_axes import off
 from late_places import found_by, on_ranks
-from late_setup import GPU, TOLERANCE, Found, adamw
+from late_setup import GPU, TOLERANCE, Found, adamw, there
 from tensor_setup import loss_of
 from torch import Tensor
 
@@ -24,7 +24,8 @@ PIPELINES: dict[str, PipelinePlan] = {
 
 
 def stages(name: str, seed: int) -> Found:
-    """A model in stages with a weight that two of them use, trained for two steps."""
+    """A model in stages with a weight that two of them use, trained for two steps; the second batch is on the device,
+    where it is written over behind the step."""
     plan: Plan = zero(1).but(pp=2, pipeline=PIPELINES[name])
     layers = 4
     case = tensor_cases.gpt2()[0]
@@ -45,8 +46,11 @@ def stages(name: str, seed: int) -> Found:
         session = build(module, adamw(module), plan, device=GPU)
         try:
             assert session.pipeline is not None and session.optimizer is not None
-            for batch in batches:
-                outcome = session.pipeline.step(batch, criterion, train=True)
+            for index, batch in enumerate(batches):
+                given = there(batch) if index else batch
+                outcome = session.pipeline.step(given, criterion, train=True)
+                for value in given.values() if index else ():
+                    value.zero_()
                 session.optimizer.step()
                 session.optimizer.zero_grad()
                 losses += [] if outcome.loss is None else [outcome.loss]

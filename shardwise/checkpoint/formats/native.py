@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import PIECE_BYTES, Head, Manifest, PieceFact, encode_manifest, merge_pieces
+from shardwise.checkpoint.format import PIECE_BYTES, Head, Manifest, PieceFact, merge_pieces, to_save
 from shardwise.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.checkpoint.owners import this_process
 from shardwise.checkpoint.pieces import PieceFile, PieceLayout
@@ -46,7 +46,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
 
     Raises:
         ValueError: ``path`` is something other than a checkpoint, or its name cannot be a tag.
-        CheckpointError: the source has no tensors.
+        CheckpointError: the source has no tensors, or something that no load would take.
         OSError: nothing can be written there; what was there is still there.
     """
     target = Path(path).absolute()
@@ -73,7 +73,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         facts = {name: entries[name].fact for name in sorted(entries)}
         pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
         head = Head(target.name, serial, int(state["step"]), this_process())
-        root.seal(hidden, target.name, encode_manifest(Manifest(head, (fact,), facts, pieces, state)))
+        root.seal(hidden, target.name, to_save(Manifest(head, (fact,), facts, pieces, state)))
         root.commit(hidden, target.name)
     except BaseException:
         root.discard(hidden)

@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from shardwise.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
 from shardwise.checkpoint.directory import describe
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
@@ -104,17 +105,28 @@ def new_file(path: Path) -> Iterator[OutputFile]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new file in UTF-8. Raises OSError."""
+    """A new file in UTF-8.
+
+    Raises:
+        CheckpointError: a reader would take it for no such file.
+        OSError: it cannot be written.
+    """
+    content = text.encode()
+    if len(content) > MOST_INDEX_BYTES:
+        raise CheckpointError(f"{path} is not saved: it would have {len(content)} bytes, of at most {MOST_INDEX_BYTES}")
     with new_file(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 def write_torch(path: Path, content: object) -> None:
     """A new file of ``torch.save``, which given a path would call a full disk an iostream error.
 
     Raises:
+        CheckpointError: something in it is nested more deeply than any reader follows it.
         OSError: it cannot be written.
     """
+    with saving(path.name.removeprefix(".").removesuffix(".partial")):
+        checked_tree(content, MAX_SIZE, "its content")
     with new_file(path) as file:
         torch.save(content, cast(IO[bytes], file))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.bounds import checked_shape, open_regular
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
 from shardwise.checkpoint.formats.lazy import Entry, blocks
 from shardwise.checkpoint.formats.output import new_file
@@ -124,6 +125,7 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
 
     Raises:
         TypeError: a tensor's dtype is not one that safetensors has.
+        CheckpointError: there are more tensors than one such file can describe.
         OSError: the file cannot be written.
     """
     # Wide elements first, as the library does, so that every tensor is aligned to its element.
@@ -141,6 +143,11 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is not saved: its {len(order)} tensors need a header of {len(text)} bytes, and safetensors allows "
+            f"{MAX_HEADER_BYTES}: write smaller files (size_per_shard=)"
+        )
     with new_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, entry in order:

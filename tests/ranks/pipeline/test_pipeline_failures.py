@@ -16,6 +16,7 @@ from test_pipeline_stages import criterion
 from torch import Tensor, nn
 
 from shardwise.comm import PeerError
+from shardwise.pipeline import run as runs
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.testing import assert_close, run_ranks
 
@@ -160,6 +161,32 @@ def test_a_loss_that_trains_nothing_is_an_error_on_every_rank() -> None:
     for rank, told in enumerate(run_ranks(2, untrained)):
         for text in told:
             assert "loss of micro-batch 0 does not require grad" in text and ("failed on rank 1" in text) == (rank == 0)
+
+
+def too_many() -> list[str]:
+    """Of what messages can name; the limit is lower here."""
+    model = case_of("llama", 0).made()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(runs, "MOST_MICROBATCHES", 2)
+    plan = PLANS["zero1"].but(pp=2, pipeline=PipelinePlan(microbatch_rows=2))
+    with sharded(model, adam(model), plan) as session:
+        pipeline, optimizer = session.pipeline, session.optimizer
+        assert pipeline is not None and optimizer is not None
+        told = []
+        for train in (True, False):
+            with pytest.raises(ValueError, match="micro-batches") as error:
+                pipeline.step(batch_of(0, 0), criterion, train=train)
+            told.append(str(error.value))
+        fewer = {name: value[:4] for name, value in batch_of(0, 0).items()}
+        assert (pipeline.step(fewer, criterion, train=True).loss is not None) == pipeline.last
+        optimizer.step()
+    patch.undo()
+    return told
+
+
+def test_more_micro_batches_than_messages_can_name_are_refused_on_every_rank() -> None:
+    for told in run_ranks(2, too_many):
+        assert all("a step of 3 micro-batches: a pipeline takes at most 2" in text for text in told)
 
 
 def differing() -> list[str]:
