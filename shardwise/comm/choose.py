@@ -22,7 +22,7 @@ from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Wire
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
-from shardwise.comm.members import Members, check_alike, made_alone
+from shardwise.comm.members import Members, check_alike, made_alone, unbound
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.native_hosts import ByHosts, Lanes
 from shardwise.comm.open_files import make_room
@@ -171,7 +171,8 @@ class GroupMaker:
         # gloo has tags; see [Note: Messages that do not wait for each other].
         ways = ("",) if over_gloo and made is None else ("_down", "_up")
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        lanes = [self.process_group(each, rank_lists, backend) for each in names]
+        with unbound(dist.group.WORLD):  # of one that is bound, torch sends messages of all pairs one after the other
+            lanes = [self.process_group(each, rank_lists, backend) for each in names]
         return Wire(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
     @property

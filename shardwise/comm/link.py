@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -172,6 +172,15 @@ class Sent:
 # one side only sends and the other only takes. That both name them in one order is the schedules' affair; it holds for
 # each, and a test says so. What a rank waits for has been sent, or waits itself for something earlier in an order that
 # comes to its end (simulate), never for room in a communicator.
+#
+# [Note: The first message]
+# torch makes NCCL's communicator of two ranks when both name their first message in a group, and NCCL connects them
+# then: until the peer comes to that message, too, a send holds the host. Ranks of which each sends before it receives,
+# in a circle, would hold each other for ever. So who sends in such an order connects before: the same messages of one
+# element, begun by all ranks in one order of all of them. The first of those that are left is the next one of both its
+# ranks, so no circle can close; later messages hold no host. Only ranks that send each other something are connected,
+# since each communicator takes time to make and tens of MB of a GPU's memory: all pairs of 8 ranks, in two lanes and
+# both ways, would be 28 on each of them.
 class Wire:
     """Tensors between the ranks of an axis (the stages of a pipeline, those that share sequences), in two lanes
     (activations and their gradients) that do not hold up each other. One thread uses it.
@@ -189,6 +198,7 @@ class Wire:
         self._links = [Link(lane, name) for lane in lanes]
         self._ways, self._rank = len(lanes) // 2, lanes[0].rank()
         self._under_way: list[Sent] = []
+        self._connected: set[tuple[int, int, int]] = set()
         self._formats: tuple[BlockFormat, ...] = ()
         self.device = device
         self.traffic = Traffic()
@@ -199,6 +209,30 @@ class Wire:
         twin = copy.copy(self)  # what is under way is that of both
         twin._formats = (VALUES, GRADIENTS)
         return twin
+
+    def connect(self, messages: Iterable[tuple[int, int, int]]) -> None:
+        """Have messages hold no host of a rank from here on until its peer comes to them, as the first one does over a
+        device's library (see [Note: The first message]); nothing to do over gloo, or a second time.
+
+        Both ranks of a message give it, and what several ranks give at once they all give at once: before the first of
+        these messages is begun.
+
+        Args:
+            messages: a sender, a receiver and a lane; those of other ranks are passed over.
+
+        Raises:
+            PeerError: a peer did not come.
+        """
+        if self._ways == 1:
+            return
+        what = "the first message"
+        for message in sorted({*messages} - self._connected):
+            sender, receiver, lane = message
+            if sender == self._rank:
+                self.send(torch.zeros(1, dtype=torch.uint8, device=self.device), receiver, lane, 0, what)
+            elif receiver == self._rank:
+                self.receive((torch.Size([1]), torch.uint8), sender, lane, 0, what)
+            self._connected.add(message)
 
     def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> Sent:
         """Start to send; ``x`` is kept until it is through.

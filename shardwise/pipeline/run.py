@@ -102,6 +102,7 @@ class StageRun:
         self._told: dict[tuple[int, bool], OrderedDict[object, What]] = {}
         self._step = 0
         self._over: str | None = None
+        self._connected: Schedule | None = None
         self.trace: list[Span] | None = None
 
     def step(
@@ -137,6 +138,7 @@ class StageRun:
         order = schedule if backward is not None else schedule.forward_only()
         step = _Step(self, order, parts, criterion, backward, wants_outputs)
         try:
+            self._connect(order)
             for action in order.orders[self.staging.rank]:
                 step.do(action)
             if self._wire is not None:
@@ -172,6 +174,12 @@ class StageRun:
 
     # ---- messages
 
+    def _connect(self, order: Schedule) -> None:
+        """In an order of somebody's own any ranks may send first."""
+        if self._wire is not None and order != self._connected:
+            self._wire.connect((each.sender, each.receiver, _lane(each.action)) for each in order.messages())
+            self._connected = order
+
     def _tag(self, action: Action) -> int:
         """Of what ``action`` makes."""
         return (self._step * MOST_STAGES + action.stage) * MOST_MICROBATCHES + action.microbatch
@@ -184,14 +192,14 @@ class StageRun:
     def send(self, x: Tensor, action: Action, rank: int, key: object) -> Sent:
         """What ``action`` has made, to the rank that uses it."""
         assert self._wire is not None
-        lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        lane = _lane(action)
         described = lane == FORWARD and not self._known(action.stage, True, key, (x.shape, x.dtype))
         return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
     def send_void(self, action: Action, rank: int, key: object, what: What | None) -> None:
         """In its place, that nothing comes of it; ``what`` the receiver expects, if it knows."""
         assert self._wire is not None
-        lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        lane = _lane(action)
         if lane == FORWARD:
             self._use(action.stage, True, key)
         if what is None:
@@ -206,7 +214,7 @@ class StageRun:
     def receive(self, action: Action, rank: int, key: object, what: What | None) -> Tensor | None:
         """What ``action`` has made on another rank, or that nothing came of it; ``what`` it is, of gradients."""
         assert self._wire is not None
-        lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        lane = _lane(action)
         if lane == FORWARD and self._keeps_shapes:
             what = self._use(action.stage, False, key)
         if what is not None:
@@ -446,6 +454,10 @@ class _Step:
 
 def _named(kind: Kind) -> str:
     return "the forward pass" if kind is Kind.FORWARD else "the backward pass"
+
+
+def _lane(action: Action) -> int:
+    return FORWARD if action.kind is Kind.FORWARD else BACKWARD
 
 
 def _called(action: Action) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ class SharedGradients:
     def summed(self, tag: Callable[[int], int]) -> list[tuple[nn.Parameter, Tensor]]:
         """Their gradients over all ranks that have them; what has none is left out. Collective."""
         found, what = [], "the gradient of a weight that several stages use"
+        # Each sends first.
+        self._wire.connect((*pair, 1) for _, _, ranks in self._shared for pair in permutations(ranks, 2))
         for place, param, ranks in self._shared:
             own = self._kept.pop(place, None)
             row = torch.zeros(param.numel() + 1, dtype=_wide(param.dtype), device=param.device)

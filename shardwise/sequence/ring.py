@@ -94,6 +94,7 @@ class Rotation:
         begins to send, the other to receive: a device that carries out the messages of a pair one after the other goes
         on, too."""
         wire, what, (to, source) = self.axis.wire, WHAT[lane], peers
+        wire.connect([(self.axis.rank, to, lane), (source, self.axis.rank, lane)])  # of three ranks each sends first
         if to != source or self.axis.rank < to:
             wire.send(x, to, lane, tag, what)
             return wire.begin_receive(fresh, source, lane, tag, what)

@@ -48,6 +48,7 @@ class Ring:
             shapes: of the pieces, by rank.
             lane: of the wire: ``VALUES`` or ``GRADIENTS``.
         """
+        self._connect(lane)
         piece, whose = own, self.rank
         for step in range(self.size):
             last = step + 1 == self.size
@@ -69,6 +70,7 @@ class Ring:
             like: a tensor of their dtype and device.
             lane: as for :meth:`arriving`.
         """
+        self._connect(lane)
         for step in range(self.size):
             whose = (self.rank - 1 - step) % self.size
             if step:
@@ -81,6 +83,9 @@ class Ring:
                 self._send(part, lane)
         self.wire.settle()
         return part
+
+    def _connect(self, lane: int) -> None:
+        self.wire.connect((rank, (rank + 1) % self.size, lane) for rank in range(self.size))  # each sends first
 
     def _send(self, piece: Tensor, lane: int) -> None:
         self._count = (self._count + 1) % TAGS

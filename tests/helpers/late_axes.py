@@ -38,6 +38,22 @@ def _numbers(*shape: int, of: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(of))
 
 
+def sent_first(connected: bool) -> str:
+    """What comes of ranks that all send to the next one before they receive."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    with on_ranks(0):
+        maker = GroupMaker(GPU, None, 3.0)
+        wire = maker.make_wire("axis", [list(range(ranks))])
+        if connected:
+            wire.connect([(rank, after, 0), (before, rank, 0)])
+        wire.send(torch.full((4,), float(rank), device=GPU), after, 0, 1, "a number")
+        found = wire.receive((torch.Size([4]), torch.float32), before, 0, 1, "a number").tolist()
+        wire.settle()
+        maker.close()
+        return str(found == [before] * 4)
+
+
 def off(name: str, found: Tensor, expected: Tensor) -> list[str]:
     close = torch.allclose(found.detach().cpu(), expected.detach(), TOLERANCE, TOLERANCE)
     return [] if close else [f"{name}: {found.flatten()[:3]} for {expected.flatten()[:3]}"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensor_cases
 import torch
+import torch.distributed as dist
 from late_axes import off
 from late_places import found_by, on_ranks
 from late_setup import GPU, TOLERANCE, Found, adamw, there
@@ -20,14 +21,15 @@ PIPELINES: dict[str, PipelinePlan] = {
     "1f1b": PipelinePlan(microbatches=3),
     "zbv": PipelinePlan(schedule="zbv", chunks=2, microbatches=4),
     "described": PipelinePlan(microbatches=3, cache_shapes=False),
+    "odd_described": PipelinePlan(schedule="interleaved", chunks=2, microbatches=4, cache_shapes=False),
 }
 
 
 def stages(name: str, seed: int) -> Found:
     """A model in stages with a weight that two of them use, trained for two steps; the second batch is on the device,
     where it is written over behind the step."""
-    plan: Plan = zero(1).but(pp=2, pipeline=PIPELINES[name])
-    layers = 4
+    plan: Plan = zero(1).but(pp=dist.get_world_size(), pipeline=PIPELINES[name])
+    layers = max(4, dist.get_world_size() * PIPELINES[name].chunks)
     case = tensor_cases.gpt2()[0]
     case.config.n_layer = layers
     generator = torch.Generator().manual_seed(1)

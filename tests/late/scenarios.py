@@ -103,6 +103,8 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
     found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
     found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]
+    found += [Scenario(3, "stages", "1f1b"), Scenario(3, "stages", "odd_described"), Scenario(3, "ring_of_products")]
+    found += [Scenario(3, "parts_of_sequences", name) for name in ("ring", "heads")]
     found += [Scenario(2, "train", name) for name in two]
     found += [Scenario(2, "train", name, ("mlp", True)) for name in ("ahead", "eight_bits")]
     found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]

@@ -27,6 +27,8 @@ __all__ = ["late_collectives"]
 
 QUIET_S = 0.02
 """After so long a device goes on by itself."""
+MEETING = 1
+"""A tag of gloo's that no message of a device has."""
 
 
 # Its signatures differ between versions of torch.
@@ -79,6 +81,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         super().__init__(over.rank(), over.size())
         self._device, self._over = device, over
         self._stream: Stream = device.schedule.new_stream("communicator")
+        self._met: set[int] = set()
 
     def _give(self, what: str, sent: Tensor, written: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> _Work:
         """Every rank's ``sent``, when it is time, for ``use`` to make ``written`` of."""
@@ -182,15 +185,26 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """To one rank. There are no tags: messages between two ranks come in the order in which both begin them."""
+        self._meet(peer)
         own = self._same(tensors[0])
         return self._message("a send", tensors[0], False, lambda: self._over.send([own], peer, 0), lambda: None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """From one rank; see :meth:`send`."""
+        self._meet(peer)
         target = self._same(tensors[0])
         found = torch.empty(target.shape, dtype=target.dtype)
         begin = partial(self._over.recv, [found], peer, 0)
         return self._message("a receive", tensors[0], True, begin, lambda: target.copy_(found))
+
+    def _meet(self, peer: int) -> None:
+        """The first message of two ranks holds the host until the other comes to it, too: what they need is made."""
+        if peer in self._met:
+            return
+        own, theirs = torch.zeros(1), torch.empty(1)
+        for work in (self._over.send([own], peer, MEETING), self._over.recv([theirs], peer, MEETING)):
+            work.wait()
+        self._met.add(peer)
 
     def _message(
         self, what: str, tensor: Tensor, write: bool, begin: Callable[[], Any], use: Callable[[], object]

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import late_setup
 import pytest
+from late_axes import sent_first
 from late_setup import Found
 
-from shardwise.testing import RankPool
+from shardwise.testing import RankError, RankPool
 from tests.late.mutations import run_without
 from tests.late.scenarios import ALONE, HOMES, Scenario, scenarios
 
@@ -29,6 +30,13 @@ def alone() -> Iterator[RankPool]:
 def two() -> Iterator[RankPool]:
     """The same of two."""
     with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    """The same of three."""
+    with RankPool(3) as pool:
         yield pool
 
 
@@ -114,10 +122,18 @@ def test_secondary_shards_that_are_used_twice(four: RankPool) -> None:
 @pytest.mark.parametrize("seed", (0, 3))
 @pytest.mark.parametrize("scenario", [s for s in scenarios() if s.function in OTHERS], ids=str)
 def test_what_is_done_beside_training(
-    alone: RankPool, two: RankPool, four: RankPool, scenario: Scenario, seed: int
+    alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario, seed: int
 ) -> None:
     """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits."""
-    _assert_right({1: alone, 2: two, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
+    _assert_right({1: alone, 2: two, 3: three, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
+
+
+def test_the_first_message_of_two_ranks_holds_the_host() -> None:
+    """Unless they are connected: as over NCCL, where ranks that all send first wait for each other."""
+    with RankPool(3) as pool:
+        assert pool.run(sent_first, True) == ["True"] * 3
+        with pytest.raises(RankError, match="sending to rank .* of group 'axis' failed"):
+            pool.run(sent_first, False)
 
 
 def test_frozen_weights_that_are_rounded_on_the_way(two: RankPool) -> None:
