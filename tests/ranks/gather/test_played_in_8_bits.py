@@ -1,0 +1,54 @@
+"""Steps that are played where parameters travel in 8 bits."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import data, one_mesh, seeded, sharded
+from stream_setup import Branching, queued
+from test_played_scripts import Strays, Ways, alike_for, counted, sgd, usual
+from torch import Tensor
+
+from shardwise.gather.taking_part import TakingPart
+from shardwise.plan import zero
+from shardwise.testing import run_ranks
+
+
+def in_8_bits(
+    ways: Ways, steps: int, plays: bool, what: str = "compress_weights"
+) -> tuple[dict[str, Tensor], dict[str, int], list[float]]:
+    plan, losses = zero(3).but(prefetch=1, **{what: "fp8"}), []
+    rounds = contextlib.nullcontext() if plays else mock.patch.object(TakingPart, "may_play", False)
+    with queued(), alike_for(2), counted() as found, rounds:
+        model = seeded(Branching).float()
+        model.layers[0].requires_grad_(what != "compress_frozen")
+        with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            for step in range(steps):
+                x = data(mesh.rank, step).float()
+                loss = session.module(x, ways(mesh.rank, step)).square().mean()
+                losses.append(float(loss))
+                session.backward(loss)
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            return session.module.state_dict(), found, losses
+
+
+@pytest.mark.parametrize("ways", [usual, Strays(1, 0.3)], ids=["usual", "strays"])
+def test_parameters_in_8_bits_are_played_too(ways: Ways) -> None:
+    """What a peer answers with is what it would send to all: the same numbers as in rounds, to the last bit."""
+    played, rounds = (run_ranks(3, in_8_bits, ways, 20, plays) for plays in (True, False))
+    assert all(found["played"] > 3 for _, found, _ in played) and rounds[0][1]["played"] == 0
+    assert (sum(found["strayed"] for _, found, _ in played) > 0) == (ways is not usual)
+    for (state, _, losses), (expected, _, others) in zip(played, rounds, strict=True):
+        assert losses == others
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_frozen_parameters_in_8_bits_are_not() -> None:
+    """A peer would answer with what was loaded, and a gather brings it rounded."""
+    for _, found, losses in run_ranks(2, in_8_bits, usual, 6, True, "compress_frozen"):
+        assert found["played"] == 0 and len(losses) == 6
