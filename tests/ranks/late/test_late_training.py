@@ -132,7 +132,7 @@ def test_the_first_message_of_two_ranks_holds_the_host() -> None:
     """Unless they are connected: as over NCCL, where ranks that all send first wait for each other."""
     with RankPool(3) as pool:
         assert pool.run(sent_first, True) == ["True"] * 3
-        with pytest.raises(RankError, match="sending to rank .* of group 'axis' failed"):
+        with pytest.raises(RankError, match=r"sending to rank .* of group 'axis' failed"):
             pool.run(sent_first, False)
 
 
