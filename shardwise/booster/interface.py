@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from shardwise.attributes import ModeOfModule, attribute_of
@@ -87,15 +87,35 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+# [Note: Shards away from their mesh]
+# Offloaded parameters, gradients and state are on the host, their mesh is one of GPUs, and a group with NCCL alone does
+# not carry CPU tensors. So what is exchanged is moved to the mesh's device before, and nothing is left to torch that
+# exchanges on the way: the norm of several shards reduces, and so does a move of a single one's norm.
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
     # Sharded and whole gradients cannot be mixed in one torch call, so each kind gives one norm.
-    norms = []
-    for kind in (True, False):
-        found = [gradient for gradient in gradients if isinstance(gradient, DTensor) is kind]
-        if found:
-            norm = get_total_norm(found, norm_type, error_if_nonfinite)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kind: Any = isinstance(gradient, DTensor)
+        if isinstance(gradient, DTensor) and gradient.device.type != gradient.device_mesh.device_type:
+            kind = gradient.device_mesh, gradient.placements
+        kinds.setdefault(kind, []).append(gradient)
+    norms: list[torch.Tensor] = []
+    for kind, found in kinds.items():
+        of = [_norms_on_mesh(found, norm_type)] if isinstance(kind, tuple) else found
+        norm = get_total_norm(of, norm_type, error_if_nonfinite)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms.append(norm.to(norms[0].device) if norms else norm)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
+    """``[ranks' shards]``, the norms of gradients that are placed alike, on their mesh's device."""
+    mesh, placements = gradients[0].device_mesh, gradients[0].placements
+    shards = [gradient.to_local() for gradient in gradients]
+    # The largest number of none is an error.
+    norms = [torch.linalg.vector_norm(x, norm_type) if x.numel() else x.new_zeros(()) for x in shards]
+    along = [place if place.is_replicate() else Shard(0) for place in placements]
+    return DTensor.from_local(torch.stack(norms).to(mesh.device_type), mesh, along)
 
 
 def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:

@@ -120,6 +120,10 @@ def global_norm(
     return norm * inverse_scale
 
 
+PART = 1 << 22
+"""Elements of which a norm is made in fp64 at a time."""
+
+
 class LateNorm:
     """The norm of gradients that nothing in their step depends on: made on the device, read when it is asked for.
 
@@ -140,8 +144,10 @@ class LateNorm:
         gathered.wait()
         self._group.fence()  # peers that read this memory have read it
         own = self._group.slice_of(self._shares.local, self._group.rank)
-        parts = [torch.linalg.vector_norm(each, p, dtype=torch.float64) for each in tensors if each.numel()]
-        own.copy_(torch.linalg.vector_norm(torch.stack(parts), p)) if parts else own.zero_()
+        # A GPU's kernel widens what it is given as a whole, beside it; parts bound that.
+        parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
         self._group.fence()
         self._gather = self._group.all_gather_in_place(self._shares)
         return partial(self._read, self._gather, p, factor)

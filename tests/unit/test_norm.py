@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import LocalGroup
 from shardwise.comm.meeting import NOBODY, Party
-from shardwise.reduce.norm import clip_factor, each_norm, global_norm
+from shardwise.reduce import norm as norms
+from shardwise.reduce.norm import LateNorm, clip_factor, each_norm, global_norm
 
 NAN, INF = math.nan, math.inf
 P = [1.0, 2.0, 3.0, 0.5, INF]
@@ -138,3 +141,44 @@ def test_each_norm_of_what_is_not_finite() -> None:
     for p in (2.0, math.inf):
         nan, infinite, finite = each_norm(values, p, ALONE, None, [False] * 3)
         assert math.isnan(nan) and infinite == math.inf and finite == (5.0 if p == 2.0 else 4.0)
+
+
+class Longest(TorchDispatchMode):
+    """Of what a norm in more bits is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.linalg_vector_norm.default:
+            self.numels += [args[0].numel()] if args[0].dtype != (kwargs or {}).get("dtype", args[0].dtype) else []
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("p", P)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_late_norm_is_made_in_parts(p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 whatever comes, also of powers that overflow in fp32, and never of a whole shard at once."""
+    monkeypatch.setattr(norms, "PART", 64)
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1.0, 1e30):
+        tensors = [(torch.randn(n, generator=generator) * scale).to(dtype) for n in (1, 64, 0, 129, 300)]
+        with Longest() as longest:
+            read = LateNorm(ALONE).note(tensors, p, 0.5)
+        expected = float(torch.linalg.vector_norm(torch.cat(tensors).double(), p)) * 0.5
+        assert read() == pytest.approx(expected, rel=1e-12)
+        assert read() == LateNorm(ALONE).note(tensors, p, 0.5)()
+        assert max(longest.numels, default=0) <= 64
+        assert longest.numels or dtype == torch.float64
+
+
+@pytest.mark.parametrize("p", P)
+def test_a_late_norm_of_what_is_not_finite(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "PART", 4)
+    for bad, is_it in ((NAN, math.isnan), (-INF, math.isinf)):
+        for at in range(9):
+            values = torch.ones(9)
+            values[at] = bad
+            assert is_it(LateNorm(ALONE).note([values], p, 1.0)())
+    assert LateNorm(ALONE).note([torch.empty(0)], p, 1.0)() == 0.0

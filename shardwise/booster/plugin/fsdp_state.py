@@ -17,16 +17,17 @@ __all__ = ["TorchFSDPOptimizer", "full_model_state", "load_full_model_state", "r
 
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        there: Any = value.to(value.device_mesh.device_type)  # [Note: Shards away from their mesh]
+        value = there.full_tensor()
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _like(value: Any, like: torch.Tensor) -> Any:
-    """``value`` divided over ranks as ``like`` is. Every rank has the full value, so nothing travels."""
+    """``value`` divided over ranks as ``like`` is, where it is. Every rank has the full value, so nothing travels."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
-    value = value.to(like.device)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    # Torch divides on the mesh's device. See [Note: Shards away from their mesh].
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def full_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +100,11 @@ def _divided(
                 f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(like.shape)}: "
                 "only element-wise state can be sharded"
             )
-    return {key: _like(value, like) for key, value in entry.items()}
+    # A count of steps stays on the host, as torch has it, unless the kernel reads it.
+    kernel = group.get("fused") or group.get("capturable")
+    counts = {key: value for key, value in tensors.items() if value.shape != like.shape}
+    moved = {key: value.to(like.device) for key, value in counts.items() if kernel or not value.is_cpu}
+    return {key: _like(value, like) for key, value in {**entry, **moved}.items()}
 
 
 class TorchFSDPOptimizer(OptimizerWrapper):
