@@ -105,7 +105,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
         norm = get_total_norm(of, norm_type, error_if_nonfinite)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norms.append(norm.to(norms[0].device) if norms else norm)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 
 def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:

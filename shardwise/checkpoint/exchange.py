@@ -117,9 +117,9 @@ class Exchange:
     ) -> None:
         with self._lock:  # a thread of the reader asks too
             tag = next(self._tags)
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         answer = self._link.receive_aside(size, rank, tag, what)
-        self._link.send_aside(torch.tensor([file, offset, nbytes, tag]), rank, self._ask, what).wait()
+        self._link.send_aside(torch.tensor([file, offset, nbytes, tag], device="cpu"), rank, self._ask, what).wait()
         answer.wait()
         told = int(size)
         into = place(told) if told >= 0 else np.empty(-told, dtype=np.uint8)
@@ -137,7 +137,7 @@ class Exchange:
             return
         for rank in self._remote.asked:
             with suppress(PeerError):  # it is lost, which is told where ranks meet
-                done = torch.tensor([DONE, 0, 0, 0])
+                done = torch.tensor([DONE, 0, 0, 0], device="cpu")
                 self._link.send_aside(done, rank, self._ask, "the end").wait(timedelta(seconds=END_S))
         end = time.monotonic() + END_S
         for thread in self._threads:
@@ -153,7 +153,7 @@ class Exchange:
 
 
 def _serve(link: Link, client: int, ask: int, directory: str, names: Sequence[str]) -> None:
-    request, opened = torch.zeros(4, dtype=torch.int64), dict[int, int]()
+    request, opened = torch.zeros(4, dtype=torch.int64, device="cpu"), dict[int, int]()
     try:
         with suppress(PeerError):  # the client or the communicator is gone: who needs them is told
             while True:
@@ -167,7 +167,7 @@ def _serve(link: Link, client: int, ask: int, directory: str, names: Sequence[st
                     data = _read(os.path.join(directory, name), file, offset, nbytes, opened)
                 except (OSError, ValueError, MemoryError) as error:
                     good, data = False, np.frombuffer(f"{error}".encode() or b"error", dtype=np.uint8).copy()
-                size = torch.tensor([data.nbytes if good else -data.nbytes])
+                size = torch.tensor([data.nbytes if good else -data.nbytes], device="cpu")
                 link.send_aside(size, client, tag, "the size of a piece").wait()
                 if data.nbytes:
                     link.send_aside(torch.from_numpy(data), client, tag, "a piece").wait()

@@ -68,13 +68,13 @@ class _Change:
         known = self.row * min(self.there[0], self.here[0])
 
         def read(start: int, numel: int) -> torch.Tensor:
-            out = torch.zeros(numel, dtype=entry.fact.dtype)
+            out = torch.zeros(numel, dtype=entry.fact.dtype, device="cpu")
             old = max(0, min(start + numel, known) - start)
             if old:
                 out[:old] = entry.read(start, old)
             if how == "mean" and old < numel:
                 mean = self._mean(entry)
-                out[old:] = mean[torch.arange(start + old, start + numel) % self.row].to(out.dtype)
+                out[old:] = mean[torch.arange(start + old, start + numel, device="cpu") % self.row].to(out.dtype)
             return out
 
         return Entry(TensorFact(self.here, entry.fact.dtype), read)
@@ -82,9 +82,9 @@ class _Change:
     def _mean(self, entry: Entry) -> torch.Tensor:
         """Of the checkpoint's rows, in fp64, block by block; once."""
         if not self.means:
-            total = torch.zeros(self.row, dtype=torch.float64)
+            total = torch.zeros(self.row, dtype=torch.float64, device="cpu")
             for start, numel in blocks(entry.fact):
-                places = torch.arange(start, start + numel) % self.row
+                places = torch.arange(start, start + numel, device="cpu") % self.row
                 total.index_add_(0, places, entry.read(start, numel).to(torch.float64))
             self.means.append(total / max(self.there[0], 1))
         return self.means[0]

@@ -208,14 +208,14 @@ def _serve_writer(
             write(_Gathered(ranks, portion, posts))
     finally:
         for rank in range(1, ranks.size):
-            ranks.send(torch.tensor([DONE, 0, 0]), rank)
+            ranks.send(torch.tensor([DONE, 0, 0], device="cpu"), rank)
 
 
 def _answer(ranks: Ranks, portion: Portion) -> None:
     """Give rank 0 what it asks for until it is done; a failure is told to it, and raised at the end."""
     failure: Exception | None = None
     while True:
-        index, start, numel = ranks.receive(torch.empty(3, dtype=torch.int64), 0).tolist()
+        index, start, numel = ranks.receive(torch.empty(3, dtype=torch.int64, device="cpu"), 0).tolist()
         if index == DONE:
             break
         good = 1
@@ -224,7 +224,7 @@ def _answer(ranks: Ranks, portion: Portion) -> None:
         except Exception as error:
             good, failure = 0, error
             value = torch.frombuffer(bytearray(describe(error).encode()), dtype=torch.uint8)
-        ranks.send(torch.tensor([good, value.numel()]), 0)
+        ranks.send(torch.tensor([good, value.numel()], device="cpu"), 0)
         ranks.send(value, 0)
     if failure is not None:
         raise failure
@@ -264,7 +264,7 @@ class _Gathered:
             raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
         if name not in self._cuts:
             return self._read_stored(name, start, numel)
-        out = torch.empty(numel, dtype=fact.dtype)
+        out = torch.empty(numel, dtype=fact.dtype, device="cpu")
 
         def read(start: int, out: torch.Tensor) -> None:
             out.copy_(self._read_stored(name, start, out.numel()))
@@ -277,7 +277,7 @@ class _Gathered:
         fact = self._facts[name]
         pieces = self._pieces.get(name, [])
         at, index = start, max(bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1, 0)
-        out = torch.empty(0, dtype=fact.dtype)
+        out = torch.empty(0, dtype=fact.dtype, device="cpu")
         while at < start + numel:
             if index == len(pieces) or not pieces[index][0] <= at < pieces[index][0] + pieces[index][1]:
                 raise CheckpointError(f"no rank holds element {at} of {name} {fact.shape}; report this")
@@ -286,7 +286,7 @@ class _Gathered:
             if rank != 0 and stop - at == numel:
                 return self._part(rank, number, at - first, numel, fact.dtype)
             if at == start:
-                out = torch.empty(numel, dtype=fact.dtype)
+                out = torch.empty(numel, dtype=fact.dtype, device="cpu")
             out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, fact.dtype)
             at, index = stop, index + 1
         return out
@@ -294,9 +294,9 @@ class _Gathered:
     def _part(self, rank: int, number: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if rank == 0:
             return self._portion.reader.read(number, start, numel)
-        self._ranks.send(torch.tensor([number, start, numel]), rank)
-        good, nbytes = self._ranks.receive(torch.empty(2, dtype=torch.int64), rank).tolist()
-        data = self._ranks.receive(torch.empty(nbytes, dtype=torch.uint8), rank)
+        self._ranks.send(torch.tensor([number, start, numel], device="cpu"), rank)
+        good, nbytes = self._ranks.receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank).tolist()
+        data = self._ranks.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), rank)
         if not good:
             raise CheckpointError(f"rank {rank} could not give its part: {data.numpy().tobytes().decode()}")
         return data.view(dtype)

@@ -209,7 +209,7 @@ class Match:
         step = step // row * row or step  # whole rows are read together
         while at < out.numel():
             stop = min(at + step - (start + at) % step, out.numel())
-            block = torch.empty(stop - at, dtype=dtype)
+            block = torch.empty(stop - at, dtype=dtype, device="cpu")
             self._read(name, start + at, block, part)
             out[at:stop].copy_(block)
             at = stop

@@ -31,7 +31,7 @@ class _Groups(torch.optim.Optimizer):
         groups = []
         for each in optimizer.param_groups:
             options = {key: value for key, value in each.items() if key not in ("params", "param_names")}
-            groups.append({**copy.deepcopy(options), "params": [torch.zeros(1)]})
+            groups.append({**copy.deepcopy(options), "params": [torch.zeros(1, device="cpu")]})
         super().__init__(groups, copy.deepcopy(dict(optimizer.defaults)))
 
 

@@ -113,7 +113,7 @@ class NativeSource:
         return self.manifest.state
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        out = torch.empty(numel, dtype=self.manifest.tensors[name].dtype)
+        out = torch.empty(numel, dtype=self.manifest.tensors[name].dtype, device="cpu")
         self.read_into(name, start, out)
         return out
 

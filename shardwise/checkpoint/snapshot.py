@@ -49,7 +49,7 @@ def _say_at_the_end(_pid: int) -> None:
 
 
 def _memory(nbytes: int, pin: bool) -> torch.Tensor:
-    return page_locked((nbytes,), torch.uint8) if pin else torch.empty(nbytes, dtype=torch.uint8)
+    return page_locked((nbytes,), torch.uint8) if pin else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class HostImage:
@@ -57,7 +57,7 @@ class HostImage:
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +72,7 @@ class HostImage:
         """
         needed = layout.nbytes - len(layout.header)
         if self._memory.nbytes < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             try:
                 self._memory = _memory(needed, self._pin)
             except RuntimeError as error:

@@ -140,4 +140,4 @@ def _values(tensor: torch.Tensor) -> list[Any]:
 
 def _tensor(data: Mapping[str, Any], values: Any) -> torch.Tensor:
     kind = getattr(torch, data["dtype"])
-    return torch.tensor(decode(values, None), dtype=kind).reshape(data.get("shape", ()))
+    return torch.tensor(decode(values, None), dtype=kind, device="cpu").reshape(data.get("shape", ()))

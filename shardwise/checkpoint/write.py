@@ -202,11 +202,11 @@ class SaveJob:
         owners = [first[host] for host in range(1, len(self.head.hosts))]
         if self.rank == 0:
             for owner in owners:
-                ranks.send(torch.tensor([len(manifest)]), owner)
+                ranks.send(torch.tensor([len(manifest)], device="cpu"), owner)
                 ranks.send(torch.frombuffer(bytearray(manifest), dtype=torch.uint8), owner)
         elif self.rank in owners:
-            size = int(ranks.receive(torch.empty(1, dtype=torch.int64), 0))
-            manifest = ranks.receive(torch.empty(size, dtype=torch.uint8), 0).numpy().tobytes()
+            size = int(ranks.receive(torch.empty(1, dtype=torch.int64, device="cpu"), 0))
+            manifest = ranks.receive(torch.empty(size, dtype=torch.uint8, device="cpu"), 0).numpy().tobytes()
         return manifest
 
     def _seal(self, manifest: bytes) -> None:

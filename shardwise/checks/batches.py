@@ -46,7 +46,7 @@ def values_word(batch: Any) -> Tensor:
     Returns:
         0-D, int64; :func:`told_word` is what ranks tell each other of it.
     """
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for index, (_, value) in enumerate(_leaves(batch)):
         if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
             word = word_of(value, start=index + 1)

@@ -82,7 +82,7 @@ def _share(one: _Held, other: _Held) -> bool:
     # Columns of one matrix, for example. Which bytes each has is marked in as much memory as they span.
     start, end = min(one.start, other.start), max(one.end, other.end)
     # A flag for each byte of what both span: only few tensors come here.
-    marked = torch.zeros(end - start, dtype=torch.bool)
+    marked = torch.zeros(end - start, dtype=torch.bool, device="cpu")
     _bytes(one, marked, start).fill_(True)
     return bool(_bytes(other, marked, start).any())
 

@@ -11,7 +11,7 @@ from shardwise.torch_internals import storage_holders
 
 __all__ = ["ArrayPool"]
 
-_UNSHARED = storage_holders(torch.empty(1))
+_UNSHARED = storage_holders(torch.empty(1, device="cpu"))
 """How many holders torch counts for an array that nobody else reads."""
 
 

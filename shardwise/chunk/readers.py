@@ -28,7 +28,7 @@ __all__ = ["is_read", "python_holders"]
 # costs memory. A reader that was not counted would cost right numbers.
 def _added_by_torch() -> int:
     """How many references Python counts more as long as torch itself holds a tensor, however often."""
-    param = nn.Parameter(torch.empty(1))
+    param = nn.Parameter(torch.empty(1, device="cpu"))
     before = sys.getrefcount(param)
     view = param.view(1)  # holds its base
     added = sys.getrefcount(param) - before

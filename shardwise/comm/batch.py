@@ -33,12 +33,12 @@ class Scratch:
             if self._free:
                 # Grow by replacing, so that mixed sizes do not pile up.
                 self._free.pop(min(range(len(self._free)), key=lambda index: self._free[index].numel()))
-            block = torch.empty(nbytes, dtype=torch.uint8)
+            block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return block[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Return what :meth:`take` gave."""
-        self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+        self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()))
 
 
 class _Watched(Protocol):

@@ -76,7 +76,7 @@ class Control:
         if not values:
             self.barrier()
             return [[] for _ in range(self.size)]
-        mine = torch.tensor(values, dtype=torch.float64)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
         gathered: list[list[float]] = self._gather(mine, exchange_of(purpose)).tolist()
         return gathered
 
@@ -93,7 +93,7 @@ class Control:
     def total(self, words: Sequence[int], purpose: str = "") -> list[int]:
         """Element by element the sum of all ranks' ``words`` (each below 2**63), in at most twice as many messages as
         the number of ranks has digits. The same numbers everywhere."""
-        own = torch.tensor(words, dtype=torch.int64)
+        own = torch.tensor(words, dtype=torch.int64, device="cpu")
         result: list[int] = spread_sums(own, self.size, partial(self._shifted, what=exchange_of(purpose))).tolist()
         return result
 
@@ -115,13 +115,13 @@ class Control:
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
         """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
         data = encode(obj)
-        lengths = self._gather(torch.tensor([len(data)]), "exchange_object").flatten().tolist()
+        lengths = self._gather(torch.tensor([len(data)], device="cpu"), "exchange_object").flatten().tolist()
         return [decode(each) for each in self.exchange_bytes(data, lengths)], (self.size - 1) * len(data)
 
     def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         """Every rank's ``data``, by rank, where all know how many bytes each sends."""
         # All-gathers want equal lengths.
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._gather(padded, "exchange_object")
@@ -129,14 +129,14 @@ class Control:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._gather(torch.zeros(1), "barrier")
+        self._gather(torch.zeros(1, device="cpu"), "barrier")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """A CPU tensor of any shape, dtype and strides becomes rank ``src``'s."""
         broadcast(tensor, src, self.process_group, self.name)
 
     def _gather(self, mine: Tensor, operation: str) -> Tensor:
-        rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype)
+        rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         try:
             all_gather_single(rows.view(-1), mine, group=self.process_group)
         except RuntimeError as error:
@@ -170,9 +170,9 @@ def exchange_of(purpose: str) -> str:
 def in_one(values: Sequence[float], words: Sequence[int]) -> Tensor:
     """Numbers in fp64, and behind them words, whose bits travel as such."""
     count = len(values)
-    found = torch.empty(count + len(words), dtype=torch.float64)
-    found[:count] = torch.tensor(values, dtype=torch.float64)
-    found.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
+    found = torch.empty(count + len(words), dtype=torch.float64, device="cpu")
+    found[:count] = torch.tensor(values, dtype=torch.float64, device="cpu")
+    found.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64, device="cpu")
     return found
 
 

@@ -68,7 +68,7 @@ class JointBuffer(Buffer):
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
-        self.local = torch.empty(0, dtype=self.local.dtype)
+        self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers, self._private = (), None
         self._whole = (self.local, ())
 
@@ -76,5 +76,5 @@ class JointBuffer(Buffer):
 def tensor_in(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
     """``numel`` elements of a mapping, from byte ``offset`` on."""
     if not numel:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

@@ -140,7 +140,7 @@ class Letters:
 
     def _total(self, words: Sequence[int], what: str) -> list[int]:
         rows = [words] if self._inside is None else [_whole(row) for row in self._inside.rows(_halves(words), what)]
-        own = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.int64)
+        own = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.int64, device="cpu")
         if self._all_at_once:
             heard = self._swap(own.view(torch.float64), self._others, self._others, what).values()
             found = sum((theirs.view(torch.int64) for theirs in heard), own)
@@ -194,7 +194,7 @@ class Letters:
         kept = self._kept.setdefault(peer, deque())
         try:
             while len(kept) < PLACES:
-                self._post(peer, torch.zeros(PLACE_WORDS, dtype=torch.float64), what)
+                self._post(peer, torch.zeros(PLACE_WORDS, dtype=torch.float64, device="cpu"), what)
         except PeerError as error:
             raise self._control.lost(what, error) from error
 
@@ -233,7 +233,7 @@ class Letters:
         """Tell the ranks of this host, and all that this one speaks to, that it meets nobody any more."""
         if self._inside is not None:
             self._inside.fail()
-        told = torch.tensor([self._number, FAILS, 0], dtype=torch.float64)
+        told = torch.tensor([self._number, FAILS, 0], dtype=torch.float64, device="cpu")
         for peer in {*self._spoken, *self._hearers(self._others if self._all_at_once else ())}:
             with suppress(PeerError):
                 sent = self._link.send_aside(told, peer, LETTER, "what is told")
@@ -243,13 +243,17 @@ class Letters:
 def _parts(whole: Tensor, number: int) -> list[Tensor]:
     """What fits a place each, behind the number of the meeting, the length of all of it, and where this begins."""
     numel, room = whole.numel(), PLACE_WORDS - HEAD_WORDS
-    heads = [torch.tensor([number, numel, at], dtype=torch.float64) for at in range(0, max(numel, 1), room)]
+    heads = [
+        torch.tensor([number, numel, at], dtype=torch.float64, device="cpu") for at in range(0, max(numel, 1), room)
+    ]
     return [torch.cat([head, whole[at * room : (at + 1) * room]]) for at, head in enumerate(heads)]
 
 
 def _packed(rows: Sequence[Sequence[float]]) -> Tensor:
     """Rows of any lengths as one: the lengths, and then the rows."""
-    return torch.tensor([float(len(row)) for row in rows] + [v for row in rows for v in row], dtype=torch.float64)
+    return torch.tensor(
+        [float(len(row)) for row in rows] + [v for row in rows for v in row], dtype=torch.float64, device="cpu"
+    )
 
 
 def _unpacked(words: Tensor, count: int) -> list[list[float]]:

@@ -261,7 +261,7 @@ class Wire:
     def send_nothing(self, peer: int, lane: int, tag: int, what: str) -> None:
         """To a peer that waits for the description of ``what``: there will be none."""
         self._under_way.append(Sent())
-        self._describe(self._under_way[-1], torch.full((HEADER,), NOTHING), peer, lane, tag, what)
+        self._describe(self._under_way[-1], torch.full((HEADER,), NOTHING, device="cpu"), peer, lane, tag, what)
 
     def _describe(self, sent: Sent, header: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self._start(sent, header.to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
@@ -329,7 +329,7 @@ def _header(x: Tensor) -> Tensor:
     if x.dim() > HEADER - 2:
         raise ValueError(f"a tensor of {x.dim()} dimensions between stages: at most {HEADER - 2} can be sent")
     numbers = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device="cpu")
 
 
 def _described(header: Tensor) -> tuple[torch.Size, torch.dtype] | None:

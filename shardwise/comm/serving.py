@@ -158,7 +158,7 @@ class Serving:
                 if end.gone:
                     raise PeerError(f"{what}: the process of rank {end.peer} has ended; look at what it said last")
                 part = self._link.receive(part_of(end.peer), end.peer, tag, what)
-                request = torch.tensor([shard.number + behind * MOST_BUFFERS, tag])
+                request = torch.tensor([shard.number + behind * MOST_BUFFERS, tag], device="cpu")
                 asked += [self._link.send(request, end.peer, ASK, what), part]
         except BaseException:  # what was asked for comes, and must not be written into an array with another use
             for message in asked:
@@ -222,7 +222,7 @@ class _End:
     def say(self, word: int, number: int = 0) -> None:
         """Nothing waits: each rank collects garbage when it likes."""
         with suppress(Exception):  # the peer is gone
-            message = self.link.send_aside(torch.tensor([word, number]), self.peer, ASK, "what is told")
+            message = self.link.send_aside(torch.tensor([word, number], device="cpu"), self.peer, ASK, "what is told")
             self._words.append(message)  # dropped before it has arrived, it would never
 
     def forget_words(self) -> None:
@@ -256,7 +256,7 @@ class _Answering:
         with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
             while ends:
                 while len(places) < self._open:
-                    asked = torch.zeros(2, dtype=torch.int64)
+                    asked = torch.zeros(2, dtype=torch.int64, device="cpu")
                     places.append((asked, self._receive(asked)))
                 asked, message = places.popleft()
                 message.wait(IDLE)

@@ -116,7 +116,7 @@ class SharedBuffer(Buffer):
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
-        self.local = torch.empty(0, dtype=self.local.dtype)
+        self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers = ()
         self._whole = (self.local, ())
         self._segments = []

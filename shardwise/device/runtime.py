@@ -159,7 +159,7 @@ class CudaRuntime:
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """From torch's pool, which knows of copies that were begun."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """As the driver says."""

@@ -213,7 +213,7 @@ class OneParameter:
                 "optimizer.state_dict(), on every rank"
             )
         if not isinstance(kind, str):
-            return torch.tensor(kind[0], dtype=getattr(torch, kind[1]))
+            return torch.tensor(kind[0], dtype=getattr(torch, kind[1]), device="cpu")
         empty = torch.empty(0, dtype=getattr(torch, kind), device=self.engine.mesh.device)
         part = torch.cat(parts) if parts else empty
         return part if own else self._whole(part)

@@ -316,7 +316,7 @@ class OptimizerState:
         self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
     ) -> dict[str, torch.Tensor]:
         """This rank's shard of every element-wise key of one chunk's state, zero where there is none."""
-        shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype) for key, dtype in dtypes.items()}
+        shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
         for position in positions:
             with self._updates.opened(position):
                 for piece in self._updates.tiles[position].pieces:
@@ -432,4 +432,8 @@ def _as_entries(post: object) -> dict[str, dict[str, Any]]:
 
 def _plain(packed: Sequence[Any]) -> Any:
     kind, value, dtype = packed
-    return torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch."))) if kind == "tensor" else value
+    return (
+        torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
+        if kind == "tensor"
+        else value
+    )

@@ -400,7 +400,7 @@ class VisibleGrads:
         if found is None or clips != self.clip:
             factors = [self._factor(self._where[index][0].spec.optimizer) for index in self._params]
             values = [norm * factor for norm, factor in zip(self._norms[p], factors, strict=True)]
-            found = torch.tensor(values, dtype=dtype).to(like.device)
+            found = torch.tensor(values, dtype=dtype, device="cpu").to(like.device)
             self._norm_values[p, dtype, like.device] = dict(self.clip), found
         return found
 
@@ -442,7 +442,7 @@ class VisibleGrads:
         reduced, param = state.reduced, self._params[index]
         kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
         part = self._own_part(index, reduced)
-        own = torch.empty(0) if part is None else part
+        own = torch.empty(0, device="cpu") if part is None else part
         own = own.to(param.device, kind)
         if group.size > 1:
             try:

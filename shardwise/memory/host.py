@@ -25,7 +25,7 @@ def host_block(nbytes: int, pin_for: torch.device | None) -> torch.Tensor:
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
     """
-    block = torch.zeros(nbytes, dtype=torch.uint8)
+    block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     if pin_for is not None and pin_for.type == "cuda" and nbytes:
         page_lock(block, pin_for)
     return block

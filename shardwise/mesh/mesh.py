@@ -355,9 +355,9 @@ def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
 def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
     """Ranks as ``[stage, replica, shard, part]``."""
     if sizes.dp_outside:
-        grid = torch.tensor(ranks).view(sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.tp)
+        grid = torch.tensor(ranks, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.tp)
         return grid.permute(2, 0, 1, 3).contiguous()
-    return torch.tensor(ranks).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+    return torch.tensor(ranks, device="cpu").view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
 
 
 def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:

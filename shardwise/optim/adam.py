@@ -184,7 +184,7 @@ class _Adam(torch.optim.Optimizer):
         # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
         copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
         new: list[tuple[Tensor, Tensor]] = []
-        gradient = torch.empty(0)
+        gradient = torch.empty(0, device="cpu")
         with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:
             for piece in pieces:
                 param, rule = held[piece.index]
@@ -207,7 +207,7 @@ class _Adam(torch.optim.Optimizer):
     def _next_count(self, param: Tensor) -> Tensor:
         """The step count of the step under way, in a tensor of its own; no state is made for it."""
         if not self.state.get(param):
-            return torch.ones((), dtype=torch.float32)
+            return torch.ones((), dtype=torch.float32, device="cpu")
         step: Tensor = self._state_of(param)["step"]
         return step + 1
 

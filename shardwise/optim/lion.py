@@ -50,7 +50,7 @@ class Lion(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                     state["exp_avg"] = torch.zeros_like(param)
                 state["step"] += 1
                 average, grad = state["exp_avg"], param.grad

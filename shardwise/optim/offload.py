@@ -167,7 +167,7 @@ class OffloadedMoments:
 
     def read(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of both moments, in the shape of ``param``."""
-        moments = torch.empty(2, param.numel(), dtype=moment_dtype(param))
+        moments = torch.empty(2, param.numel(), dtype=moment_dtype(param), device="cpu")
         for piece in self.stream([param], store_back=False):
             moments[:, piece.start : piece.end] = piece.moments
         return moments[0].view(param.shape), moments[1].view(param.shape)

@@ -29,5 +29,5 @@ def is_void(x: Tensor) -> bool:
         return False
     integers = _INTEGERS[x.dtype.itemsize]
     first = x.detach().reshape(-1)[:SEEN].view(integers)
-    mark = torch.full((1,), float("nan"), dtype=x.dtype).view(integers) + MARK
+    mark = torch.full((1,), float("nan"), dtype=x.dtype, device="cpu").view(integers) + MARK
     return bool((first == mark).all())

@@ -207,4 +207,4 @@ class TileNorm:
         self._make()
         waits = self.collects and not self._shares  # the update has not been made
         shares = [shard_norm(each, self._p) for s in self._states for each in s.apart()] if waits else self._shares
-        return shard_norm(torch.tensor(shares, dtype=torch.float64), self._p) * factor if shares else 0.0
+        return shard_norm(torch.tensor(shares, dtype=torch.float64, device="cpu"), self._p) * factor if shares else 0.0

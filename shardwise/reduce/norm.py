@@ -110,7 +110,7 @@ def global_norm(
         The same value on every rank; NaN or infinite if any gradient is.
     """
     ask = _asking(group) if isinstance(group, Group) else group
-    extra = [torch.tensor(known, dtype=torch.float64)] if known else []
+    extra = [torch.tensor(known, dtype=torch.float64, device="cpu")] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
     norm = _combined(everything, p, torch.float32, ask, others)
     # The same on all ranks, so all of them ask again.

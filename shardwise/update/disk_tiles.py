@@ -292,7 +292,7 @@ def _kept(value: Any, piece: Piece) -> Any:
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=like.dtype).expand(like.shape)
+    return torch.full((), float("nan"), dtype=like.dtype, device="cpu").expand(like.shape)
 
 
 class TileVisits:

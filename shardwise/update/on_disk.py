@@ -21,7 +21,7 @@ class OnDisk(torch.Tensor):
     def like(tensor: torch.Tensor) -> OnDisk:
         """In place of ``tensor``, which goes to the disk."""
         fill = float("nan") if tensor.is_floating_point() else 0
-        absent = torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+        absent = torch.full((), fill, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         made: OnDisk = give_subclass(OnDisk, absent)
         return made
 

@@ -81,7 +81,7 @@ class ChunkState:
             yield self.master
             return
         self._events.masters_wanted(self.chunk.spec.optimizer)
-        whole = torch.zeros(self.chunk.shard_numel, dtype=self.dtype)
+        whole = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
         if self._written:
             self._transfer(whole, self.store, write=False)
         yield whole

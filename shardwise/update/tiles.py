@@ -183,7 +183,9 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     """The tiles of one chunk. Those on a disk get their values when they are read."""
     chunk = state.chunk
     if state.on_disk:
-        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype).expand(chunk.shard_numel)
+        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype, device="cpu").expand(
+            chunk.shard_numel
+        )
     else:
         values = state.master if state.master is not None else chunk.shard
     tiles = []

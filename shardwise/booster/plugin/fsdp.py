@@ -275,7 +275,9 @@ def _device_mesh(
         rows: list[list[int] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, sorted(dist.get_process_group_ranks(shard)))
         unique = sorted({tuple(row) for row in rows if row is not None})
-        return DeviceMesh.from_group([replicate, shard], device.type, torch.tensor(unique), mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            [replicate, shard], device.type, torch.tensor(unique, device="cpu"), mesh_dim_names=names
+        )
     if group is not None and kind == "shard":
         return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_shard",))
     world = dist.get_world_size()
@@ -285,7 +287,7 @@ def _device_mesh(
         node = _ranks_per_node(world)
         return init_device_mesh(device.type, (world // node, node), mesh_dim_names=names)
     if group is not None:
-        ranks = torch.tensor(dist.get_process_group_ranks(group)).reshape(-1, 1)
+        ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu").reshape(-1, 1)
         return DeviceMesh(device.type, ranks, mesh_dim_names=names)
     return init_device_mesh(device.type, (world, 1), mesh_dim_names=names)
 

@@ -81,12 +81,12 @@ class _Chunks:
     def read(self, name: str, item: DcpItem, start: int, numel: int) -> torch.Tensor:
         assert item.shape is not None and item.dtype is not None
         if numel == 0:
-            return torch.empty(0, dtype=item.dtype)
+            return torch.empty(0, dtype=item.dtype, device="cpu")
         if not item.shape:
             return self.tensor(item.chunks[0], name).reshape(1)
         row = torch.Size(item.shape[1:]).numel()
         first, last = start // row, -(-(start + numel) // row)
-        result = torch.empty((last - first, *item.shape[1:]), dtype=item.dtype)
+        result = torch.empty((last - first, *item.shape[1:]), dtype=item.dtype, device="cpu")
         for chunk in item.chunks:
             low, high = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
             if low >= high or 0 in chunk.sizes:

@@ -51,7 +51,7 @@ class Flat:
                 position += found[-1].numel()
         if position != end:
             raise CheckpointDamage(f"{self.what} ends before element {end}; the directory belongs to several saves")
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
 
     def read(start: int, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=fact.dtype)
+            return torch.empty(0, dtype=fact.dtype, device="cpu")
         found = []
         for rank in range(start // size, -(-(start + numel) // size)):
             low, high = max(start, rank * size), min(start + numel, (rank + 1) * size)

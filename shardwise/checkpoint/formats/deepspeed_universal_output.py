@@ -142,7 +142,9 @@ class _Written:
         module: dict[str, Any] = {}
         for name, entry in self._entries.items():
             dtype = getattr(torch, half[name]) if name in half else entry.fact.dtype
-            module[name] = torch.empty(0, dtype=dtype) if name in self._numbers else whole(entry).to(dtype)
+            module[name] = (
+                torch.empty(0, dtype=dtype, device="cpu") if name in self._numbers else whole(entry).to(dtype)
+            )
         aliases = dict(self._state.get("aliases") or {})
         frozen = set(self._state.get("frozen") or self._frozen())
         shapes = {name: torch.Size(self._entries[name].fact.shape) for name in self._numbers}

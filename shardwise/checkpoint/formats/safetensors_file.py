@@ -103,7 +103,7 @@ class SafetensorsFile:
     def _read(self, name: str, dtype: torch.dtype, offset: int, start: int, numel: int) -> torch.Tensor:
         if self._fd < 0:
             raise ValueError(f"{self.path} was closed; open the checkpoint again to read {name!r}")
-        result = torch.empty(numel, dtype=dtype)
+        result = torch.empty(numel, dtype=dtype, device="cpu")
         view = as_bytes(result)
         position = offset + start * dtype.itemsize
         while view:
