@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from shardwise.checks.param_groups import ParamGroups, check_modes
 from shardwise.chunk.chunk import Chunk
@@ -46,6 +47,8 @@ NOTHING: dict[str, Any] = {}
 """What an optimizer keeps of a piece that it has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
+ADAGRAD_ON_GPUS = TorchVersion(torch.__version__.split("+")[0]) >= "2.12"
+"""Whether torch has Adagrad's fused kernel for them; before 2.12 its step raises there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +219,8 @@ class TileStepper:
         self._counted: tuple[int, dict[Tier, int]] = (-1, {})
         self.param_groups = ParamGroups(optimizer)
         self._bare = BareStep(optimizer)
+        self._fused: set[int] = set()
+        """Groups for which torch's fused kernel was chosen here."""
         self._readable: bool | None = None
         """Once closed."""
         self.foreign = is_foreign(optimizer)
@@ -290,8 +295,8 @@ class TileStepper:
 
         They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
         """
-        first, group = due[0].tile, groups[due[0].tile.group]
-        value = due[0].live[0].value
+        first, value = due[0].tile, due[0].live[0].value
+        group = self._group_for(groups, first.group, value)
         parts = [part for each in due for part in each.gradients()]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
         copied = elsewhere or factor != 1.0 or not self._only_reads(group)
@@ -372,10 +377,11 @@ class TileStepper:
         probe = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
-            made = constructed_state(optimizer, groups[0], probe)
+            group = self._group_for(groups, 0, probe)
+            made = constructed_state(optimizer, group, probe)
             if made:
                 optimizer.state[probe] = made
-            self._call(groups[0], [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
+            self._call(group, [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
         kept = optimizer.state.pop(probe, {}).items()
         return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
 
@@ -439,19 +445,29 @@ class TileStepper:
         """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
         optimizer = self.optimizer
         work = [dict(group) for group in self.param_groups.now]
+        chosen = set[int]()
         for index, group in enumerate(work):
-            free = group.get("fused", False) is None and not group.get("foreach") and not self._fuses_wrongly(index)
+            free = group.get("fused", False) is None and not group.get("foreach")
             if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
                 group["fused"], group["foreach"] = True, False
+                chosen.add(index)
+        self._fused = chosen
         with self._bare.hidden():
             yield work
 
-    def _fuses_wrongly(self, group: int) -> bool:
-        """Whether torch's kernel is not to be trusted: that of SGD on a CPU gives wrong 16-bit values (torch 2.13)."""
-        if not isinstance(self.optimizer, torch.optim.SGD):
-            return False
-        values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
-        return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
+    def _group_for(self, groups: Sequence[dict[str, Any]], index: int, value: torch.Tensor) -> dict[str, Any]:
+        """A working copy as it is for values like this one: tiles of one group may be on two devices."""
+        group = groups[index]
+        if index not in self._fused or not self._fuses_wrongly(value):
+            return group
+        return {**group, "fused": None, "foreach": self.param_groups.now[index].get("foreach")}
+
+    def _fuses_wrongly(self, value: torch.Tensor) -> bool:
+        """Whether torch's kernel is not there, or wrong: SGD's on a CPU gives wrong 16-bit values (torch 2.13)."""
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            return value.device.type != "cpu" and not ADAGRAD_ON_GPUS
+        on_cpu = isinstance(self.optimizer, torch.optim.SGD) and value.device.type == "cpu"
+        return on_cpu and value.dtype in HALF_DTYPES
 
     @property
     def hooked(self) -> bool:

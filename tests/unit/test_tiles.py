@@ -16,6 +16,7 @@ from shardwise.memory.tier import Tier
 from shardwise.optim.lamb import FusedLAMB, Lamb
 from shardwise.plan import ByNumel
 from shardwise.reduce.grads import ChunkGrads
+from shardwise.update import tiles as update_tiles
 from shardwise.update.states import ChunkState
 from shardwise.update.tile_plan import plan_tiles
 from shardwise.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
@@ -176,3 +177,16 @@ def test_a_subclass_is_refused_as_well() -> None:
 
     with pytest.raises(ValueError, match="Mine works on all parameters"):
         needs_whole_tensors(Mine([nn.Parameter(torch.ones(2))]))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_fused_kernel_is_chosen_for_the_device_of_a_tile(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.12 Adagrad has none on GPUs, for which the meta device stands; tiles on the host keep theirs."""
+    monkeypatch.setattr(update_tiles, "ADAGRAD_ON_GPUS", there)
+    host, gpu = torch.zeros(2), torch.zeros(2, device="meta")
+    for asked, of_host, of_gpu in ((None, True, True if there else None), (False, False, False), (True, True, True)):
+        stepper = TileStepper(torch.optim.Adagrad([nn.Parameter(torch.zeros(2))], fused=asked), [])
+        with stepper.groups() as groups:
+            found = [stepper._group_for(groups, 0, value) for value in (host, gpu, host)]
+        assert [group["fused"] for group in found] == [of_host, of_gpu, of_host]
+        assert found[1]["foreach"] is (False if of_gpu and asked is None else None)
