@@ -212,7 +212,7 @@ def _scores(q: Tensor, k: Tensor, tile: Block, relation: Relation, scores: Score
     seen = None
     if relation is not Relation.ALL:
         seen = scores.mask.tile(tile.q, tile.q_end, tile.k, tile.k_end, q.device)
-        if not bool(seen.any()):
+        if relation is Relation.SOME and not _shows(seen):
             return q, False
     made = (_grouped(q.to(dtype), groups) @ k.to(dtype).unsqueeze(2).mT) * scores.scale
     if scores.softcap is not None:
@@ -222,6 +222,11 @@ def _scores(q: Tensor, k: Tensor, tile: Block, relation: Relation, scores: Score
     if seen is not None:
         made = made.masked_fill(~seen.unsqueeze(1), float("-inf"))
     return made, True
+
+
+def _shows(seen: Tensor) -> bool:
+    """Whether any query of a tile may see a key. A GPU is not waited for: rows that see nothing come to nothing."""
+    return seen.device.type != "cpu" or bool(seen.any())
 
 
 def _bias(bias: Tensor, tile: Block, groups: tuple[int, int], dtype: torch.dtype) -> Tensor:
