@@ -66,9 +66,8 @@ class Link:
     def receive_any(self, tensor: Tensor, tag: int, what: str) -> Message:
         """As :meth:`receive_aside`, of whichever rank sends with that tag first: :attr:`Message.source`. That one is
         gone does not show."""
-        work = self._process_group.recv_anysource([tensor], tag)
-        message = self._begin(lambda: work, f"{what}: receiving from any rank")
-        message.arrived = lambda: setattr(message, "source", work._source_rank())
+        message = self._begin(lambda: self._process_group.recv_anysource([tensor], tag), f"{what}: of any rank")
+        message.of_any = True
         return message
 
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
@@ -88,7 +87,8 @@ class Message:
 
     Attributes:
         what: for errors.
-        source: the rank that it is of, where it is received aside; of one that any rank may send, when it is there.
+        source: the rank that it is of, where it is received aside; of one that any rank may send (``of_any``), when it
+            is there.
         arrived: called when it is there; again by the next wait, if it was interrupted.
     """
 
@@ -96,7 +96,7 @@ class Message:
         self._work = work
         self._failed: RuntimeError | None = None
         self._waited = False
-        self.what, self.source = what, -1
+        self.what, self.source, self.of_any = what, -1, False
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:
@@ -116,6 +116,8 @@ class Message:
                 self._failed = error
         if self._failed is not None:
             raise _lost(self.what, self._failed) from self._failed
+        if self.of_any:
+            self.source = self._work._source_rank()
         self.arrived()
         self._work = None
 

@@ -33,6 +33,7 @@ IDLE = timedelta(days=3650)
 """A peer that asks for nothing is no failure; that it is gone shows by its connection."""
 END_S = 2.0
 """Seconds that a process which ends stays for peers that have not left: from then on, or from what one last asked."""
+SOON_S = 0.2
 KEPT_WORDS = 32  # so many that were sent without waiting are kept until they have surely arrived
 
 
@@ -221,9 +222,11 @@ class _End:
 
     def say(self, word: int, number: int = 0) -> None:
         """Nothing waits: each rank collects garbage when it likes."""
-        with suppress(Exception):  # the peer is gone
+        try:
             message = self.link.send_aside(torch.tensor([word, number], device="cpu"), self.peer, ASK, "what is told")
             self._words.append(message)  # dropped before it has arrived, it would never
+        except Exception:  # the peer is gone
+            self.over.set()
 
     def forget_words(self) -> None:
         """Let go of what was said long ago."""
@@ -252,20 +255,30 @@ class _Answering:
         thread.start()
 
     def _run(self) -> None:
-        ends, places = dict(self._ends), deque[tuple[Tensor, Message]]()
+        ends, places, lost = dict(self._ends), deque[tuple[Tensor, Message]](), 0
         with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
             while ends:
                 while len(places) < self._open:
                     asked = torch.zeros(2, dtype=torch.int64, device="cpu")
                     places.append((asked, self._receive(asked)))
                 asked, message = places.popleft()
-                message.wait(IDLE)
+                try:
+                    message.wait(IDLE)
+                except PeerError:  # who sent it is gone; of several peers the others are there
+                    lost += 1
+                    if lost >= len(self._ends):
+                        raise
+                    continue
                 end = ends.get(message.source)
                 if end is None:  # both said goodbye at once
                     continue
-                with suppress(PeerError):  # it does not take what it has asked for
-                    if self._hear(end, *asked.tolist()):
-                        continue
+                try:
+                    more = self._hear(end, *asked.tolist())
+                except PeerError:  # it does not take what it has asked for
+                    more = True
+                except Exception:  # its shard cannot be read
+                    more = False
+                if not more:
                     del ends[end.peer]
                     _close(end)
         places.clear()
@@ -339,5 +352,7 @@ def leave_at_exit() -> None:
         if end.answers:
             end.say(ENDS)
     last = time.monotonic() + END_S
+    for end in ends:
+        end.over.wait(max(last - time.monotonic(), 0.0))
     for thread in {end.thread for end in ends}:
-        thread.join(max(last - time.monotonic(), 0.0))
+        thread.join(SOON_S)  # one whose peers have all said goodbye ends by itself

@@ -297,8 +297,8 @@ class ChunkPool:
         """A pass ends: gather what others still use; and if the ranks meet at its end (``last``), all of the script."""
         while self.agrees and not self.all_held and self._round(None):
             pass
-        if last and self._playing and self.rounds.scripts.rest:
-            self.taking_part.stray()
+        if last and self._scripted:
+            self.taking_part.end_script()
 
     @property
     def _playing(self) -> bool:

@@ -46,6 +46,7 @@ class TakingPart:
         """Gathers may go by scripts: nothing waits for a collective but the device, and a rank can get alone what is
         in none."""
         self._lent: list[tuple[Handle, torch.Tensor]] = []
+        self.inside: Callable[[], bool] = lambda: False
         me = weakref.ref(self)
         rounds.scripts.crowded = lambda: any(each is not me() for each in group.models)
 
@@ -97,7 +98,9 @@ class TakingPart:
         """Before all ranks gather what is in no script: they have begun the same of the one that is played. Collective
         there."""
         scripts = self._rounds.scripts
-        if scripts.playing and scripts.at != scripts.met_at:
+        if scripts.playing and self.inside():  # where nobody knows how far a peer has come that waits for a gather
+            self.stray()
+        elif scripts.playing and scripts.at != scripts.met_at:
             found = self._rounds.how_far(scripts.at, scripts.strayed)
             if found.least[0] != found.most[0]:
                 self.stray()
@@ -183,6 +186,11 @@ class TakingPart:
         sizes = [c.spec.padded_numel for each in self._chunks.values() for c in each if c.spec.dtype is dtype]
         lent = [array for _, array in self._lent if array.dtype is dtype and array.numel() == max(sizes)]
         return lent[0] if lent else self._arrays.take(max(sizes), dtype)
+
+    def end_script(self) -> None:
+        """The ranks meet: all of what is played has begun."""
+        if self._rounds.scripts.playing and self._rounds.scripts.rest:
+            self.stray()
 
     @in_turn
     def take_back(self) -> None:

@@ -244,7 +244,8 @@ class BackwardPasses:
             self._pool.finish_phase(last=self.sync)
             self._gathering = False
             self._reducer.finish(self.sync)
-            self._pool.taking_part.take_back()
+            if self.sync:  # otherwise a peer may begin them in a later pass
+                self._pool.taking_part.take_back()
             self._failed, self._before = False, None
         self.unreduced = not self.sync
         self._expected = None
@@ -264,7 +265,9 @@ class BackwardPasses:
         if self.unreduced:
             self._failed = True
             with torch.no_grad():
+                self._pool.taking_part.end_script()
                 self._reducer.finish(True)
+                self._pool.taking_part.take_back()
             self._failed = self.unreduced = False
             self._events.backward_ended()
 

@@ -1,20 +1,22 @@
-"""Steps that are played where parameters travel in 8 bits."""
+"""Steps that are played where parameters travel in 8 bits, and where all ranks read everything in the midst of one."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 import torch
 from engine_setup import data, one_mesh, seeded, sharded
 from stream_setup import Branching, queued
-from test_played_scripts import Strays, Ways, alike_for, counted, sgd, usual
+from test_played_scripts import USUAL, Strays, Ways, alike_for, counted, sgd, usual
 from torch import Tensor
 
+from shardwise.build import Session
 from shardwise.gather.taking_part import TakingPart
 from shardwise.plan import zero
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 
 
 def in_8_bits(
@@ -52,3 +54,53 @@ def test_frozen_parameters_in_8_bits_are_not() -> None:
     """A peer would answer with what was loaded, and a gather brings it rounded."""
     for _, found, losses in run_ranks(2, in_8_bits, usual, 6, True, "compress_frozen"):
         assert found["played"] == 0 and len(losses) == 6
+
+
+# ---- gathered() inside a forward pass
+
+
+class Looks(Branching):
+    """Reads all parameters between its layers, as all ranks do."""
+
+    session: Session | None = None
+
+    def forward(self, x: Tensor, way: Sequence[Sequence[int]]) -> Tensor:
+        first, rest = way
+        x = super().forward(x, first)
+        if self.session is not None:
+            with self.session.module.gathered():
+                pass
+        return super().forward(x, rest)
+
+
+def way(rank: int, step: int) -> Sequence[Sequence[int]]:
+    """In one step that is played rank 0 has used nothing yet, and rank 1 has, where both read everything."""
+    return ((), USUAL) if (rank, step) == (0, 6) else (USUAL[:1], USUAL[1:])
+
+
+def looks(steps: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    plan = zero(3)
+    with queued(), alike_for(2), counted() as found:
+        model = seeded(Looks)
+        with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            model.session = session
+            for step in range(steps):
+                session.backward(session.module(data(mesh.rank, step), way(mesh.rank, step)).square().mean())
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            model.session = None
+            return session.module.state_dict(), found
+
+
+def test_all_is_read_in_the_midst_of_a_played_pass() -> None:
+    model = seeded(Looks)
+    optimizer = sgd(model)
+    for step in range(8):
+        for rank in range(2):
+            (model(data(rank, step), way(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state, found in run_ranks(2, looks, 8, timeout=90.0):
+        assert found["played"] > 1
+        assert_close(state, dict(model.state_dict()), 1e-9, "read in the midst")
