@@ -14,7 +14,7 @@ from test_played_scripts import USUAL, Strays, Ways, alike_for, counted, sgd, us
 from torch import Tensor
 
 from shardwise.build import Session
-from shardwise.gather.taking_part import TakingPart
+from shardwise.gather.pool import ChunkPool
 from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -23,7 +23,7 @@ def in_8_bits(
     ways: Ways, steps: int, plays: bool, what: str = "compress_weights"
 ) -> tuple[dict[str, Tensor], dict[str, int], list[float]]:
     plan, losses = zero(3).but(prefetch=1, **{what: "fp8"}), []
-    rounds = contextlib.nullcontext() if plays else mock.patch.object(TakingPart, "may_play", False)
+    rounds = contextlib.nullcontext() if plays else mock.patch.object(ChunkPool, "_scripted", False)
     with queued(), alike_for(2), counted() as found, rounds:
         model = seeded(Branching).float()
         model.layers[0].requires_grad_(what != "compress_frozen")
