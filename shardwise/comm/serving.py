@@ -34,6 +34,7 @@ IDLE = timedelta(days=3650)
 END_S = 2.0
 """Seconds that a process which ends stays for peers that have not left: from then on, or from what one last asked."""
 SOON_S = 0.2
+"""Seconds for a thread to end by itself, when all of its peers have left."""
 KEPT_WORDS = 32  # so many that were sent without waiting are kept until they have surely arrived
 
 
@@ -198,7 +199,7 @@ class _End:
         self.gone, self.asked_at, self.over = False, 0.0, threading.Event()
         self._left: dict[str, object] = {}
         self._words: deque[Message] = deque()
-        self.thread = threading.current_thread()
+        self.thread: threading.Thread
 
     @property
     def answers(self) -> bool:
@@ -247,7 +248,7 @@ class _Answering:
 
     def __init__(self, link: Link, ends: Sequence[_End], written: Written, fetch: Fetch, places: int) -> None:
         self._link, self._written, self._fetch, self._open = link, written, fetch, places
-        self._ends = {end.peer: end for end in ends}
+        self._ends, self._lost = {end.peer: end for end in ends}, 0
         name = f"shardwise-serving-{ends[0].peer if len(ends) == 1 else 'all'}"
         thread = threading.Thread(target=self._run, daemon=True, name=name)
         for end in ends:
@@ -255,35 +256,40 @@ class _Answering:
         thread.start()
 
     def _run(self) -> None:
-        ends, places, lost = dict(self._ends), deque[tuple[Tensor, Message]](), 0
+        ends, places = dict(self._ends), deque[tuple[Tensor, Message]]()
         with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
             while ends:
                 while len(places) < self._open:
                     asked = torch.zeros(2, dtype=torch.int64, device="cpu")
                     places.append((asked, self._receive(asked)))
                 asked, message = places.popleft()
-                try:
-                    message.wait(IDLE)
-                except PeerError:  # who sent it is gone; of several peers the others are there
-                    lost += 1
-                    if lost >= len(self._ends):
-                        raise
-                    continue
-                end = ends.get(message.source)
-                if end is None:  # both said goodbye at once
-                    continue
-                try:
-                    more = self._hear(end, *asked.tolist())
-                except PeerError:  # it does not take what it has asked for
-                    more = True
-                except Exception:  # its shard cannot be read
-                    more = False
-                if not more:
-                    del ends[end.peer]
-                    _close(end)
+                # Of some that end at once a peer's last word comes behind its goodbye.
+                end = ends.get(message.source) if self._arrives(message) else None
+                if end is not None and not self._hears_more(end, *asked.tolist()):
+                    _close(ends.pop(end.peer))
         places.clear()
         for end in self._ends.values():
             _close(end)
+
+    def _arrives(self, message: Message) -> bool:
+        """Whether what is waited for has come. Who sent it may be gone: of several peers the others are there."""
+        try:
+            message.wait(IDLE)
+        except PeerError:
+            self._lost += 1
+            if self._lost >= len(self._ends):
+                raise
+            return False
+        return True
+
+    def _hears_more(self, end: _End, word: int, number: int) -> bool:
+        """See :meth:`_hear`, whatever goes wrong with what one peer has asked for."""
+        try:
+            return self._hear(end, word, number)
+        except PeerError:  # it does not take it
+            return True
+        except Exception:  # it cannot be read
+            return False
 
     def _receive(self, asked: Tensor) -> Message:
         if len(self._ends) > 1:
