@@ -432,8 +432,6 @@ def _as_entries(post: object) -> dict[str, dict[str, Any]]:
 
 def _plain(packed: Sequence[Any]) -> Any:
     kind, value, dtype = packed
-    return (
-        torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
-        if kind == "tensor"
-        else value
-    )
+    if kind != "tensor":
+        return value
+    return torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
