@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 
 import pytest
@@ -12,39 +11,35 @@ import torch
 import torch.distributed as dist
 from alike_setup import PLANS, made, train
 from launching import SECONDS, forked, start
-from scope import Scope, values
+from scope import Scope
+from served_setup import EPOCHS, NUMELS, serving, whole, write
 from torch import Tensor
 
 from shardwise.comm import Buffer, Group
 from shardwise.comm import serving as served
 from shardwise.testing import alike_mesh, run_ranks
 
-NUMELS = (1, 40, 3000)
-EPOCHS = 4
+
+def bounds_of(size: int, index: int) -> tuple[int, ...]:
+    return tuple(rank * NUMELS[index] for rank in range(size + 1))
 
 
 def shards_of(group: Group) -> list[Buffer]:
-    bounds = [tuple(rank * numel for rank in range(group.size + 1)) for numel in NUMELS]
-    return group.shards([(each, torch.float64) for each in bounds], joint=False)
+    return group.shards([(bounds_of(group.size, index), torch.float64) for index in range(len(NUMELS))], joint=False)
 
 
-def write(group: Group, shards: list[Buffer], epoch: int) -> None:
-    for index, shard in enumerate(shards):
-        shard.local.copy_(values(group.rank, NUMELS[index], torch.float64, 10 * epoch + index))
+def update(group: Group, shards: list[Buffer], epoch: int) -> None:
+    write(shards, group.rank, epoch)
     group.fence("after an update")
 
 
-def whole(size: int, epoch: int, index: int) -> Tensor:
-    return torch.cat([values(rank, NUMELS[index], torch.float64, 10 * epoch + index) for rank in range(size)])
+def expected(size: int, epoch: int, index: int) -> Tensor:
+    return whole(bounds_of(size, index), epoch, index)
 
 
 def ask(group: Group, shards: list[Buffer], index: int) -> tuple[Tensor, object]:
     out = torch.full((NUMELS[index] * group.size,), 7.0, dtype=torch.float64)
     return out, group.ask(out, shards[index])
-
-
-def serving() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise-serving")]
 
 
 def asks_as_it_likes(seed: int, trials: int) -> tuple[int, set[int]]:
@@ -56,7 +51,7 @@ def asks_as_it_likes(seed: int, trials: int) -> tuple[int, set[int]]:
             shards = shards_of(group)
             group.serve(shards)
             for epoch in range(EPOCHS):
-                write(group, shards, epoch)
+                update(group, shards, epoch)
                 flying = []
                 for _ in range(draw.randrange(9)):
                     index = draw.randrange(len(NUMELS))
@@ -67,7 +62,7 @@ def asks_as_it_likes(seed: int, trials: int) -> tuple[int, set[int]]:
                 draw.shuffle(flying)
                 for index, out, handle in flying:
                     handle.wait()
-                    assert torch.equal(out, whole(group.size, epoch, index))
+                    assert torch.equal(out, expected(group.size, epoch, index))
                 threads.add(len(serving()))
                 group.barrier()  # nobody writes what others still ask for
     return made_, threads
@@ -85,15 +80,15 @@ def ahead_of_a_slow_update() -> tuple[bool, bool]:
     with Scope("asking") as group:
         shards = shards_of(group)
         group.serve(shards)
-        write(group, shards, 0)
+        update(group, shards, 0)
         group.barrier()
         if group.rank == 1:
             time.sleep(0.3)
-        write(group, shards, 1)
+        update(group, shards, 1)
         (out, handle), (other, second) = ask(group, shards, 1), ask(group, shards, 2)
         second.wait()
         handle.wait()
-        found = torch.equal(out, whole(group.size, 1, 1)), torch.equal(other, whole(group.size, 1, 2))
+        found = torch.equal(out, expected(group.size, 1, 1)), torch.equal(other, expected(group.size, 1, 2))
         group.barrier()
         return found
 
@@ -106,7 +101,7 @@ def gone(group: Group) -> list[str]:
     """What a rank is told that asks a peer whose process is no more."""
     shards = shards_of(group)
     group.serve(shards)
-    write(group, shards, 0)
+    update(group, shards, 0)
     group.barrier()
     if group.rank == 2:
         os._exit(3)
@@ -127,13 +122,13 @@ def ends(rank: int, meet: str, how: str) -> None:
     else:
         shards = shards_of(group)
         group.serve(shards)
-        write(group, shards, 0)
+        update(group, shards, 0)
         for _ in range(4 if rank or how != "is slow" else 0):
             if how == "is slow":
                 time.sleep(0.5)
             out, handle = ask(group, shards, 1)
             handle.wait()
-            assert torch.equal(out, whole(3, 0, 1))
+            assert torch.equal(out, expected(3, 0, 1))
     if how == "forgets":
         dist.destroy_process_group()
     served.leave_at_exit()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_setup import data, one_mesh, seeded, sharded
 from stream_setup import Branching, queued
-from test_played_scripts import USUAL, Strays, Ways, alike_for, counted, sgd, usual
+from test_played_scripts import USUAL, Strays, Ways, alike_for, counted, plain, sgd, train, usual
 from torch import Tensor
 
 from shardwise.build import Session
@@ -83,24 +83,14 @@ def looks(steps: int) -> tuple[dict[str, Tensor], dict[str, int]]:
     with queued(), alike_for(2), counted() as found:
         model = seeded(Looks)
         with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
-            assert session.optimizer is not None
             model.session = session
-            for step in range(steps):
-                session.backward(session.module(data(mesh.rank, step), way(mesh.rank, step)).square().mean())
-                session.optimizer.step()
-                session.optimizer.zero_grad()
+            train(session, way, steps)
             model.session = None
             return session.module.state_dict(), found
 
 
 def test_all_is_read_in_the_midst_of_a_played_pass() -> None:
-    model = seeded(Looks)
-    optimizer = sgd(model)
-    for step in range(8):
-        for rank in range(2):
-            (model(data(rank, step), way(rank, step)).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = plain(2, way, 8, Looks)
     for state, found in run_ranks(2, looks, 8, timeout=90.0):
         assert found["played"] > 1
-        assert_close(state, dict(model.state_dict()), 1e-9, "read in the midst")
+        assert_close(state, expected, 1e-9, "read in the midst")

@@ -26,7 +26,7 @@ from shardwise.testing import assert_close, run_ranks
 
 USUAL = tuple(range(LAYERS))
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))]
-Ways = Callable[[int, int], Sequence[int]]
+Ways = Callable[[int, int], Sequence[Any]]
 """Of a rank and a step: which layers it takes."""
 
 
@@ -60,7 +60,7 @@ def counted() -> Any:
         yield found
 
 
-def loss_of(model: nn.Module, rank: int, step: int, way: Sequence[int]) -> Tensor:
+def loss_of(model: nn.Module, rank: int, step: int, way: Sequence[Any]) -> Tensor:
     return model(data(rank, step), way).square().mean()
 
 
@@ -85,8 +85,8 @@ def run(plan: Plan, ways: Ways, steps: int) -> tuple[dict[str, Tensor], Program,
             return session.module.state_dict(), program, meetings, found
 
 
-def plain(size: int, ways: Ways, steps: int) -> dict[str, Tensor]:
-    model = seeded(Branching)
+def plain(size: int, ways: Ways, steps: int, made: Callable[[], nn.Module] = Branching) -> dict[str, Tensor]:
+    model = seeded(made)
     optimizer = sgd(model)
     for step in range(steps):
         for rank in range(size):

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import time
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -19,32 +17,21 @@ import torch
 import torch.distributed as dist
 from engine_setup import adam, check, data, run_plain, run_sharded, seeded, sharded
 from launching import SECONDS, forked, start
-from scope import PER_HOST, Scope, hosts_of, values
+from scope import PER_HOST, Scope, hosts_of
+from served_setup import EPOCHS, NUMELS, serving, whole, write
 from torch import Tensor, nn
 from wander_setup import GLOO, Wanderer, counted, fails_and_goes_on, wander
 
 from shardwise.build import build
-from shardwise.comm import Buffer, GlooGroup, gloo, hosts
+from shardwise.comm import GlooGroup, gloo, hosts
 from shardwise.comm import serving as served
 from shardwise.comm.link import Link, Message
 from shardwise.gather import policy
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 
-NUMELS = (1, 40, 3000)
-EPOCHS = 4
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
 """Of a step. The first overlaps with reductions, the second is the fence before the update, too."""
-
-
-def write(shards: list[Buffer], rank: int, epoch: int) -> None:
-    for index, shard in enumerate(shards):
-        shard.local.copy_(values(rank, shard.local.numel(), torch.float64, 10 * epoch + index))
-
-
-def whole(bounds: tuple[int, ...], epoch: int, index: int) -> Tensor:
-    lengths = [end - begin for begin, end in pairwise(bounds)]
-    return torch.cat([values(rank, n, torch.float64, 10 * epoch + index) for rank, n in enumerate(lengths)])
 
 
 def each_its_own_way(kind: str, seed: int, trials: int) -> int:
@@ -272,10 +259,6 @@ def test_a_peer_has_places_for_many_requests() -> None:
     for found, wanted, words in run_ranks(2, places_and_words):
         assert found == wanted
         assert words in ([], [served.LEAVES])
-
-
-def serving() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise-serving")]
 
 
 def dropped() -> tuple[int, int]:
