@@ -65,8 +65,8 @@ class _Queued:
 
 
 class QueuedGroup(NativeGroup):
-    """Behaves as NCCL's does towards the host. Sums are made when the pass is over: nobody reads one before, where steps
-    have one pass (a second would add what is not there yet)."""
+    """Behaves as NCCL's does towards the host. Sums are made when the pass is over: nobody reads one before, where each
+    step has one pass (a second would add what is not there yet)."""
 
     program = Program()
     """Of this rank, for all groups."""

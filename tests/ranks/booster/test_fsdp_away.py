@@ -7,6 +7,7 @@ gloo carries nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import RankPool, assert_close
 from shardwise.testing.late import late_device
 
 GPU = torch.device("cuda", 0)
@@ -97,7 +98,14 @@ def run(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
         again.step()
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks that have run no backward pass yet: autograd has threads for the devices that there are at the first."""
+    with RankPool(2) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("replicas", [False, True], ids=["shards", "replicas"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_shards_away_from_their_mesh(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
-    assert run_ranks(2, run, kind, replicas) == [None, None]
+def test_shards_away_from_their_mesh(pool: RankPool, kind: type[torch.optim.Optimizer], replicas: bool) -> None:
+    assert pool.run(run, kind, replicas) == [None, None]
