@@ -8,7 +8,6 @@ write; and in place once it is written. Both give the same bits.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,7 +30,7 @@ from shardwise.engine.promote import promote
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.kept import KeptGrads, TileNorm
-from shardwise.torch_internals import point
+from shardwise.update.copies import copied
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.early_disk import EarlyDisk
@@ -344,14 +343,14 @@ class TileUpdates:
         state_on_disk = [each for each in live if each.tile.chunk.spec.index not in updated]
         rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
         params_on_disk = self._live([tile for tile in rest if tile.chunk.source.tier is Tier.DISK])
-        undo = [each.snapshot() for each in state_on_disk]
+        undo: list[Callable[[], None]] = [each.snapshot() for each in state_on_disk]
         unreadable = self._renew()
         failure = failure or unreadable
         before = draws = random_state(device)
         changed: list[DiskTile] = []
         try:
             if failure is None:
-                failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
+                failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed, undo)
             failures = disk_failures(self._engine.mesh.everyone, failure, DOING, self._begin)
         except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
             # As if the step had never drawn anything.
@@ -386,6 +385,7 @@ class TileUpdates:
         state_on_disk: Sequence[DiskTile],
         params_on_disk: Sequence[tuple[Chunk, list[Tile]]],
         changed: list[DiskTile],
+        undo: list[Callable[[], None]],
     ) -> tuple[Exception | None, RandomState]:
         """What was wrong, if anything, and the random state between the updates of the two."""
         draws = random_state(self._engine.mesh.device)
@@ -395,7 +395,11 @@ class TileUpdates:
             for chunk, tiles in params_on_disk:
                 with _for_update(chunk, tiles[0].grads) as shard:
                     for tile in tiles:
-                        self._update_copy(update, tile, shard)
+                        # Only the shard changes.
+                        with copied(tile, self.optimizer.state, undo):
+                            update([(tile, shard)])
+                            for piece in self._stepper.live(tile):
+                                shard[piece.start : piece.end].copy_(piece.value.view(-1))
         except Exception as error:
             return error, draws
         return None, draws
@@ -406,27 +410,6 @@ class TileUpdates:
                 self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
         # Out here, since the last parameters are written when the block ends, and beside these tiles.
         self._visits.drain()
-
-    def _update_copy(self, update: Update, tile: Tile, shard: torch.Tensor) -> None:
-        """Update copies of the tile's values and state; only ``shard`` changes."""
-        state = self.optimizer.state
-        kept = [(piece, piece.value.data, state.get(piece.value)) for piece in tile.pieces]
-        try:
-            for piece, values, entry in kept:
-                point(piece.value, values.clone())
-                if entry is not None:
-                    state[piece.value] = {key: _copy(value) for key, value in entry.items()}
-            update([(tile, shard)])
-            with torch.no_grad():
-                for piece in self._stepper.live(tile):
-                    shard[piece.start : piece.end].copy_(piece.value.view(-1))
-        finally:
-            for piece, values, entry in kept:
-                point(piece.value, values)
-                if entry is not None:
-                    state[piece.value] = entry
-                else:
-                    state.pop(piece.value, None)
 
     def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
         store = self._engine.storage.store
@@ -478,10 +461,6 @@ def _step_disk_tile(
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
     """The chunk's shard; where all of it will be written, it is not read."""
     return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 @contextmanager

@@ -26,12 +26,12 @@ ROOMS = (
 
 @contextmanager
 def by_default(device: str) -> Iterator[None]:
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        # Naming the CPU would leave torch's mode on, which calls what others patch of a tensor's methods twice.
+        torch.set_default_device(None)
 
 
 def net() -> nn.Module:

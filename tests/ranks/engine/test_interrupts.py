@@ -26,9 +26,10 @@ from shardwise.engine import optimizer, optimizer_state, updates
 from shardwise.plan import Plan, zero
 from shardwise.reduce import counts, passes, reducer
 from shardwise.testing import run_ranks
-from shardwise.update import disk_tiles, early, early_disk, tiles
+from shardwise.update import copies, disk_tiles, early, early_disk, tiles
 
 WATCHED = [
+    copies,
     counts,
     early,
     early_disk,
