@@ -119,7 +119,7 @@ class RankPool:
     """``world_size`` processes with torch.distributed initialised (ranks 0 to ``world_size - 1`` of one host).
 
     Started at the first :meth:`run`, and again at the first one after a failure. Every rank uses one thread; seeds,
-    default dtype and grad mode are reset before each task. Works as a context manager.
+    default dtype and device, and grad mode are reset before each task. Works as a context manager.
 
     Args:
         world_size: number of ranks, >= 1.

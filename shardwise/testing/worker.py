@@ -75,7 +75,7 @@ def stack_file(directory: str, rank: int) -> Path:
 
 
 def reset_state() -> None:
-    """What one task may have changed and the next must not see: seeds, default dtype, grad mode, thread count."""
+    """What one task may have changed and the next must not see: seeds, default dtype and device, grad mode, thread count."""
     random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -84,6 +84,7 @@ def reset_state() -> None:
     if numpy is not None:
         numpy.random.seed(_SEED)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
     if torch.are_deterministic_algorithms_enabled():

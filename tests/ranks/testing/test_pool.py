@@ -100,6 +100,7 @@ def own_pid() -> int:
 
 def disturb() -> None:
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)
     torch.rand(5)
