@@ -75,7 +75,7 @@ def stack_file(directory: str, rank: int) -> Path:
 
 
 def reset_state() -> None:
-    """What one task may have changed and the next must not see: seeds, default dtype and device, grad mode, thread count."""
+    """What one task may have changed and the next must not see: seeds, default dtype and device, grad mode, threads."""
     random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
