@@ -19,6 +19,9 @@ __all__ = ["Plan", "Session", "__version__", "shard"]
 
 __version__ = "0.1.0"
 
+if sys.platform == "win32":
+    raise ImportError("shardwise needs Linux or macOS (fcntl, resource and forked processes): under Windows run it inside WSL")
+
 _HOMES = {"shard": "shardwise.native", "Plan": "shardwise.plan", "Session": "shardwise.build"}
 
 
