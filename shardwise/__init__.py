@@ -20,7 +20,7 @@ __all__ = ["Plan", "Session", "__version__", "shard"]
 __version__ = "0.1.0"
 
 if sys.platform == "win32":
-    raise ImportError("shardwise needs Linux or macOS (fcntl, resource and forked processes): under Windows run it inside WSL")
+    raise ImportError("shardwise needs Linux or macOS (it uses fcntl and forks): under Windows run it inside WSL")
 
 _HOMES = {"shard": "shardwise.native", "Plan": "shardwise.plan", "Session": "shardwise.build"}
 
