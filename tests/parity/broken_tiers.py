@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,8 +13,8 @@ import torch
 from shardwise.chunk.source import DiskSource
 from shardwise.comm import DONE
 from shardwise.disk.store import DiskStore
+from shardwise.engine import updates
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.updates import TileUpdates
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads
@@ -106,26 +107,28 @@ def _host_gradients_not_in_the_norm() -> Any:
 def _updated_twice_in_place() -> Any:
     """The update that is only there to have something to write works on the state itself."""
 
-    def update_copy(self: TileUpdates, update: Any, tile: Any, shard: torch.Tensor) -> None:
-        update([(tile, shard)])
+    def in_place(*_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    return mock.patch.object(TileUpdates, "_update_copy", update_copy)
+    return mock.patch.object(updates, "copied", in_place)
 
 
 def _small_state_not_undone() -> Any:
     """The second of the two updates starts from the step count that the first one left."""
 
     def make(real: Any) -> Any:
-        def update_copy(self: TileUpdates, update: Any, tile: Any, shard: torch.Tensor) -> None:
-            real(self, update, tile, shard)
+        @contextlib.contextmanager
+        def copied(tile: Any, state: Any, undo: Any) -> Iterator[None]:
+            with real(tile, state, undo):
+                yield
             for piece in tile.pieces:
-                step = self.optimizer.state.get(piece.value, {}).get("step")
+                step = state.get(piece.value, {}).get("step")
                 if step is not None:
                     step.add_(1)
 
-        return update_copy
+        return copied
 
-    return _wrap(TileUpdates, "_update_copy", make)
+    return _wrap(updates, "copied", make)
 
 
 def _early_state_not_put_back() -> Any:

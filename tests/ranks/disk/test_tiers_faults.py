@@ -33,6 +33,7 @@ from shardwise.build import build
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.disk import run_directory
 from shardwise.disk.store import DiskError, DiskStore
+from shardwise.engine import updates
 from shardwise.engine.updates import TileUpdates
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankError, run_ranks
@@ -129,10 +130,9 @@ def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> 
 
 @contextlib.contextmanager
 def broken(how: str) -> Iterator[None]:
-    real_copy, real_undo = TileUpdates._update_copy, TileUpdates._undo
+    real_copied, real_undo = updates.copied, TileUpdates._undo
     if how == "state in memory is updated before the shard is written":
-        in_place = lambda self, update, tile, shard: update([(tile, shard)])  # noqa: E731
-        patch = mock.patch.object(TileUpdates, "_update_copy", in_place)
+        patch = mock.patch.object(updates, "copied", lambda tile, state, undo: contextlib.nullcontext())
     elif how == "step counts are not put back":
         patch = mock.patch.object(disk_tiles, "_kept", lambda value, piece: value)
     elif how == "parameters are not put back":
@@ -141,7 +141,7 @@ def broken(how: str) -> Iterator[None]:
         patch = contextlib.nullcontext()
     with patch:
         yield
-    assert TileUpdates._update_copy is real_copy and TileUpdates._undo is real_undo
+    assert updates.copied is real_copied and TileUpdates._undo is real_undo
 
 
 def with_broken(how: str, plan: Plan) -> bool:
