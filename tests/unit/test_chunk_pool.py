@@ -131,19 +131,19 @@ def test_a_smaller_budget_counts_at_the_next_use_also_of_what_is_there() -> None
     assert each.pool.reusable_bytes <= 2 * NBYTES
 
 
-def test_acquire_all_and_release_all() -> None:
+def test_blocks_keep_all() -> None:
     each = Setup(NBYTES)
     each.use(3)
     outer, inner = Setup(0), Setup(0)
-    each.pool.acquire_all(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held
+    each.pool.enter_block(outer)
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
-    each.pool.acquire_all(inner)
-    each.pool.release_all(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held, "inside the other one everything stays"
-    each.pool.release_all(inner)
-    assert len(each.held) == 1 and not each.pool.all_held
+    each.pool.enter_block(inner)
+    each.pool.leave_block(outer)
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
+    each.pool.leave_block(inner)
+    assert len(each.held) == 1 and not each.pool.blocks.all_held
 
 
 def test_an_update_drops_what_is_trained() -> None:
@@ -274,8 +274,8 @@ def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None
 
     def act(each: Setup) -> None:
         each.use(0, 1, 2, 0)
-        each.pool.acquire_all(each)
-        each.pool.release_all(each)
+        each.pool.enter_block(each)
+        each.pool.leave_block(each)
         each.use(3)
         each.pool.invalidate()
         each.use(4, 3)
@@ -288,7 +288,7 @@ def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None
         assert came or not inside.where, (
             inside.where
         )  # which arrays are used again may differ, and with them the points
-        each.pool.release_all(each)
+        each.pool.leave_block(each)
         each.use(0, 1, 2, 3, 4, 1, 2)
         each.pool.invalidate(everything=True)
         left = (each.held, each.pool.gathered_bytes, each.pool.copied_bytes, any(each.pool._pins.values()))
