@@ -269,14 +269,14 @@ class Reads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         with Gathered([self.second.weight, self.first.bias]):
+            x = torch.tanh(x) * self.second.bias  # which is gathered beside them
             self.sizes.append(float(self.second.weight.data.norm() + self.first.bias.data.norm()))
-            x = torch.tanh(x) * self.second.bias
         return self.second(x)
 
 
-def inside_passes(checkpointing: bool, live: int) -> None:
+def inside_passes(checkpointing: bool, live: int, zero: dict[str, Any]) -> None:
     expected = Reads()
-    with engine_of(3, Reads(), live=live) as (engine, model):
+    with engine_of(3, Reads(), live=live, **zero) as (engine, model):
         if checkpointing:
             forward = model.forward
             model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
@@ -297,9 +297,11 @@ def inside_passes(checkpointing: bool, live: int) -> None:
 
 
 @pytest.mark.parametrize("live", [0, 10**9])
-def test_blocks_and_passes(live: int) -> None:
+def test_blocks_and_passes(live: int, tmp_path: Path) -> None:
+    disk = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}  # whose gathers all ranks agree on
     for checkpointing in (False, True):
-        run_ranks(2, inside_passes, checkpointing, live)
+        for zero in ({}, disk):
+            run_ranks(2, inside_passes, checkpointing, live, zero)
 
 
 # ---- ranks and engines

@@ -20,6 +20,7 @@ PLANS = {
     "masters": BASE,
     "messages": BASE.but(shared_memory=False),
     "replicas": zero(3, torch.bfloat16, dp_replicate=2),
+    "secondary": zero(3).but(secondary=2),
     "later": zero(3).but(gather_on_use=True),
 }
 
@@ -71,7 +72,7 @@ def edited(plan: Plan, on_disk: bool) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_some_parameters_are_changed(name: str) -> None:
-    run_ranks(4 if name == "replicas" else 2, edited, PLANS[name], False)
+    run_ranks(4 if name in ("replicas", "secondary") else 2, edited, PLANS[name], False)
 
 
 @pytest.mark.parametrize("mix", ["all_disk", "p_disk_s_host", "thirds"])
