@@ -146,6 +146,36 @@ def test_blocks_keep_all() -> None:
     assert len(each.held) == 1 and not each.pool.blocks.all_held
 
 
+def test_a_block_of_some_units_brings_and_drops_those() -> None:
+    each, some, whole = Setup(1 << 40), Setup(0), Setup(0)
+    each.use(3)
+    blocks, of = each.pool.blocks, each.of
+    each.pool.enter_block(some, {of[0], of[1]})
+    assert each.held == [0, 1, 3] and each.pool.moved_bytes == 3 * NBYTES
+    assert blocks.any_open and not blocks.all_held and blocks.holds(of[1]) and not blocks.holds(of[3])
+    each.pool.drop_idle()
+    assert each.held == [0, 1]
+    each.pool.enter_block(whole)
+    assert each.held == [0, 1, 2, 3, 4] and blocks.all_held and each.pool.moved_bytes == 6 * NBYTES
+    each.pool.leave_block(some)
+    each.pool.drop_idle({of[0], of[1]})
+    assert each.held == [0, 1, 2, 3, 4], "the other one has them"
+    each.pool.leave_block(whole)
+    each.pool.drop_changed({of[0], of[1]})
+    assert each.held == [2, 3, 4] and not blocks.any_open
+    each.pool.enter_block(some, each.of)
+    assert blocks.all_held, "all units are the whole"
+    each.pool.leave_block(some)
+
+
+def test_a_block_ends_with_its_holder() -> None:
+    each = Setup(0)
+    each.pool.enter_block(Setup(0), {each.of[0]})
+    assert not each.pool.blocks.any_open
+    each.use(1)
+    assert each.held == [1]
+
+
 def test_an_update_drops_what_is_trained() -> None:
     each = Setup(1 << 40)
     each.use(0, 1, 4)
@@ -276,6 +306,9 @@ def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None
         each.use(0, 1, 2, 0)
         each.pool.enter_block(each)
         each.pool.leave_block(each)
+        each.pool.enter_block(each, {each.of[1], each.of[2]})
+        each.pool.leave_block(each)
+        each.pool.drop_idle({each.of[1], each.of[2]})
         each.use(3)
         each.pool.invalidate()
         each.use(4, 3)

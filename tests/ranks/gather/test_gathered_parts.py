@@ -11,6 +11,7 @@ from tier_setup import with_tiers
 from torch import nn
 
 from shardwise.build import Session
+from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -119,3 +120,23 @@ def held(plan: Plan) -> list[list[bool]]:
 def test_what_another_block_has_stays(name: str) -> None:
     first, both = [True, False, False], [True, True, False]
     assert run_ranks(2, held, PLANS[name]) == [[first, both, both, [False] * 3]] * 2
+
+
+def in_capacity(capacity: int) -> tuple[int, int]:
+    """What the device holds behind the build, and the largest unit's bytes."""
+    model = seeded(net)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with sharded(model, adam(model), zero(3).but(device_capacity_bytes=capacity)) as session:
+        sizes = session.engine.pool.sizes
+        if capacity < 1 << 30:
+            with pytest.raises(DeviceMemoryError), session.module.gathered():
+                pass
+            for name, param in model.named_parameters():
+                with session.gathered([param]):
+                    assert torch.equal(param.data, expected[name])
+        return sum(session.ledger.held().values()), max(sizes.values())
+
+
+def test_a_loop_has_room_where_the_model_has_not() -> None:
+    held, largest = run_ranks(2, in_capacity, 1 << 40)[0]
+    run_ranks(2, in_capacity, held + largest + largest // 8)
