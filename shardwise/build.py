@@ -217,13 +217,37 @@ class Session:
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Value, gradient and optimizer state of one of :attr:`params`, to be read and set; ``None``: of another
         model."""
+        found = self.places([param])
+        return OneParameter(self.engine, self.optimizers, found[0]) if found else None
+
+    def places(self, params: Iterable[nn.Parameter]) -> list[int]:
+        """Where those of ``params`` that are of this model stand in :attr:`params`, in order, each once."""
         if self._place_of is None:
             self._place_of = {id(each): place for place, each in enumerate(self.params)}
-        place = self._place_of.get(id(param))
-        return None if place is None else OneParameter(self.engine, self.optimizers, place)
+        return sorted({self._place_of[id(param)] for param in params if id(param) in self._place_of})
+
+    def gathered(self, params: Iterable[nn.Parameter], write_back: bool = False) -> AbstractContextManager[None]:
+        """As ``module.gathered()``, of ``params`` and what is gathered together with them. Every rank enters.
+
+        Args:
+            params: those of other models count for nothing.
+            write_back: as there.
+
+        Raises:
+            ValueError: on every rank, where some have other ``params`` (parameters that are always whole excepted).
+        """
+        return self.engine.values.gathered(write_back, self.places(params))
+
+    def compare(self, params: Iterable[nn.Parameter]) -> None:
+        """Every rank has the same of ``params``. Collective.
+
+        Raises:
+            ValueError: on every rank, where some have others; it says which.
+        """
+        self.engine.values.compare(self.places(params))
 
     def take_given(self) -> None:
-        """``parameter.data = values`` inside ``module.gathered()`` so far are writes like others. Collective.
+        """``parameter.data = values`` inside ``gathered()`` so far are writes like others. Collective.
 
         Raises:
             RuntimeError: on every rank, where some rank gave a parameter data of another kind.
@@ -231,7 +255,7 @@ class Session:
         self.engine.values.take_given()
 
     def write_back(self) -> None:
-        """Keep what was written to parameters inside ``module.gathered()``. Collective."""
+        """Keep what was written to parameters that ``gathered()`` holds. Collective."""
         self.engine.values.write_back()
 
     def unshard(self) -> None:

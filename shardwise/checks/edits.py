@@ -54,15 +54,15 @@ class Edits:
             self._absent[dtype] = nothing
         self.accept()
 
-    def accept(self) -> None:
-        """Everything is as it should be: what is written from here on counts."""
-        for chunk in self._chunks:
+    def accept(self, among: Sequence[Chunk] | None = None) -> None:
+        """Everything (of these chunks) is as it should be: what is written from here on counts."""
+        for chunk in self._chunks if among is None else among:
             chunk.note_versions()
             chunk.comparable, chunk.lost = True, None
 
-    def allow(self) -> None:
-        """Shards or gathered arrays are about to be written, until :meth:`accept`."""
-        for chunk in self._transient:
+    def allow(self, among: Sequence[Chunk] | None = None) -> None:
+        """Shards or gathered arrays (of these chunks) are about to be written, until :meth:`accept`."""
+        for chunk in self._transient if among is None else among:
             chunk.comparable = False
 
     def check_placed(self, values: bool) -> None:
@@ -106,11 +106,12 @@ class Edits:
         self._asked = [Later(is_absent(values).all()) for values in self._absent.values()]
         return not all(later.value() for later in asked)
 
-    def check_written(self, held: bool) -> None:
+    def check_written(self, held: bool, writable: Callable[[int], bool]) -> None:
         """Nothing was written to a parameter that would be lost.
 
         Args:
             held: also compare what is gathered now with the shards.
+            writable: units whose parameters may be written to now.
 
         Raises:
             RuntimeError: it was; the parameter is named, and the write is dropped.
@@ -119,7 +120,7 @@ class Edits:
             wrong = chunk.lost if chunk.lost is not None else chunk.written()
             if wrong is None and held:
                 wrong = chunk.overwritten()
-            if wrong is not None:
+            if wrong is not None and not writable(chunk.spec.unit):
                 self._refuse_write(chunk, wrong)
 
     def _refuse_write(self, chunk: Chunk, slot: int) -> None:

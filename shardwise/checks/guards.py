@@ -109,7 +109,7 @@ class Guards:
         model: the user's module.
         params: its sharded parameters, by index.
         chunks, layout: where they lie.
-        pool: knows whether everything is gathered.
+        pool: knows what is gathered.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class Guards:
             self.check_edits(values=False, held=False)
 
     def check_edits(self, values: bool, held: bool) -> None:
-        """See :meth:`Edits.check_placed`; inside ``gathered()`` writing is allowed."""
+        """See :meth:`Edits.check_placed`; inside ``gathered()`` what it holds may be written to."""
         with self._pool.lock:  # another thread may be gathering
-            writable = self._pool.all_held
-            self.edits.check_placed(values and not writable)
-            if not writable:
-                self.edits.check_written(held)
+            everything = self._pool.blocks.all_held
+            self.edits.check_placed(values and not everything)
+            if not everything:
+                self.edits.check_written(held, self._pool.blocks.holds)
 
     def check(self) -> None:
         """Every parameter is still the one that was sharded, where the engine put it.

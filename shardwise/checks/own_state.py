@@ -66,12 +66,13 @@ class OwnState:
         self._naming = self.kept = False
         self._lacks: dict[int, str] = {}
         """By ``id`` of a parameter of which this rank has less than the whole even inside ``gathered()``: what."""
-        self._transient: dict[int, str] = {}
+        self._transient: dict[int, tuple[int, str]] = {}
+        """By ``id`` of a parameter that is not always gathered: its unit, and what is said while it is not."""
         for index, (param, fact) in enumerate(zip(params, layout.facts, strict=True)):
             if fact.part is not None:
                 self._lacks[id(param)] = f"{fact.names[0]} is a part of a layer that ranks hold together"
-            elif not chunks[layout.where[index][0]].resident:
-                self._transient[id(param)] = f"{fact.names[0]} is not gathered"
+            elif not (chunk := chunks[layout.where[index][0]]).resident:
+                self._transient[id(param)] = chunk.spec.unit, f"{fact.names[0]} is not gathered"
         self._stages = "the other ranks' layers are not here" if staged else ""
         self._handles: list[Any] = []
         for module in model.modules():
@@ -101,8 +102,8 @@ class OwnState:
 
     def _lacked(self, param: nn.Parameter) -> str:
         """Why this rank has less than the whole of a parameter; empty where it has all."""
-        transient = "" if self._pool.all_held else self._transient.get(id(param), "")
-        return self._lacks.get(id(param), transient)
+        unit, absent = self._transient.get(id(param), (-1, ""))
+        return self._lacks.get(id(param), "" if self._pool.blocks.holds(unit) else absent)
 
     def _before_saving(self, module: nn.Module, *_args: object) -> None:
         if self._naming:
@@ -128,11 +129,13 @@ class OwnState:
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
-        if self.kept:
+        if self.kept and self._pool.blocks.all_held:
             return
         self._pool.settle()  # what a step has left under way would arrive over what is loaded
         missing = self._missing(module)
-        if not missing and self._pool.all_held:
+        if not missing and self.kept:
+            return
+        if not missing and self._pool.blocks.any_open:
             missing = "inside gathered() without write_back=True"
         # Of the whole model it is another method's affair, unless a class of the user's has its own.
         elif not missing and module is self._model:

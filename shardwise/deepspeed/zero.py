@@ -44,8 +44,8 @@ __all__ = [
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order in which they were made, which is the same on every rank."""
-_GATHERED: list[Session] = []
-"""Those that are whole in a block of :class:`GatheredParameters`, once a block."""
+_GATHERED: list[frozenset[int]] = []
+"""By block of :class:`GatheredParameters` that is open, the ``id`` of each parameter of an engine that it has."""
 
 
 def remember(session: Session) -> None:
@@ -223,15 +223,20 @@ def _parameters(params: Any) -> list[nn.Parameter]:
 class GatheredParameters:
     """Inside, ``params`` are whole on every rank. Every rank enters.
 
-    All parameters of the models that hold them are gathered. Parameters of a model under construction by
-    :class:`Init` get their memory here and keep it.
+    They alone are gathered; others are where a module's forward pass, or its own code in one, reads them. Blocks may be
+    inside each other and have the same parameters. Parameters of a model under construction by :class:`Init` get their
+    memory here and keep it.
 
     Args:
-        params: one, any nesting of iterables, or a module.
+        params: one, any nesting of iterables, or a module; the same on every rank, in whatever order.
         modifier_rank: changes of this rank of the data-parallel group reach its others at the end; ``None``: changes
             to sharded parameters are lost, and a warning says which.
         fwd_module: no effect: a parameter that another module reads is gathered by the read.
         enabled: ``False`` does nothing.
+
+    Raises:
+        ValueError: on entering, on every rank, where ranks have different ``params`` of a model at stage 3; at stages 0
+            to 2, where nothing is gathered, at the end and with a ``modifier_rank``.
     """
 
     def __init__(
@@ -240,7 +245,6 @@ class GatheredParameters:
         self.params = _parameters(params) if enabled else []
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self._stack = ExitStack()
-        self._entered: list[Session] = []
 
     def __enter__(self) -> None:
         if not self.enabled:
@@ -252,13 +256,14 @@ class GatheredParameters:
                     adopt(param, replay(param))
                     if hasattr(param, "ds_id"):
                         mark(param, ZeroParamStatus.AVAILABLE)
-        mine = {id(param) for param in self.params}
-        with paused():
-            for session in sessions_of(mine):
-                self._stack.enter_context(session.module.gathered())
-                self._entered.append(session)
-        _GATHERED.extend(self._entered)
-        self._versions = [version_of(param) for param in self.params]
+        with paused(), ExitStack() as stack:
+            for session, own in self._shares():
+                stack.enter_context(session.gathered(own))
+                held = frozenset(map(id, own))
+                _GATHERED.append(held)
+                stack.callback(_GATHERED.remove, held)
+            self._versions = [version_of(param) for param in self.params]
+            self._stack = stack.pop_all()
 
     @paused()
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -270,10 +275,12 @@ class GatheredParameters:
             elif kind is None:
                 self._tell_lost()
         finally:
-            for session in self._entered:
-                _GATHERED.remove(session)
-            self._entered.clear()
             self._stack.__exit__(kind, error, trace)
+
+    def _shares(self) -> list[tuple[Session, list[nn.Parameter]]]:
+        """By model, those of the parameters that an engine has, in its order, each once."""
+        shares = held_by_sessions({id(param) for param in self.params})
+        return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
     def _tell_lost(self) -> None:
         """Warn where this rank wrote to parameters of which only shards are kept."""
@@ -290,37 +297,42 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
-        sessions = list(sessions_of({id(param) for param in self.params}))
-        for session in sessions:
+        shares = self._shares()
+        for session, own in shares:
+            if session.resident:  # of others they were compared on entering
+                session.compare(own)
             session.take_given()
-        mesh_of = {id(param): session.mesh for session in sessions for param in session.params}
-        for param in self.params:
-            value = param.detach().contiguous()
-            mesh = mesh_of.get(id(param))
-            if mesh is not None:
-                mesh.world.broadcast(value, rank)
-            else:
-                self._broadcast_alone(param, value, rank)
-            if value.data_ptr() != param.data_ptr():
-                param.copy_(value)
-        for session in sessions:
+            for param in own:
+                _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
+        known = {id(param) for _, own in shares for param in own}
+        for param in [each for each in self.params if id(each) not in known]:
+            _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
+        for session, _ in shares:
             session.write_back()
 
-    @staticmethod
-    def _broadcast_alone(param: nn.Parameter, value: torch.Tensor, rank: int) -> None:
-        """A parameter that no engine has yet, over the group that it was built for."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(value, group=getattr(param, MARK, None), group_src=rank)
+
+def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) -> None:
+    value = param.detach().contiguous()
+    broadcast(value)
+    if value.data_ptr() != param.data_ptr():
+        param.copy_(value)
+
+
+def _broadcast_alone(group: dist.ProcessGroup | None, rank: int, value: torch.Tensor) -> None:
+    """Of a parameter that no engine has yet, over the group that it was built for."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(value, group=group, group_src=rank)
 
 
 def is_gathered(model: nn.Module) -> bool:
-    """Whether parameters of ``model`` are whole in a block of :class:`GatheredParameters`."""
-    held = {id(param) for session in _GATHERED for param in session.params}
+    """Whether a block of :class:`GatheredParameters` has parameters of ``model``."""
+    held = frozenset[int]().union(*_GATHERED)
     return any(id(param) in held for param in model.parameters())
 
 
-def sessions_of(params: set[int]) -> Iterator[Session]:
-    """Those that have some of the parameters with these ids: of several that had one, the last, the newest first.
+def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
+    """Those that have some of the parameters with these ids, and which: of several that had one, the last, the newest
+    first.
 
     One that is closed counts as long as it has parameters in parts, of which nobody else knows.
     """
@@ -329,7 +341,12 @@ def sessions_of(params: set[int]) -> Iterator[Session]:
         held = left.intersection(map(id, session.params))
         left -= held
         if held and _counts(session):
-            yield session
+            yield session, held
+
+
+def sessions_of(params: set[int]) -> Iterator[Session]:
+    """Those of :func:`held_by_sessions`."""
+    return (session for session, _ in held_by_sessions(params))
 
 
 def session_of(param: nn.Parameter) -> Session | None:

@@ -211,11 +211,19 @@ def load_state_dict_from_zero_checkpoint(
     Inside ``GatheredParameters`` a model that an engine trains at stage 3 stays where it is, and has these values,
     rounded to its own dtype, until the block ends. Its shards stay as they are, unless the block has a
     ``modifier_rank``.
-    """
-    from shardwise.deepspeed.zero import is_gathered  # which imports names of this module
 
+    Raises:
+        ValueError: inside ``GatheredParameters`` that has some of its parameters and not all, or a shape differs.
+        CheckpointError: ``checkpoint_dir`` has no checkpoint that can be read.
+    """
+    from shardwise.deepspeed.zero import ZeroParamStatus, is_gathered  # which imports names of this module
+
+    gathered = is_gathered(model)
+    for name, param in model.named_parameters() if gathered else ():
+        if getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
+            raise ValueError(f"{name} is not gathered: give GatheredParameters all parameters of the model")
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    if is_gathered(model):
+    if gathered:
         found = _overwritten(model, state)
     else:
         model = model.cpu()

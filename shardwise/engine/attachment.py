@@ -125,7 +125,7 @@ class Attachment:
         """The user's ``model.load_state_dict()``: every rank calls it, inside ``gathered(write_back=True)`` as well."""
         engine = self._engine
         with engine.mesh.doing("load_state_dict() of the model"):
-            if not engine.pool.all_held:
+            if not engine.pool.blocks.all_held:
                 return load_whole(engine, state_dict, strict, assign)
             if self.own_state.kept:  # otherwise it is refused
                 compare_given(engine, state_dict)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.checks.agreement import Description, agreed_on
 from shardwise.checks.unfinished import state_of
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
@@ -80,13 +81,13 @@ class Values:
             RuntimeError: as at the end of the block.
         """
         engine = self._engine
-        if not self._writing or not engine.pool.all_held:
+        if not self._writing or not engine.pool.blocks.any_open:
             return
         self._take_given()
         engine.guards.check_edits(values=False, held=False)
         with engine.mesh.doing("gathered(write_back=True)"):
             self.write_back()
-        for chunk in engine.chunks:
+        for chunk in self._in_blocks():
             chunk.placed_at = chunk.generation  # what is shown is what was written, and graphs are made with it
 
     def settle(self, what: str) -> None:
@@ -112,19 +113,30 @@ class Values:
             engine.master_edits.take()
 
     @contextlib.contextmanager
-    def gathered(self, write_back: bool = False) -> Iterator[None]:
-        """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
+    def gathered(self, write_back: bool = False, places: Sequence[int] | None = None) -> Iterator[None]:
+        """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept.
+
+        Args:
+            places: of those that are needed: what is gathered with them comes, and nothing else. ``None``: all.
+
+        Raises:
+            ValueError: on every rank, where some have other ``places``.
+        """
         engine = self._engine
         engine.guards.check_held()
         own_state = engine.attachment.own_state
+        among = None if places is None else {engine.chunks[engine.layout.where[at][0]].spec.unit for at in places}
+        own = [chunk for chunk in engine.chunks if among is None or chunk.spec.unit in among]
         holder, opened, kept, writing = _Block(), False, own_state.kept, self._writing
         try:
             with engine.mesh.doing("gathered()"):
-                engine.pool.acquire_all(holder)
+                engine.pool.enter_block(holder, among)
+                if places is not None and engine.pool.has_transient:
+                    self.compare(places)  # only now: ranks may come from different places of a pass
                 if engine.plan.comm.gather_on_use:
                     engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
             opened = True
-            engine.guards.edits.allow()
+            engine.guards.edits.allow(own)
             own_state.kept = write_back
             self._writing += write_back
             yield
@@ -138,18 +150,36 @@ class Values:
                     self.write_back()
         finally:
             own_state.kept, self._writing = kept, writing
-            engine.pool.release_all(holder)
+            engine.pool.leave_block(holder)
             if opened:
                 if write_back:
-                    engine.pool.drop_changed()  # each rank's copy has what it wrote, and not what the others did
+                    engine.pool.drop_changed(among)  # each rank's copy has what it wrote, and not what the others did
                 else:
-                    engine.pool.drop_idle()  # what was written is no part of the model; a graph may read the rest
-                engine.guards.edits.accept()
+                    engine.pool.drop_idle(among)  # what was written is no part of the model; a graph may read the rest
+                engine.guards.edits.accept(own)
+
+    def compare(self, places: Sequence[int]) -> None:
+        """Every rank wants these parameters whole, or their changes spread. Collective.
+
+        Raises:
+            ValueError: another one wants others; which differ is said.
+        """
+        engine = self._engine
+        wanted: Description = {engine.layout.facts[at].names[0]: {} for at in places}
+        differ = "the ranks gather different parameters"
+        with agreed_on(engine.mesh.world, "which parameters to gather", lambda: wanted, failed=differ, differ=differ):
+            pass
+
+    def _in_blocks(self) -> list[Chunk]:
+        """What blocks hold; with it what is always whole, also outside of them."""
+        engine = self._engine
+        blocks = engine.pool.blocks
+        return [chunk for chunk in engine.chunks if chunk.resident or blocks.holds(chunk.spec.unit)]
 
     @torch.no_grad()
     def _take_given(self) -> None:
         """``parameter.data = values`` in the block is a write like any other (``vector_to_parameters`` does it)."""
-        for chunk in self._engine.chunks:
+        for chunk in self._in_blocks():
             chunk.take_given()
 
     def take_given(self) -> None:
@@ -177,9 +207,9 @@ class Values:
         engine = self._engine
         engine.check_open("write_back()")
         self._undo_guesses("taking over gathered parameters")
-        group = engine.mesh.shard
+        group, chunks = engine.mesh.shard, self._in_blocks()
         group.fence("before an update")
-        for chunk in engine.chunks:
+        for chunk in chunks:
             # Frozen arrays that stay are never renewed, so each rank's part goes to all of them now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
@@ -190,7 +220,7 @@ class Values:
             outcome,
             needed=engine.storage.uses_disk,
         ):
-            for chunk in engine.chunks:
+            for chunk in chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
                         shown = chunk.full[chunk.shard_start : chunk.shard_end]
@@ -204,9 +234,9 @@ class Values:
                             take_over(chunk, shard, master, engine.storage.narrow.rounding(chunk.spec))
                 chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
-        self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
+        self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
         engine.master_edits.note()
-        self._refuse_graphs(engine.chunks)
+        self._refuse_graphs(chunks)
 
     def _commit(self, optimizer: int | None = None) -> None:
         """What was written to the disk is from here on what is read."""
@@ -279,8 +309,9 @@ class Values:
         engine = self._engine
         engine.guards.check_held()  # publish() would evict what is the user's
         # Before anything of the update has happened.
-        if engine.pool.all_held:
-            raise RuntimeError(f"an update inside gathered() (all_held={engine.pool.all_held}): leave the block first")
+        if engine.pool.blocks.any_open:
+            name = type(engine.model).__name__
+            raise RuntimeError(f"an update or a load of the {name} inside gathered(): leave the block first")
         engine.mesh.shard.align()
         engine.pool.settle(ahead=True)
         if not engine.plan.tiers.all_on_device:

@@ -97,7 +97,7 @@ class FullyShardedDataParallel(TransparentModule):
         own["_device"], own["process_group"] = init_distributed(compute_device), process_group
         own["rank"] = dist.get_rank(process_group) if dist.is_initialized() else 0
         own["world_size"] = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        own["_outer"], own["_summoned"] = None, False
+        own["_outer"], own["_summoned"] = None, frozenset[int]()
         own["late"] = LateSession(module, self._shard)
         self.module = module
         for inner in get_fsdp_instances(module):
@@ -225,22 +225,26 @@ class FullyShardedDataParallel(TransparentModule):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Whole parameters inside the block. Every rank enters.
+        """Whole parameters of the wrapped module inside the block. Every rank enters.
 
         Args:
-            recurse: no effect: those of the whole model.
+            recurse: those of wrappers inside it, too.
             volatile: changes are dropped; otherwise kept, each rank its own part.
         """
-        root = self._root
-        if root.__dict__["_summoned"]:
+        root, session = self._root, self.session
+        inner = [] if recurse else get_fsdp_instances(self.module)
+        others = {id(param) for each in inner for param in each.parameters()}
+        wanted = [param for param in self.parameters() if id(param) not in others]
+        around: frozenset[int] = root.__dict__["_summoned"]
+        if around.issuperset(map(id, wanted)):
             yield
             return
-        with self.session.module.gathered(write_back=not volatile):
-            root.__dict__["_summoned"] = True
+        with session.gathered(wanted, write_back=not volatile):
+            root.__dict__["_summoned"] = around.union(map(id, wanted))
             try:
                 yield
             finally:
-                root.__dict__["_summoned"] = False
+                root.__dict__["_summoned"] = around
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``fn`` of every module inside, with whole parameters."""
@@ -307,7 +311,8 @@ class FullyShardedDataParallel(TransparentModule):
         """
         root = self._root
         if self is not root:
-            if destination is not None or not root.late.built or root.__dict__["_summoned"]:
+            summoned = root.__dict__["_summoned"].issuperset(map(id, self.parameters()))
+            if destination is not None or not root.late.built or summoned:
                 # Asked by the module around it, of names or with what it has gathered.
                 into = {} if destination is None else destination
                 return self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)

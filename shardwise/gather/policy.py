@@ -63,7 +63,7 @@ class Trace:
 # [Note: When a unit may be evicted]
 # When room is needed for another one (ChunkPool._make_room), and not when its use ends: what is used again at once
 # would be gathered twice. Then everything idle may go but
-# * what is pinned: a module that runs reads it, or all is held inside gathered();
+# * what is pinned: a module that runs reads it, or a gathered() that is open has it;
 # * what is fetched ahead (:func:`next_units`): it would be fetched again right away;
 # * what somebody holds; see [Note: Who counts as a reader].
 # Where memory is short (drop_idle) the second does not count. After an update none of them does, since the values are

@@ -8,9 +8,8 @@ budget bounds what is gathered and idle; what is pinned may be more, and what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +18,7 @@ from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
+from shardwise.gather.blocks import Blocks
 from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.taking_part import TakingPart
@@ -46,6 +46,7 @@ class ChunkPool:
 
     Attributes:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
+        blocks: ``gathered()`` that are open.
         followed: the last step used the units in the order of the one before.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
         lock: held by the thread that changes residency.
@@ -87,7 +88,7 @@ class ChunkPool:
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
-        self._blocks = WeakKeyDictionary[object, bool]()  # ``gathered()`` that are open, and whether all is here
+        self.blocks = Blocks(self._transient)
         self.followed, self.moved_bytes = False, 0
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
@@ -99,11 +100,6 @@ class ChunkPool:
     def has_transient(self) -> bool:
         """Whether anything is ever gathered and evicted."""
         return any(self._transient.values())
-
-    @property
-    def all_held(self) -> bool:
-        """Inside ``gathered()``: everything is here, and nothing needs the peers."""
-        return True in self._blocks.values()
 
     @property
     def in_training(self) -> bool:
@@ -247,36 +243,36 @@ class ChunkPool:
         del self._renewing[unit]  # only now: who is interrupted while it waits has to wait again
 
     @in_turn
-    def acquire_all(self, holder: object) -> None:
-        """Gather all for a ``gathered()``, as copies, and keep it till :meth:`release_all`: views may outlive it."""
+    def enter_block(self, holder: object, units: Collection[int] | None = None) -> None:
+        """Gather these (``None``: all), as copies that views may outlive, and keep them till :meth:`leave_block`."""
         self.settle()
         self._joins = False
+        wanted = [unit for unit in self._transient if units is None or unit in units]
         try:
-            for unit in self._transient:
+            for unit in wanted:
                 if unit in self._held and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
                     self._complete(unit)
                     self._evict(unit)
-            self._blocks[holder] = False
-            for unit in self._transient:
+            self.blocks.begin(holder, frozenset(wanted))
+            for unit in wanted:
                 if not self._is_whole(unit):
                     self._gather([unit], [])
                 self._complete(unit)
             self.finish_phase()
         finally:
             self._joins = True
-        self._blocks[holder] = True
+        self.blocks.came(holder)
 
     @in_turn
-    def release_all(self, holder: object) -> None:
-        """End of :meth:`acquire_all`, also of one that failed, in whatever order. It ends with its holder, too."""
-        self._blocks.pop(holder, None)
-        if not self._blocks:
-            for chunk in self.chunks:
-                chunk.allow_holders()  # lists of parameters that were made inside and are kept
-            self._make_room(None)  # nothing says when the next step begins
+    def leave_block(self, holder: object) -> None:
+        """End of :meth:`enter_block`, also of one that failed, in whatever order. It ends with its holder, too."""
+        left = self.blocks.end(holder)
+        for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
+            chunk.allow_holders()  # lists of parameters that were made inside and are kept
+        self._make_room(None, self._held.difference(left))  # nothing says when the next step begins
 
     def _pinned(self, unit: int) -> bool:
-        return bool(self._pins[unit] or self._blocks)
+        return bool(self._pins[unit]) or self.blocks.keeps(unit)
 
     @in_turn
     def invalidate(self, everything: bool = False, optimizer: int | None = None) -> None:
@@ -295,7 +291,7 @@ class ChunkPool:
     @in_turn
     def finish_phase(self, last: bool = False) -> None:
         """A pass ends: gather what others still use; and if the ranks meet at its end (``last``), all of the script."""
-        while self.agrees and not self.all_held and self._round(None):
+        while self.agrees and not self.blocks.all_held and self._round(None):
             pass
         if last and self._scripted:
             self.taking_part.end_script()
@@ -339,19 +335,25 @@ class ChunkPool:
         return bool([c for c in self._transient[unit] if c.is_read])  # a generator could swallow an interrupt
 
     @in_turn
-    def drop_idle(self) -> None:
-        """Evict everything that nothing reads."""
-        for unit in [u for u in self._held if not self._pinned(u) and not self._is_read(u)]:
+    def drop_idle(self, among: Collection[int] | None = None) -> None:
+        """Evict everything (of these units) that nothing reads."""
+        for unit in [u for u in self._loose(among) if not self._is_read(u)]:
             self._complete(unit)
             self._evict(unit)
-        self.arrays.drop()
+        if among is None:
+            self.arrays.drop()
 
     @in_turn
-    def drop_changed(self) -> None:
-        """The gathered arrays are not what the shards are any more: evict all of them."""
-        for unit in [u for u in self._held if not self._pinned(u)]:
+    def drop_changed(self, among: Collection[int] | None = None) -> None:
+        """The gathered arrays (of these units) are not what the shards are any more: evict all of them."""
+        for unit in self._loose(among):
             self._evict_all_the_same(unit)
-        self.arrays.drop()
+        if among is None:
+            self.arrays.drop()
+
+    def _loose(self, among: Collection[int] | None) -> list[int]:
+        """What is gathered, and nothing pins."""
+        return [unit for unit in self._held if (among is None or unit in among) and not self._pinned(unit)]
 
     def _evict_all_the_same(self, unit: int) -> None:
         """Evict what has other values from now on; graphs that hold what it was are refused."""
@@ -366,7 +368,7 @@ class ChunkPool:
             if not self.agrees:
                 for unit in (*needed, *ahead):
                     self._start(unit)
-            elif needed or ahead or (self.rounds.due() and not self.all_held):
+            elif needed or ahead or (self.rounds.due() and not self.blocks.all_held):
                 self._round(self._with_room(needed, ahead))
 
     def _round(self, wanted: list[int] | None) -> bool:

@@ -28,7 +28,8 @@ def _has_prompts(model: Any) -> bool:
 
 def asks_prompts(session: Session) -> AbstractContextManager[None]:
     """Around peft's saving, which asks modules of prompts for their values, whatever state it is given."""
-    return session.module.gathered() if _has_prompts(session.model) else nullcontext()
+    model: Any = session.model
+    return session.gathered(model.prompt_encoder.parameters()) if _has_prompts(model) else nullcontext()
 
 
 # [Note: Adapters into shards]

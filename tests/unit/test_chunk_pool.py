@@ -131,19 +131,49 @@ def test_a_smaller_budget_counts_at_the_next_use_also_of_what_is_there() -> None
     assert each.pool.reusable_bytes <= 2 * NBYTES
 
 
-def test_acquire_all_and_release_all() -> None:
+def test_blocks_keep_all() -> None:
     each = Setup(NBYTES)
     each.use(3)
     outer, inner = Setup(0), Setup(0)
-    each.pool.acquire_all(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held
+    each.pool.enter_block(outer)
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
-    each.pool.acquire_all(inner)
-    each.pool.release_all(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held, "inside the other one everything stays"
-    each.pool.release_all(inner)
-    assert len(each.held) == 1 and not each.pool.all_held
+    each.pool.enter_block(inner)
+    each.pool.leave_block(outer)
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
+    each.pool.leave_block(inner)
+    assert len(each.held) == 1 and not each.pool.blocks.all_held
+
+
+def test_a_block_of_some_units_brings_and_drops_those() -> None:
+    each, some, whole = Setup(1 << 40), Setup(0), Setup(0)
+    each.use(3)
+    blocks, of = each.pool.blocks, each.of
+    each.pool.enter_block(some, {of[0], of[1]})
+    assert each.held == [0, 1, 3] and each.pool.moved_bytes == 3 * NBYTES
+    assert blocks.any_open and not blocks.all_held and blocks.holds(of[1]) and not blocks.holds(of[3])
+    each.pool.drop_idle()
+    assert each.held == [0, 1]
+    each.pool.enter_block(whole)
+    assert each.held == [0, 1, 2, 3, 4] and blocks.all_held and each.pool.moved_bytes == 6 * NBYTES
+    each.pool.leave_block(some)
+    each.pool.drop_idle({of[0], of[1]})
+    assert each.held == [0, 1, 2, 3, 4], "the other one has them"
+    each.pool.leave_block(whole)
+    each.pool.drop_changed({of[0], of[1]})
+    assert each.held == [2, 3, 4] and not blocks.any_open
+    each.pool.enter_block(some, each.of)
+    assert blocks.all_held, "all units are the whole"
+    each.pool.leave_block(some)
+
+
+def test_a_block_ends_with_its_holder() -> None:
+    each = Setup(0)
+    each.pool.enter_block(Setup(0), {each.of[0]})
+    assert not each.pool.blocks.any_open
+    each.use(1)
+    assert each.held == [1]
 
 
 def test_an_update_drops_what_is_trained() -> None:
@@ -274,8 +304,11 @@ def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None
 
     def act(each: Setup) -> None:
         each.use(0, 1, 2, 0)
-        each.pool.acquire_all(each)
-        each.pool.release_all(each)
+        each.pool.enter_block(each)
+        each.pool.leave_block(each)
+        each.pool.enter_block(each, {each.of[1], each.of[2]})
+        each.pool.leave_block(each)
+        each.pool.drop_idle({each.of[1], each.of[2]})
         each.use(3)
         each.pool.invalidate()
         each.use(4, 3)
@@ -288,7 +321,7 @@ def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None
         assert came or not inside.where, (
             inside.where
         )  # which arrays are used again may differ, and with them the points
-        each.pool.release_all(each)
+        each.pool.leave_block(each)
         each.use(0, 1, 2, 3, 4, 1, 2)
         each.pool.invalidate(everything=True)
         left = (each.held, each.pool.gathered_bytes, each.pool.copied_bytes, any(each.pool._pins.values()))

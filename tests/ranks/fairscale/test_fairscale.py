@@ -152,6 +152,47 @@ def fully_sharded() -> None:
             model.close()
 
 
+def summoned() -> None:
+    """What a wrapper inside has is all that its block gathers."""
+    outer, _, _ = nested()
+    expected, names = Net(), [name for name, _ in Net().named_parameters()]
+    optimizer = adam(outer.parameters())
+    inner = [each for each in get_fsdp_instances(outer) if each is not outer]
+    own = [{id(param) for param in each.parameters()} for each in inner]
+    shown = lambda: {id(param) for param in outer.parameters() if not bool(param.isnan().any())}  # noqa: E731
+    rest = {id(param) for param in outer.parameters()} - own[0] - own[1]
+    with outer.summon_full_params(volatile=True):
+        pass
+    assert not shown()
+    with outer.summon_full_params(recurse=False, volatile=True):
+        assert shown() == rest
+    with inner[0].summon_full_params(), torch.no_grad():
+        assert shown() == own[0]
+        assert inner[0].state_dict().keys() == inner[0].module.state_dict().keys()
+        for param in inner[0].parameters():
+            param.mul_(2.0)
+        with inner[1].summon_full_params(volatile=True):
+            assert shown() == own[0] | own[1]
+            for param in inner[1].parameters():
+                param.mul_(3.0)  # dropped
+            with inner[0].summon_full_params(volatile=True):
+                assert shown() == own[0] | own[1]
+        assert shown() == own[0]
+        with outer.summon_full_params(volatile=True):
+            assert shown() == own[0] | own[1] | rest
+        whole = inner[1].state_dict()  # gathered for it, as outside
+    assert not shown()
+    doubled = {name for name, param in outer.named_parameters() if id(param) in own[0]}
+    assert doubled and len(doubled) < len(names)
+    with torch.no_grad():
+        for name, param in expected.named_parameters():
+            param.mul_(2.0 if name in doubled else 1.0)
+    same(outer.state_dict(), expected, 0.0)
+    assert whole and all(torch.equal(value, inner[1].state_dict()[name]) for name, value in whole.items())
+    train(outer, optimizer, 1)
+    outer.close()
+
+
 @torch.no_grad()
 def _doubled(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
@@ -330,3 +371,7 @@ def test_programs_equal_plain_pytorch(ranks: int) -> None:
     """Weights, states and norms within 1e-11 of one process, wrapped in each way that there is."""
     for run in (fully_sharded, what_else, sharded_ddp, scaled, recomputed):
         run_ranks(ranks, run)
+
+
+def test_wrappers_inside_gather_their_own() -> None:
+    run_ranks(2, summoned)

@@ -31,7 +31,7 @@ def in_another_order() -> list[bool]:
         second.__enter__()
         for block in (first, second):
             block.__exit__(None, None, None)
-            held.append(session.engine.pool.all_held)
+            held.append(session.engine.pool.blocks.all_held)
         one_step(session)
     return held
 
@@ -53,9 +53,9 @@ def interrupted() -> list[str]:
         for at in range(inside.passed):
             came = inside.run(act, at)
             gc.collect()
-            if came and "release_all" in inside.where:
+            if came and "leave_block" in inside.where:
                 one_step(session)
-                left.append(f"{inside.where} {session.engine.pool.all_held}")
+                left.append(f"{inside.where} {session.engine.pool.blocks.all_held}")
     return left
 
 

@@ -60,13 +60,17 @@ def test_frozen_parameters_in_8_bits_are_not() -> None:
 
 
 class Looks(Branching):
-    """Reads all parameters between its layers, as all ranks do."""
+    """Reads parameters between its layers, as all ranks do: all of them, or two while it goes on."""
 
     session: Session | None = None
+    some = False
 
     def forward(self, x: Tensor, way: Sequence[Sequence[int]]) -> Tensor:
         first, rest = way
         x = super().forward(x, first)
+        if self.session is not None and self.some:
+            with self.session.gathered(self.session.params[1:3]):
+                return super().forward(x, rest)
         if self.session is not None:
             with self.session.module.gathered():
                 pass
@@ -78,19 +82,20 @@ def way(rank: int, step: int) -> Sequence[Sequence[int]]:
     return ((), USUAL) if (rank, step) == (0, 6) else (USUAL[:1], USUAL[1:])
 
 
-def looks(steps: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+def looks(steps: int, some: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
     plan = zero(3)
     with queued(), alike_for(2), counted() as found:
         model = seeded(Looks)
         with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
-            model.session = session
+            model.session, model.some = session, some
             train(session, way, steps)
             model.session = None
             return session.module.state_dict(), found
 
 
-def test_all_is_read_in_the_midst_of_a_played_pass() -> None:
+@pytest.mark.parametrize("some", [False, True])
+def test_parameters_are_read_in_the_midst_of_a_played_pass(some: bool) -> None:
     expected = plain(2, way, 8, Looks)
-    for state, found in run_ranks(2, looks, 8, timeout=90.0):
+    for state, found in run_ranks(2, looks, 8, some, timeout=90.0):
         assert found["played"] > 1
         assert_close(state, expected, 1e-9, "read in the midst")

@@ -450,6 +450,11 @@ def looks_between(what: str, strays: bool) -> tuple[dict[str, Tensor], list[Any]
                 elif what == "gathered":
                     with session.module.gathered():
                         seen.append([param.detach().clone() for param in model.parameters()])
+                elif what == "some":
+                    seen.append([])
+                    for param in model.parameters():
+                        with session.gathered([param]):
+                            seen[-1].append(param.detach().clone())
                 else:
                     seen.append(list(session.module.state_dict().values()))
 
@@ -458,7 +463,7 @@ def looks_between(what: str, strays: bool) -> tuple[dict[str, Tensor], list[Any]
             return session.module.state_dict(), seen, program, found
 
 
-@pytest.mark.parametrize("what", ["evaluation", "gathered", "state"])
+@pytest.mark.parametrize("what", ["evaluation", "gathered", "some", "state"])
 @pytest.mark.parametrize("strays", [False, True])
 def test_what_is_read_in_the_midst_of_a_step(what: str, strays: bool) -> None:
     ranks, ways = run_ranks(2, looks_between, what, strays), Once(5, strays)

@@ -1,0 +1,385 @@
+"""``zero.GatheredParameters`` gathers what it was given and nothing else: values, bytes, blocks inside each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed.zero import ZeroParamStatus
+from shardwise.testing import assert_close, run_ranks
+
+RANKS = 3
+WIDTH, LR = 48, 0.5  # sizes that divide by the ranks and need no padding
+Gathered = deepspeed.zero.GatheredParameters
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def config(stage: int, half: bool = False, live: int = 0, persist: int = 0, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": persist,
+            "stage3_max_live_parameters": live,
+            **zero,
+        },
+        "bf16": {"enabled": half},
+        "gradient_clipping": 0.0,
+    }
+
+
+@contextmanager
+def engine_of(
+    stage: int, model: nn.Module | None = None, **changes: Any
+) -> Iterator[tuple[deepspeed.DeepSpeedEngine, Any]]:
+    model = net() if model is None else model
+    engine = deepspeed.initialize(model=model, config=config(stage, **changes))[0]
+    yield engine, model
+    engine.destroy()
+    engine.session.mesh.close()
+
+
+def inputs(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def one_step(engine: deepspeed.DeepSpeedEngine, step: int = 0) -> float:
+    x = inputs(dist.get_rank(), step).to(next(engine.parameters()).dtype)
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def plain_step(model: nn.Module, ranks: int, step: int = 0) -> list[float]:
+    """All ranks' batches in one process."""
+    losses = [model(inputs(rank, step)).square().mean() for rank in range(ranks)]
+    torch.autograd.backward([loss / ranks for loss in losses])
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= LR * param.grad  # type: ignore[operator]
+            param.grad = None
+    return [loss.item() for loss in losses]
+
+
+def whole(params: Sequence[nn.Parameter]) -> list[bool]:
+    return [not bool(param.isnan().any()) for param in params]
+
+
+# ---- what is gathered
+
+
+def looped(live: int) -> list[int]:
+    """Bytes that each block of a loop over all parameters sent, and the most that was gathered."""
+    expected, sent = dict(net().named_parameters()), list[int]()
+    with engine_of(3, live=live) as (engine, model):
+        pool = engine.session.engine.pool
+        pool.peak_gathered_bytes = 0
+        params = list(model.parameters())
+        for name, param in model.named_parameters():
+            engine.session.reset_traffic()
+            with Gathered([param]):
+                assert torch.equal(param.data, expected[name])
+                assert param.ds_status is ZeroParamStatus.AVAILABLE
+                assert whole(params) == [each is param for each in params], name
+                assert pool.gathered_bytes == 4 * param.numel()
+            assert not any(whole(params)) and param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+            assert pool.gathered_bytes == 0
+            traffic = engine.session.traffic()
+            sent.append(traffic["all_gather"])
+            assert sum(traffic.values()) - sent[-1] <= 1024, traffic  # what ranks tell each other besides
+        assert pool.peak_gathered_bytes == 4 * max(param.numel() for param in params)
+        assert_close(engine.state_dict(), net().state_dict(), 0.0, "behind the loop")
+        one_step(engine)
+        expected_step = net()
+        plain_step(expected_step, RANKS)
+        assert_close(engine.state_dict(), expected_step.state_dict(), 1e-5, "a step behind the loop")
+    return sent
+
+
+@pytest.mark.parametrize("live", [0, 10**9])
+def test_a_loop_gathers_each_parameter_once(live: int) -> None:
+    per_param = [4 * param.numel() * (RANKS - 1) // RANKS for param in net().parameters()]
+    for sent in run_ranks(RANKS, looped, live):
+        assert sent == per_param
+
+
+def kept_by_others() -> None:
+    """What a forward pass has left gathered stays so, and so does what is resident."""
+    with engine_of(3, live=10**9, persist=WIDTH) as (engine, model):
+        last = model[2].bias
+        assert last.ds_persist
+        with torch.no_grad():
+            engine(inputs(0))
+        params = list(model.parameters())
+        assert all(whole(params))
+        engine.session.reset_traffic()
+        with Gathered([model[0].bias, last]):
+            assert all(whole(params))
+        assert whole(params) == [True, False, True, True]
+        with torch.no_grad():
+            assert torch.equal(engine(inputs(0)), net()(inputs(0)))
+
+
+def test_what_else_is_gathered_stays() -> None:
+    run_ranks(2, kept_by_others)
+
+
+# ---- changes
+
+
+def changed(stage: int, half: bool, zero: dict[str, Any]) -> None:
+    rank, dtype = dist.get_rank(), torch.bfloat16 if half else torch.float32
+    expected = net()
+    with engine_of(stage, half=half, **zero) as (engine, model):
+        before = engine.state_dict()
+        with Gathered([model[2].weight], modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                model[2].weight[3:5].fill_(0.25)
+            elif rank == 0:
+                model[2].weight.zero_()  # another rank's changes are lost
+        before["2.weight"][3:5] = 0.25
+        # Masters keep what was not changed unrounded, on ranks that have shown the modifier's values.
+        assert_close(engine.state_dict(), before, 0.0, "a change of one parameter")
+        with Gathered(model.parameters()):
+            shown = {name: param.detach().float() for name, param in model.named_parameters()}
+            assert all(torch.equal(value, before[name].to(dtype).float()) for name, value in shown.items())
+        loss = one_step(engine)
+        state = engine.state_dict()
+    expected.load_state_dict(before)
+    losses = plain_step(expected, dist.get_world_size())
+    rtol = 2e-2 if half else 1e-5
+    assert abs(loss - losses[rank]) <= rtol * losses[rank]
+    assert_close(state, expected.state_dict(), rtol, "training goes on with it")
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_change_of_one_parameter_is_trained(half: bool, tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for stage in (0, 1, 2, 3):
+        run_ranks(2, changed, stage, half, {})
+    for device in ({"device": "cpu"}, disk):
+        run_ranks(2, changed, 3, half, {"offload_param": device, "offload_optimizer": device})
+
+
+def lost() -> None:
+    with engine_of(3) as (engine, model):
+        told = pytest.warns(UserWarning, match=r"in-place changes of 0.bias are lost")
+        with told, Gathered([model[0].bias]), torch.no_grad():
+            model[0].bias.add_(1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with Gathered([model[2].bias]):
+                model[2].bias.sum()
+        assert_close(engine.state_dict(), net().state_dict(), 0.0, "changes without a modifier_rank")
+        for modifier in (None, 0):
+            refused = pytest.raises(RuntimeError, match=r"^0.weight \(96, 48\) was written to")
+            with refused, Gathered([model[0].bias], modifier_rank=modifier):
+                model[0].weight.data.zero_()
+                engine(inputs(0))
+        with pytest.raises(RuntimeError, match="inside gathered"), Gathered([model[0].bias]):
+            loss = engine(inputs(0)).square().mean()
+            engine.backward(loss)
+            engine.step()
+        engine.zero_grad()
+        assert_close(engine.state_dict(), net().state_dict(), 0.0, "what was refused")
+        one_step(engine)
+
+
+def test_what_is_lost_is_told() -> None:
+    run_ranks(2, lost)
+
+
+# ---- blocks inside each other, and inside of passes
+
+
+def nested() -> None:
+    rank = dist.get_rank()
+    with engine_of(3) as (engine, model):
+        a, b, c, d = params = list(model.parameters())
+        engine.session.reset_traffic()
+        with Gathered([a, b]):
+            with Gathered([b, c], modifier_rank=0):
+                assert whole(params) == [True, True, True, False]
+                if rank == 0:
+                    b.data.fill_(2.0)
+                with Gathered([]):
+                    pass
+            assert whole(params) == [True, True, False, False]
+            assert bool((b == 2.0).all())
+            with Gathered(model):
+                assert all(whole(params))
+            assert whole(params) == [True, True, False, False]
+        assert not any(whole(params))
+        # Of what an outer block has the inner ones gather nothing.
+        once = 4 * (a.numel() + b.numel() + 2 * c.numel() + d.numel())
+        assert engine.session.traffic()["all_gather"] == once // dist.get_world_size() * (dist.get_world_size() - 1)
+        first, second = Gathered([a, b]), Gathered([b, c])
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert whole(params) == [False, True, True, False]
+        second.__exit__(None, None, None)
+        assert not any(whole(params))
+        with Gathered([a], modifier_rank=1):
+            with Gathered([a]):
+                pass
+            if rank == 1:
+                a.data.fill_(-1.0)
+        expected = net().state_dict()
+        expected["0.bias"].fill_(2.0)
+        expected["0.weight"].fill_(-1.0)
+        assert_close(engine.state_dict(), expected, 0.0, "blocks inside each other")
+        for wrong in (ArithmeticError, KeyboardInterrupt):
+            with pytest.raises(wrong), Gathered([a, b], modifier_rank=0):
+                b.data.zero_()
+                raise wrong
+            assert not any(whole(params)) and not deepspeed.zero._GATHERED
+        assert_close(engine.state_dict(), expected, 0.0, "a block that failed")
+        one_step(engine)
+
+
+def test_blocks_inside_each_other() -> None:
+    run_ranks(2, nested)
+
+
+class Reads(nn.Module):
+    """Has the weight of another layer in its forward pass, by a block around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.sizes: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with Gathered([self.second.weight, self.first.bias]):
+            x = torch.tanh(x) * self.second.bias  # which is gathered beside them
+            self.sizes.append(float(self.second.weight.data.norm() + self.first.bias.data.norm()))
+        return self.second(x)
+
+
+def inside_passes(checkpointing: bool, live: int, zero: dict[str, Any]) -> None:
+    expected = Reads()
+    with engine_of(3, Reads(), live=live, **zero) as (engine, model):
+        if checkpointing:
+            forward = model.forward
+            model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+        for step in range(2):
+            loss, losses = one_step(engine, step), plain_step(expected, 2, step)
+            assert abs(loss - losses[dist.get_rank()]) <= 1e-5 * loss
+        times = 2 if checkpointing else 1
+        assert len(model.sizes) == 2 * times
+        for step, size in enumerate(model.sizes[::times]):
+            assert abs(size - expected.sizes[2 * step]) <= 1e-5 * size
+        assert_close(engine.state_dict(), expected.state_dict(), 1e-5, "blocks in a forward pass")
+        with Gathered([model.second.weight]):
+            loss = engine(inputs(dist.get_rank(), 2)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        plain_step(expected, 2, 2)
+        assert_close(engine.state_dict(), expected.state_dict(), 1e-5, "a forward pass in a block")
+
+
+@pytest.mark.parametrize("live", [0, 10**9])
+def test_blocks_and_passes(live: int, tmp_path: Path) -> None:
+    disk = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}  # whose gathers all ranks agree on
+    for checkpointing in (False, True):
+        for zero in ({}, disk):
+            run_ranks(2, inside_passes, checkpointing, live, zero)
+
+
+# ---- ranks and engines
+
+
+def other_parameters(stage: int) -> list[str]:
+    told = []
+    with engine_of(stage) as (engine, model):
+        one = [[model[0].weight], [model[0].weight, model[2].bias]][dist.get_rank()]
+        with pytest.raises(ValueError) as raised, Gathered(one, modifier_rank=0):
+            told.append("inside")
+        told.append(str(raised.value))
+        for order in (1, -1):  # a set has no order
+            with Gathered(list(model.parameters())[:: order if dist.get_rank() else 1], modifier_rank=1):
+                if dist.get_rank() == 1:
+                    model[0].bias.data.fill_(float(order))
+            assert bool((engine.state_dict()["0.bias"] == order).all())
+        if stage < 3:
+            with Gathered(one):  # nothing is gathered, and nothing changed
+                pass
+        one_step(engine)
+    return told
+
+
+def test_ranks_with_other_parameters_are_told() -> None:
+    for stage in (1, 3):
+        for told in run_ranks(2, other_parameters, stage):
+            assert told[-1].startswith("the ranks gather different parameters: 2.bias is on rank 1 and not on rank 0")
+            assert len(told) == (1 if stage == 3 else 2)
+
+
+def two_engines() -> None:
+    with engine_of(3) as (engine, model), engine_of(3) as (other, second):
+        with Gathered([model[0].bias, second[2].bias], modifier_rank=1):
+            assert whole(list(model.parameters())) == [False, True, False, False]
+            assert whole(list(second.parameters())) == [False, False, False, True]
+            if dist.get_rank() == 1:
+                model[0].bias.data.fill_(1.0)
+                second[2].bias.data.fill_(2.0)
+        assert not any(whole([*model.parameters(), *second.parameters()]))
+        for each, name, value in ((engine, "0.bias", 1.0), (other, "2.bias", 2.0)):
+            expected = net().state_dict()
+            expected[name].fill_(value)
+            assert_close(each.state_dict(), expected, 0.0, name)
+        mine = [second[0].bias] if dist.get_rank() else [second[0].weight]
+        with pytest.raises(ValueError, match="different parameters"), Gathered([model[0].bias, *mine]):
+            pass
+        assert not any(whole([*model.parameters(), *second.parameters()])), "the first one's block has ended"
+        one_step(engine)
+        one_step(other)
+
+
+def test_parameters_of_two_engines() -> None:
+    run_ranks(2, two_engines)
+
+
+# ---- states
+
+
+def states(directory: str) -> None:
+    with engine_of(3) as (engine, model):
+        engine.save_checkpoint(directory, "one")
+        with Gathered(model[0].parameters()):
+            own = {name: value.clone() for name, value in model[0].state_dict().items()}
+            refusals: list[Callable[[], object]] = [model.state_dict, lambda: model[0].load_state_dict(own)]
+            for refused in refusals:
+                with pytest.raises(RuntimeError, match="of the sharded"):
+                    refused()
+            assert_close(engine.state_dict(), net().state_dict(), 0.0, "the engine's state, in a block")
+            with pytest.raises(ValueError, match=r"^2.weight is not gathered: give GatheredParameters all"):
+                deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, directory)
+        expected = {name.removeprefix("0."): v for name, v in net().state_dict().items() if name.startswith("0.")}
+        assert_close(own, expected, 0.0, "a module's own state")
+        with Gathered(model):
+            deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, directory)
+            assert_close(dict(model.state_dict()), net().state_dict(), 0.0, "a checkpoint's")
+        one_step(engine)
+
+
+def test_states_in_blocks(tmp_path: Path) -> None:
+    run_ranks(2, states, str(tmp_path))
