@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shardwise.attributes import attribute_of
 from shardwise.checked import number
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS, state_of
@@ -17,6 +16,7 @@ from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
 from shardwise.engine.limit import Limited
+from shardwise.engine.masters_asked import attribute_of_optimizer
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
@@ -122,7 +122,7 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return attribute_of(self.optimizer, name, self)
+        return attribute_of_optimizer(self.optimizer, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"

@@ -98,6 +98,24 @@ class ConfiguredByDeepSpeed:
             warn_user(message)
 
     @property
+    def deepspeed_engine(self) -> Any:
+        """Not here.
+
+        Raises:
+            AttributeError: always, with what to ask instead.
+        """
+        raise AttributeError(
+            f"{type(self).__name__} has no DeepSpeed engine: strategy.session is what trains. Its optimizer."
+            "get_grad_norm() is get_global_grad_norm(), optimizer.loss_scale the loss scale, optimizer.max_norm what "
+            "steps clip to, checkpoints.save() and load() save_checkpoint() and load_checkpoint() (or save by the "
+            "Trainer or Fabric); strategy.config is the configuration",
+            name="deepspeed_engine",
+            obj=self,
+        )
+
+    _deepspeed_engine = deepspeed_engine
+
+    @property
     def zero_stage_3(self) -> bool:
         """Whether parameters are sharded."""
         return read_config(self.config).stage == 3
