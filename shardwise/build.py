@@ -169,6 +169,11 @@ class Session:
         """Whether this rank holds the gradient of a pass that no step has used."""
         return any(state.present for state in self.engine.grads.values())
 
+    @property
+    def passes_held(self) -> int:
+        """Passes that reached a parameter of the first optimizer since its gradients were used or dropped."""
+        return self.engine.counts.so_far(0)
+
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that the next step would apply, before clipping: averaged over ranks and unscaled, full shape.

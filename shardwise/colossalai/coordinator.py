@@ -40,6 +40,9 @@ class DistCoordinator:
         """This process' among those of its host, as the launcher says; -1 where it does not."""
         return int(read_variable("LOCAL_RANK") or -1)
 
+    # As programs read them.
+    _rank, _world_size, _local_rank = rank, world_size, local_rank
+
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
         """Whether this is rank 0 (of the group)."""
         return dist.get_rank(process_group) == 0

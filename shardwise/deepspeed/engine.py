@@ -60,7 +60,7 @@ class DeepSpeedEngine(Facts):
         self.settings, self._batch = settings, batch
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
-        self._apart = PassesApart(session, settings.stage)
+        self._apart = PassesApart(session, settings.stage, lambda: 0 if self._stepping else self._passes)
         apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
         self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
@@ -239,7 +239,7 @@ class DeepSpeedEngine(Facts):
                     self._take_step(lr_kwargs or {})
         finally:
             self._stepping = False
-        self.micro_steps += 1
+        vars(self)["micro_steps"] += 1
         if update:
             times = self._clock.step_ended(self.global_steps, self._samples, self._progress)
             scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else None
@@ -274,9 +274,10 @@ class DeepSpeedEngine(Facts):
         return f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. The count of passes goes on; without managed accumulation it starts anew."""
-        self.module.zero_grad()
-        self._recorder.forgets()
+        """Drop gradients at stages 0 and 1; sums at 2 and 3 stay, as DeepSpeed's do. Managed counts of passes go on."""
+        if not self._apart.keep_sums():
+            self.module.zero_grad()
+            self._recorder.forgets()
 
     def _passes_dropped(self, optimizer: int | None) -> None:
         self._unmanaged = 0  # whoever drops them, a pass that fails among others
@@ -463,8 +464,7 @@ class DeepSpeedEngine(Facts):
         return {name: getattr(self, name) for name in names}
 
     def _take_counters(self, counters: dict[str, int]) -> None:
-        for name in self._counters():
-            setattr(self, name, int(counters.get(name, 0)))
+        vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

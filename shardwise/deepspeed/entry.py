@@ -26,6 +26,7 @@ from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.loss_scaler import show_loss_scale
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
+from shardwise.deepspeed.optimizer_names import give_names
 from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
@@ -127,6 +128,7 @@ def initialize(
     drop_after_passes(session, settings)
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
+    give_names(engine)
     show_loss_scale(engine)
     show_quantizing(engine)
     engine.collate_fn = collate_fn

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from shardwise.attributes import ModeOfModule
-from shardwise.build import Session
 from shardwise.checked import whole
 from shardwise.comm import ranks_of
-from shardwise.deepspeed.config import Batch, Settings
-from shardwise.deepspeed.config_object import DeepSpeedConfig, OffloadDeviceEnum, OffloadStateTypeEnum, Section
+from shardwise.deepspeed.config import Batch
+from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
 from shardwise.deepspeed.process_groups import get_sequence_parallel_group
+from shardwise.deepspeed.written import Written
 
 __all__ = ["ABSENT", "Facts"]
 
@@ -62,9 +61,7 @@ ABSENT = {
     "random_ltd_initialize": "drop tokens in the model",
     "set_data_post_process_func": "give initialize a collate_fn",
     "clip_fp32_gradients": "step() clips to gradient_clipping; optimizer.clip_grad_by_norm(norm) does it before",
-    **dict.fromkeys(
-        ("timers", "tput_timer", "engine_timers", "get_wall_clock_timers", "print_forward_breakdown"), _TIMES
-    ),
+    **dict.fromkeys(("timers", "engine_timers", "get_wall_clock_timers", "print_forward_breakdown"), _TIMES),
     **dict.fromkeys(("register_compile_pass", "get_compile_time", "get_deepcompile_backend"), _COMPILED),
     **dict.fromkeys(("get_deepspeed_compile_backend", "get_autosp_backend", "get_autotp_backend"), _COMPILED),
     **dict.fromkeys((f"eigenvalue_{name}" for name in _CURVES), _REFUSED),
@@ -78,14 +75,10 @@ ABSENT = {
 NOT_HERE = "what it would turn on is refused"
 
 
-class Facts(ModeOfModule):
+class Facts(Written):
     """The part of an engine that only answers. Getters of keys give what was configured, or the key's default."""
 
-    session: Session
-    settings: Settings
-    optimizer: Any
     training_dataloader: Any
-    _batch: Batch
 
     zero_optimization_stage = _value(f"{ZERO}.stage")
     zero_reduce_scatter = _value(f"{ZERO}.reduce_scatter")
@@ -285,10 +278,6 @@ class Facts(ModeOfModule):
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
 
-    def gradient_clipping(self) -> float:
-        """The largest norm; 0 is none."""
-        return self.session.plan.grad.max_norm
-
     def offload_states(
         self,
         include: Container[Any] | None = None,
@@ -408,11 +397,6 @@ class Facts(ModeOfModule):
 
     def _backward_epilogue(self) -> None:
         """After a pass of outputs of ``module``, where DeepSpeed's engine has to be told: nothing is left to do."""
-
-    @property
-    def _config(self) -> DeepSpeedConfig:
-        """What DeepSpeed's engine has under this name, and programs read."""
-        return DeepSpeedConfig.of(self.settings, self._batch, self.dp_world_size)
 
     def get_type(self) -> list[Any]:
         """The entry ``type`` of each param group; 0.0 where there is none."""

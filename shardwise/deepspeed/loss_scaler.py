@@ -12,16 +12,30 @@ __all__ = ["LossScaleView", "show_loss_scale"]
 
 
 class LossScaleView:
-    """What is so now; nothing can be set here. Without fp16 the scale is 1.
+    """What is so now. Without fp16 the scale is 1. Whatever else is set is an ``AttributeError``.
 
     Attributes:
         scale_factor: what the scale is multiplied by when it grows, and divided by on an overflow.
+        raise_error_at_min_scale: whether an overflow at the lowest scale is an error; may be set. Otherwise such steps
+            are skipped, as at stage 0.
     """
 
     scale_factor = 2.0
+    raise_error_at_min_scale = True
+    _engine: weakref.ref[DeepSpeedEngine]
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = weakref.ref(engine)
+        self.__dict__["_engine"] = weakref.ref(engine)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "raise_error_at_min_scale":
+            raise AttributeError(
+                f"loss_scaler.{name} = {value!r:.80} would change nothing: fp16 of the configuration says how the loss "
+                "scale moves (loss_scale, loss_scale_window, min_loss_scale, hysteresis, ...)",
+                name=name,
+                obj=self,
+            )
+        self.__dict__[name] = value
 
     @property
     def _own(self) -> Any:

@@ -120,9 +120,9 @@ class Engine:
         self.attachment = Attachment(self)
         self.asides: list[Aside] = []
         """By optimizer."""
+        self.limits: dict[int, float] = {}  # by optimizer, what steps clip to where a program has set it
         self.closed = False
-        self._begun = False
-        """The model's parameters are the chunks', or about to be."""
+        self._begun = False  # the model's parameters are the chunks', or about to be
         self._wire()
 
     def _wire(self) -> None:

@@ -68,7 +68,9 @@ class ShardedModule(TransparentModule):
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
                     f"a sharded model of {probe.dtype} on {probe.device} cannot become {result.dtype} on "
-                    f"{result.device}; do that before boost/build, or choose the precision in the plugin"
+                    f"{result.device}; do that before boost/build, or choose the precision in the plugin. A setting "
+                    "keeps parameters in host memory between uses: GeminiPlugin(offload_param_frac=1.0), "
+                    "shard(offload='host'), offload_param in a DeepSpeed configuration"
                 )
         return self
 

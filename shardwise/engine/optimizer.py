@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from shardwise.attributes import attribute_of
 from shardwise.checked import number
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
-from shardwise.engine.losses import Losses
+from shardwise.engine.limit import Limited
+from shardwise.engine.masters_asked import attribute_of_optimizer
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
@@ -31,7 +31,7 @@ __all__ = ["ShardedOptimizer", "sharded_of"]
 
 
 # See [Note: The order of an update] and [Note: Guesses and their undoing].
-class ShardedOptimizer(Losses, torch.optim.Optimizer):
+class ShardedOptimizer(Limited, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
     ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
@@ -122,7 +122,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return attribute_of(self.optimizer, name, self)
+        return attribute_of_optimizer(self.optimizer, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"
@@ -212,9 +212,9 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
-        grad_plan = self.engine.plan.grad
+        grad_plan, limit = self.engine.plan.grad, self.max_norm
         failure = self._settle_early()
-        if self._late_norm is not None:
+        if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
             factor = inverse * self._clip
@@ -229,7 +229,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
             if self.scaler is not None and not math.isfinite(norm):
                 self._skip()
                 return value
-            factor = inverse * clip * clip_factor(clipped, grad_plan.max_norm)
+            factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor, failure)
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:

@@ -27,7 +27,10 @@ def compared_settings(
         passes = 0 if engine.plan.comm.same_order else counts.reduced.get(index, 0)
         return {"number of reduced passes": float(passes), "loss scale": counts.loss_scale}
 
-    asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
+    def asked() -> list[tuple[str, float]]:
+        limit = [("max_norm", engine.limits[index])] if index in engine.limits else []
+        return [*limit, *engine.visible.asked.get(index, ())]
+
     settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held)
     engine.reducer.riders.append(settings)
     return settings

@@ -121,8 +121,15 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     def _read(self, trainer: Any) -> Settings:
         return read(self._completed(trainer), self.world_size)
 
+    def _settled(self, trainer: Any) -> Settings:
+        """What the configuration says now, with what was changed in it, and with Trainer's part shown in it."""
+        self._take_edits()
+        self._show(self._completed(trainer))
+        self._settings = read(self.config, self.world_size)
+        return self._settings
+
     def _plan(self, module: Any) -> Plan:
-        return self._translated(self._read(module.trainer), module)[0]
+        return self._translated(self._settled(module.trainer), module)[0]
 
     def _clips(self, value: float, algorithm: str) -> bool:
         return not self._clips_in_step
@@ -135,8 +142,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
                 f"exclude_frozen_parameters={self.exclude_frozen_parameters} with checkpoint_io="
                 f"{type(self.checkpoint_io).__name__}, which is given whole checkpoints: leave one of them out"
             )
-        self.config = self._completed(trainer)
-        self._settings = settings = read(self.config, self.world_size)
+        settings = self._settled(trainer)
         if trainer.state.fn.value != "fit" or not self.is_global_zero:
             return
         if self.load_full_weights and settings.stage != 3:
@@ -158,7 +164,8 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """See :meth:`ShardedStrategy.model_sharded_context`. What a module builds may depend on the configuration
         (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``), so that is complete by now."""
-        self.config = self._completed(self.lightning_module.trainer)
+        self._take_edits()
+        self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
             yield
 
@@ -227,6 +234,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
+        self._check_edits()
         settings = self._settings
         if settings is None or not hasattr(optimizer, "scaler"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -253,7 +261,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         trainer = self.lightning_module.trainer
         if self._given.get(MICRO) in (None, AUTO):
             self._settings = self._read(trainer)
-            self.config[MICRO] = self._settings[MICRO]
+            self.config[MICRO] = self._shown[MICRO] = self._settings[MICRO]
         self._steps = int(trainer.global_step)
         if self._clock is not None:
             self._clock.restart()

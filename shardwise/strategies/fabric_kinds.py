@@ -196,7 +196,9 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
 
     def _read(self) -> Settings:
         facts = TrainerFacts(accumulation=1, micro_batch=1, clip=0.0, precision=self.format.name)
-        self.config = complete(self._given, self.arguments, facts, self._misconfiguration)
+        self._take_edits()
+        self._check_given()
+        self._show(complete(self._given, self.arguments, facts, self._misconfiguration))
         self._settings = read(self.config, self.world_size)
         return self._settings
 
@@ -221,6 +223,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
+        self._check_edits()
         with watched_step(getattr(optimizer, "sharded", optimizer), self._settings or self._read()):
             return super().optimizer_step(optimizer, **kwargs)
 

@@ -61,6 +61,11 @@ def test_at_stage_0_every_overflow_counts_and_the_lowest_scale_is_no_error() -> 
     assert steps(engine, [float("inf")] * 4) == [4.0, 4.0, 2.0, 1.0]
     with pytest.raises(RuntimeError, match="at its minimum already"):
         steps(engine, [float("inf")])
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    assert engine.optimizer.loss_scaler.raise_error_at_min_scale
+    engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # as DeepSpeed's has it
+    assert steps(engine, [float("inf")] * 2) == [1.0, 1.0] and engine.skipped_steps == 7
+    assert all(map(torch.equal, engine.module_state_dict().values(), before.values()))
     engine.destroy()
 
 

@@ -234,7 +234,8 @@ def among_ranks(directory: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(f"rank 0 of {ranks + 1}")):
         colossalai.launch(0, ranks + 1, "localhost", 29500)
     coordinator = DistCoordinator()
-    assert (coordinator.rank, coordinator.world_size) == (rank, ranks)
+    assert (coordinator.rank, coordinator.world_size) == (rank, ranks) == (coordinator._rank, coordinator._world_size)
+    assert coordinator._local_rank == coordinator.local_rank
     assert coordinator.is_master() == (rank == 0) and coordinator.is_last_process() == (rank == ranks - 1)
     found = Path(directory) / "found"
     with coordinator.priority_execution():

@@ -405,11 +405,21 @@ def of_deepspeed(directory: str) -> None:
     ):
         with pytest.raises(Exception, match=message):
             strategy("deepspeed_1", config=config)
-    own = fabric(strategy("deepspeed_1", config={"zero_optimization": {"stage": 1}, "gradient_clipping": 0.1}), FABRIC)
+    of_config = strategy("deepspeed_1", config={"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0})
+    of_config.config["gradient_clipping"] = 0.1  # Fabric's own hands that object to DeepSpeed
+    own = fabric(of_config, FABRIC)
     model = net()
     model, optimizer = own.setup(model, adam(model.parameters()))
     with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) beside gradient_clipping=0.1")):
         own.clip_gradients(model, optimizer, max_norm=1.0)
+    assert of_config.session.plan.grad.max_norm == 0.1
+    of_config.config["gradient_clipping"] = 0.2
+    with pytest.warns(UserWarning, match="config was changed in gradient_clipping behind the setup"):
+        optimizer.step()
+    of_config.config["gradient_accumulation_steps"] = 2
+    model = net()
+    with pytest.raises(Exception, match="under Fabric the program counts"):
+        own.setup(model, adam(model.parameters()))
     own.strategy.unshard()
 
 
@@ -444,4 +454,7 @@ def test_checkpoints_go_between_strategies(tmp_path: Path) -> None:
 def test_what_else_programs_do(tmp_path: Path) -> None:
     """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
     run_ranks(2, around, str(tmp_path))
+
+
+def test_configurations_of_deepspeed(tmp_path: Path) -> None:
     run_ranks(2, of_deepspeed, str(tmp_path))

@@ -237,6 +237,60 @@ def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins() -> None
     run_ranks(RANKS, contradictions, timeout=120.0)
 
 
+class Changing(Toy):
+    """Writes into the configuration that its strategy has: before the setup of the model, or in its first step."""
+
+    when, changes = "", {}  # type: ignore[var-annotated]
+
+    def _change(self, when: str) -> None:
+        if when == self.when:
+            self.trainer.strategy.config.update(self.changes)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        self._change("setup")
+        return super().configure_optimizers()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._change("training")
+
+
+def edited() -> None:
+    tight, loose = (fit(stock(), toy(), gradient_clip_val=norm) for norm in (0.02, 0.0))
+    assert worst(tight, loose) > 1e-3
+    for given in ({"config": {"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0}}, {"stage": 1}):
+        own = strategy(**given)
+        own.config["gradient_clipping"] = 0.02
+        assert worst(fit(own, toy()), tight) <= 1e-6
+    own = strategy(stage=1)
+    own.config["zero_optimization"]["stage"] = 3
+    assert own.zero_stage_3
+    own.config = {**own.config, "gradient_clipping": 0.02}  # another object
+    made = trainer(own)
+    made.fit(toy(), data())
+    assert own.session.plan.shard.gathered_fraction < 1.0 and worst(weights(made), tight) <= 1e-6
+    # In force it shows what came from Trainer, which is nobody's change when another run begins with other things.
+    made.fit_loop.max_epochs, made.gradient_clip_val = 2, 0.5
+    del own.config["gradient_clipping"]
+    made.fit(made.lightning_module, data())
+    assert own.config["gradient_clipping"] == 0.5 and own.session.plan.grad.max_norm == 0.0
+    close(made)
+    for when, expected in (("setup", tight), ("training", loose)):
+        Changing.when, Changing.changes = when, {"gradient_clipping": 0.02}
+        with noted() as texts:
+            assert worst(fit(strategy(stage=2), toy(body=Changing)), expected) <= 1e-6, when
+        late = [text for text in texts if "strategy.config was changed in gradient_clipping behind" in text]
+        assert len(late) == (when == "training")
+    own = strategy(stage=2)
+    own.config["gradient_accumulation_steps"] = 3
+    with pytest.raises(Exception, match=r"gradient_accumulation_steps=3 .*accumulate_grad_batches=1"):
+        fit(own, toy())
+
+
+def test_what_is_written_into_the_config_of_a_strategy_counts_until_the_model_is_sharded() -> None:
+    """Lightning hands that object to DeepSpeed."""
+    run_ranks(RANKS, edited, timeout=120.0)
+
+
 def by_config() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}}
     schedule = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.7}}

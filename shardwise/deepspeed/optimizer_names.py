@@ -1,0 +1,70 @@
+"""What DeepSpeed's optimizers have beside torch's: the sharded optimizer of an engine, with these names."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from shardwise.build import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from shardwise.deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedOptimizer", "give_names"]
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """The optimizer of a DeepSpeed engine."""
+
+    _of: weakref.ref[DeepSpeedEngine]
+
+    @property
+    def _own(self) -> DeepSpeedEngine:
+        engine = self._of()
+        if engine is None:
+            raise RuntimeError(f"the engine of this {type(self).__name__} is gone: keep it")
+        return engine
+
+    @property
+    def clip_grad(self) -> float:
+        """What the next step clips the global norm to; 0 is none. May be set, on every rank the same; see
+        :attr:`ShardedOptimizer.max_norm`."""
+        return self.max_norm
+
+    @clip_grad.setter
+    def clip_grad(self, norm: float) -> None:
+        self.max_norm = norm
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes a step.
+
+        Raises:
+            AttributeError: set to another number.
+        """
+        return self._own.gradient_accumulation_steps()
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if steps != self.gradient_accumulation_steps:
+            raise AttributeError(
+                f"optimizer.gradient_accumulation_steps = {steps!r:.80} would change nothing: call "
+                "engine.set_train_batch_size(), or engine.set_gradient_accumulation_boundary() before each pass",
+                name="gradient_accumulation_steps",
+                obj=self,
+            )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DeepSpeedEngine.offload_states`."""
+        self._own.offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DeepSpeedEngine.reload_states`."""
+        self._own.reload_states(*args, **kwargs)
+
+
+def give_names(engine: DeepSpeedEngine) -> None:
+    """Make the engine's optimizer, the same object, one with these names."""
+    if engine.optimizer is not None:
+        engine.optimizer.__class__ = DeepSpeedOptimizer
+        engine.optimizer._of = weakref.ref(engine)

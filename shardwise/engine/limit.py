@@ -1,0 +1,44 @@
+"""The largest norm of what a step applies, which a program may change between steps."""
+
+from __future__ import annotations
+
+from shardwise.checked import number
+from shardwise.engine.engine import Engine
+from shardwise.engine.losses import Losses
+from shardwise.reduce.kept import TileNorm
+from shardwise.reduce.norm import LateNorm
+
+__all__ = ["Limited"]
+
+
+class Limited(Losses):
+    """Of a sharded optimizer."""
+
+    engine: Engine
+    index: int
+    _late_norm: LateNorm | TileNorm | None
+
+    @property
+    def max_norm(self) -> float:
+        """What the next step clips the global norm of the averaged, unscaled gradients to; 0 is off. The plan's, until
+        it is set: on every rank the same, which is compared with the next step.
+
+        Raises:
+            ValueError: set to a negative number, or one that is not finite.
+            RuntimeError: set where gradients are not kept until a norm is known (``update="backward"`` without clipping
+                and loss scale).
+        """
+        return self.engine.limits.get(self.index, self.engine.plan.grad.max_norm)
+
+    @max_norm.setter
+    def max_norm(self, norm: float) -> None:
+        limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
+        self.engine.check_open(f"max_norm={norm}")
+        if limit > 0.0 and self.engine.plan.streams_gradients:
+            raise RuntimeError(
+                f"max_norm={norm} with update={self.engine.plan.grad.update!r}: gradients may have been used already; "
+                "clip by GradPlan(max_norm=...), or use update='step'"
+            )
+        self.engine.limits[self.index] = limit
+        if isinstance(self._late_norm, TileNorm):
+            self._late_norm.collects = False  # until a step asks it for a norm again

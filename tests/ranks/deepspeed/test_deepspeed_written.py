@@ -1,0 +1,195 @@
+"""What programs write into an engine, and gradients that they drop between passes, against plain PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, MICRO, PASSES = 2, 3, 2
+LIMITS = [0.05, 0.01, 0.0, 0.02]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+
+
+def loss_of(model: Any, step: int, rank: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+    value: Tensor = 3.0 * model(torch.randn(MICRO, 6, generator=generator)).square().mean()
+    return value
+
+
+def plain(limits: list[float], turns: tuple[int, ...], ranks: int = RANKS) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights, and norms before clipping, where these of a step's passes count."""
+    model, norms = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step, limit in enumerate(limits):
+        optimizer.zero_grad()
+        every = [loss_of(model, step, rank, turn) for turn in turns for rank in range(ranks)]
+        (sum(every) / (PASSES * ranks)).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))))
+        optimizer.step()
+    return model.state_dict(), norms
+
+
+def start(stage: int, clip: float = 0.0) -> deepspeed.DeepSpeedEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": PASSES,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return deepspeed.initialize(model=net(), config=config)[0]
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    state = engine.module_state_dict()
+    engine.destroy()
+    return state
+
+
+def passes(engine: deepspeed.DeepSpeedEngine, step: int, rank: int, before: Any = lambda: None) -> None:
+    for turn in range(PASSES):
+        before()
+        engine.backward(loss_of(engine, step, rank, turn))
+        engine.step()
+
+
+def limited(stage: int, clip: float, how: str, rank: int) -> tuple[dict[str, Tensor], list[float]]:
+    engine, norms = start(stage, clip), []
+    for step, limit in enumerate(LIMITS):
+        if how == "optimizer":
+            engine.optimizer.clip_grad = limit
+        else:
+            engine._config.gradient_clipping = limit
+        passes(engine, step, rank)
+        assert limit == engine.gradient_clipping() == engine._config.gradient_clipping == engine.optimizer.clip_grad
+        norms.append(engine.get_global_grad_norm())
+    return close(engine), norms  # type: ignore[return-value]
+
+
+LIMITED = [(0, 0.0, "config"), (1, 1.0, "optimizer"), (2, 0.0, "optimizer"), (3, 0.3, "config"), (3, 0.0, "optimizer")]
+
+
+def of_one_rank() -> list[str]:
+    engine, rank = start(2), dist.get_rank()
+    with pytest.raises(TypeError, match="max_norm='a'"):
+        engine.optimizer.clip_grad = "a"
+    with pytest.raises(ValueError, match="max_norm=-1"):
+        engine._config.gradient_clipping = -1
+    if rank == 0:
+        engine.optimizer.clip_grad = 0.5
+    with pytest.raises(ValueError, match="different settings") as error:
+        passes(engine, 0, rank)
+    engine.destroy()
+    return [str(error.value)]
+
+
+def every_limit() -> list[Any]:
+    found = [limited(*case, dist.get_rank()) for case in LIMITED]
+    return [*found, of_one_rank()]
+
+
+def test_a_norm_that_is_set_in_training_is_what_steps_clip_to() -> None:
+    weights, norms = plain(LIMITS, (0, 1))
+    assert min(norms) > max(LIMITS)
+    for found in run_ranks(RANKS, every_limit):
+        for case, (state, seen) in zip(LIMITED, found, strict=False):
+            assert_close(state, weights, rtol=1e-6, what=str(case))
+            assert seen == pytest.approx(norms, rel=1e-5), case
+        assert "max_norm" in found[-1][0]
+
+
+def test_a_norm_that_is_set_where_gradients_stay_as_they_are() -> None:
+    """In one process, where a norm that nothing depends on is made by the update."""
+    weights, norms = plain(LIMITS, (0, 1), ranks=1)
+    state, seen = limited(1, 0.0, "optimizer", 0)
+    assert_close(state, weights, rtol=1e-6, what="one process")
+    assert seen == pytest.approx(norms, rel=1e-5)
+    engine = start(1)
+    passes(engine, 0, 0)
+    late = engine.optimizer._late_norm
+    assert late.collects
+    engine.optimizer.clip_grad = 0.1  # updates keep nothing for a norm that nobody asks them for
+    before = len(late._shares) + len(late._kept)
+    passes(engine, 1, 0)
+    assert not late.collects and len(late._shares) + len(late._kept) == before > 0
+    engine.destroy()
+
+
+def dropping(stage: int, whose: str) -> tuple[dict[str, Tensor], list[str]]:
+    engine = start(stage)
+    drop = engine.zero_grad if whose == "engine" else engine.optimizer.zero_grad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(len(LIMITS)):
+            passes(engine, step, dist.get_rank(), drop)
+        assert engine.global_steps == len(LIMITS)
+    return close(engine), [str(each.message) for each in caught]
+
+
+DROPPING = [*((stage, "engine") for stage in range(4)), (1, "optimizer"), (3, "optimizer")]
+
+
+def every_drop() -> list[tuple[dict[str, Tensor], list[str]]]:
+    return [dropping(*case) for case in DROPPING]
+
+
+def test_zero_grad_before_each_pass_of_an_update() -> None:
+    """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
+    off = [0.0] * len(LIMITS)
+    kept, rest = plain(off, (0, 1))[0], plain(off, (1,))[0]
+    for found in run_ranks(RANKS, every_drop):
+        for (stage, whose), (state, told) in zip(DROPPING, found, strict=True):
+            keeps = stage >= 2 and whose == "engine"
+            assert_close(state, kept if keeps else rest, rtol=1e-6, what=f"stage {stage}, zero_grad of the {whose}")
+            (text,) = told
+            assert ("optimizer.zero_grad() drops them" if keeps else "dropped after 1 of the passes") in text
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    engine = start(1)
+    assert (engine.optimizer.gradient_accumulation_steps, engine.enable_backward_allreduce) == (PASSES, True)
+    engine.optimizer.gradient_accumulation_steps = PASSES
+    engine.enable_backward_allreduce = True
+    engine.micro_steps = 8 * PASSES
+    engine.backward(loss_of(engine, 0, 0, 0))
+    engine.step()
+    assert engine.micro_steps == 8 * PASSES + 1
+    cases = [
+        (engine.optimizer, "gradient_accumulation_steps", 5, "set_train_batch_size"),
+        (engine, "enable_backward_allreduce", False, "coalesce_grad_reduction"),
+        (engine, "micro_steps", 0, "set_gradient_accumulation_boundary"),
+        (engine._config, "train_micro_batch_size_per_gpu", 9, "set_train_micro_batch_size"),
+        (engine.optimizer.loss_scaler, "cur_scale", 2.0, "fp16 of the configuration"),
+    ]
+    for owner, name, value, advice in cases:
+        before = getattr(owner, name)
+        with pytest.raises(AttributeError, match=f"{name} = .*{advice}"):
+            setattr(owner, name, value)
+        assert getattr(owner, name) == before
+    engine.micro_steps = 1
+    engine.backward(loss_of(engine, 0, 0, 1))
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+    engine.tput_timer.start()
+    engine.tput_timer.update_epoch_count()
+    engine.tput_timer.stop(global_step=True)
+    # The optimizer moves states as the engine does, by DeepSpeed's arguments.
+    engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=False)
+    with pytest.raises(RuntimeError):
+        engine.backward(loss_of(engine, 1, 0, 0))
+    engine.optimizer.reload_states(non_blocking=False)
+    passes(engine, 1, 0)
+    assert engine.global_steps == 2
+    engine.destroy()
