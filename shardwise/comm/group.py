@@ -29,7 +29,8 @@ class Buffer:
 
     Attributes:
         local: 1-D, this rank's memory.
-        peers: the same buffer of every rank, by group rank (``peers[rank]`` is ``local``); ``()`` when not mapped.
+        peers: the same buffer of every rank, by group rank (``peers[rank]`` what peers see of ``local``); ``()`` when
+            not mapped.
         number: among the group's, the same on every rank; 0 where the group needs none.
         bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
         served: what is held while gathers of it need no peer's taking part; see :meth:`Group.serve`.
@@ -71,8 +72,9 @@ class Buffer:
 
     def cut_to(self, numels: Sequence[int]) -> None:
         """For good, of each rank's copy as many elements as ``numels`` says by rank; of what is mapped."""
+        own = next(n for peer, n in zip(self.peers, numels, strict=True) if peer.data_ptr() == self.local.data_ptr())
         self.peers = tuple(peer[:numel] for peer, numel in zip(self.peers, numels, strict=True))
-        self.local = next(own for own in self.peers if own.data_ptr() == self.local.data_ptr())
+        self.local = self.local[:own]
         self._whole = (self.local, self.peers)
 
     def written(self) -> bool | None:

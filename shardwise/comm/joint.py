@@ -33,7 +33,7 @@ class JointBuffer(Buffer):
         self._tells: bool | None = None
 
     def whole(self) -> Tensor:
-        """The array, in a storage of its own: torch may exchange a storage's memory (``share_memory_``)."""
+        """The array, in a storage of its own; see [Note: A storage that moves]."""
         if self._private is None:
             raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
         return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)

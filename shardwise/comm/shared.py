@@ -176,7 +176,8 @@ class SharedGroup(Group):
         for line, ((numel, dtype), start) in enumerate(zip(specs, offsets, strict=True), start=1):
             peers = [tensor_in(segment, start, numel, dtype) for segment in segments]
             name = f"buffer {self._buffer_count} ({numel} x {dtype})"
-            buffer = SharedBuffer(self, name, line, words, peers)
+            own = tensor_in(segments[self.rank], start, numel, dtype)
+            buffer = SharedBuffer(self, name, line, words, peers, own)
             self._buffer_count += 1
             self._made.add(buffer)
             buffers.append(buffer)
@@ -309,6 +310,7 @@ class SharedGroup(Group):
     def fence(self, phase: str = "", met: bool = False) -> None:
         """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
         reduces: reductions have counters of their own."""
+        self._show()
         self._sync(FENCE, (), PHASES.index(phase))
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
@@ -362,7 +364,13 @@ class SharedGroup(Group):
 
     def has_written(self, updates: int) -> None:
         """Tell the peers that this rank is through with so many updates of what they read."""
+        self._show()
         self._words[self.rank][WRITTEN] = updates
+
+    def _show(self) -> None:
+        for buffer in self._made:
+            if isinstance(buffer, SharedBuffer):
+                buffer.show()
 
     def wait_written(self, updates: int) -> None:
         """Return when all ranks are through with so many."""

@@ -32,12 +32,23 @@ __all__ = [
 # place in which other hosts take part have three of their own: begun (its slice may be read), brought (slices of other
 # hosts that it takes are in place) and taken (it reads the peers' slices no more).
 PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED, BEGUN, BROUGHT, TAKEN = range(LINE_WORDS)
+SHOWN = (PUBLISHED, REDUCED, BROUGHT)
+"""Those that say that peers may read what has been written."""
 REDUCE_SCATTER, ALL_REDUCE = range(2)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
+# [Note: A storage that moves]
+# The program's parameters are views of ``local``, and torch may exchange the memory of a storage under all its tensors:
+# ``share_memory_()`` does, and so does whoever sends a parameter to another process of torch.multiprocessing. Peers map
+# what it was. So ``peers[rank]`` has a storage of its own, which nobody outside sees, and stays where it was mapped.
+# What ``local`` has then is the parameter, which those who share it see change; peers are shown it wherever they are
+# told that they may read: by a counter, or at a fence.
 class SharedBuffer(Buffer):
     """A buffer that all ranks map.
+
+    Args:
+        local: this rank's memory, in a storage of its own.
 
     Attributes:
         name: for messages.
@@ -45,9 +56,9 @@ class SharedBuffer(Buffer):
     """
 
     def __init__(
-        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor]
+        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor], local: Tensor
     ) -> None:
-        super().__init__(peers[group.rank], tuple(peers))
+        super().__init__(local, tuple(peers))
         self.group = group
         self.name = name
         self.sequence = 0
@@ -112,7 +123,16 @@ class SharedBuffer(Buffer):
 
     def tell(self, cell: int, value: int) -> None:
         """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
+        if cell in SHOWN:
+            self.show()
         self._segments[self.group.rank][self._base + cell] = value
+
+    def show(self) -> None:
+        """Have the peers see what ``local`` has, which may have moved; see [Note: A storage that moves]."""
+        if self.peers:
+            shown = self.peers[self.group.rank]
+            if shown.data_ptr() != self.local.data_ptr():
+                shown.copy_(self.local)
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""

@@ -138,20 +138,44 @@ class ShardedGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def _without_memory(self, what: str) -> str:
+        return f"{what}() of {self!r}: it has no memory of its own; call clone() on every rank first"
+
     def data_ptr(self) -> int:
         """Raises: there is no memory to point to."""
-        raise RuntimeError(f"data_ptr() of {self!r}: it has no memory of its own; call clone() on every rank first")
+        raise RuntimeError(self._without_memory("data_ptr"))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raises what torch raises of tensors without a storage."""
+        raise NotImplementedError(self._without_memory("untyped_storage"))
+
+    def __dlpack__(self, **_kwargs: Any) -> Any:
+        """Raises: whoever takes it may write to it, and it would be to a copy."""
+        raise BufferError(self._without_memory("__dlpack__"))
+
+    def is_shared(self) -> bool:
+        """False: who is sent it gets a copy."""
+        return False
+
+    def share_memory_(self) -> ShardedGrad:
+        """Nothing is done, so that a model with gradients can be shared."""
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As :meth:`torch.Tensor.numpy`."""
-        return self.clone().numpy(force=force)
+        """As :meth:`torch.Tensor.numpy`, read-only: what is written to a copy would be lost."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """As :meth:`torch.Tensor.tolist`."""
         return self.clone().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.clone().numpy() if dtype is None else self.clone().numpy().astype(dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError(self._without_memory("__array__"))
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

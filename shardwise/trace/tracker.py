@@ -9,6 +9,7 @@ model data in chunks"; counting at the dispatcher as ``torch.distributed._tools.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
@@ -73,7 +74,8 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+        with contextlib.suppress(NotImplementedError):  # sharded gradients have none
+            yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
         yield from storages(tensor._indices())
         yield from storages(tensor._values())
@@ -234,8 +236,7 @@ class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
         if resizes:
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.layout is torch.strided:
-                    storage = argument.untyped_storage()
-                    before[storage_id(storage)] = storage.nbytes()
+                    before.update({storage_id(each): each.nbytes() for each in storages(argument)})
         outputs = func(*args, **kwargs)
         self._count.note(outputs, origin, arguments, before)
         return outputs
