@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.checks.unfinished import state_of
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.device import synchronize
@@ -105,11 +105,18 @@ class Values:
         """Masters are about to be replaced, the ``whole`` model's or some: what was updated ahead of its step no longer
         matters, and what the program wrote to parameters that stay counts."""
         engine = self._engine
-        for index, each in engine.early.by_optimizer.items():
-            if each.discard():
-                engine.unfinished.begin("updates during backward", state_of(index))
+        for index in engine.early.by_optimizer:
+            self.discard_early_of(index)
         if not whole:
             engine.master_edits.take()
+
+    def discard_early_of(self, optimizer: int) -> None:
+        """As :meth:`discard_early`, of one optimizer. What was updated in place is unfinished until it is loaded."""
+        early = self._engine.early.by_optimizer[optimizer]
+        if early.in_place and early.pending:
+            # Before it is forgotten: masters and state are in part those of the next step.
+            self._engine.unfinished.begin("updates during backward", PARAMETERS, state_of(optimizer))
+        early.discard()
 
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False) -> Iterator[None]:
@@ -177,8 +184,13 @@ class Values:
         engine = self._engine
         engine.check_open("write_back()")
         self._undo_guesses("taking over gathered parameters")
-        group = engine.mesh.shard
-        group.fence("before an update")
+        engine.mesh.shard.fence("before an update")
+        # Some blocks load the model, and most do not, so what was left before it stays so.
+        with engine.unfinished.replaced("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
+            self._write_back()
+
+    def _write_back(self) -> None:
+        engine, group = self._engine, self._engine.mesh.shard
         for chunk in engine.chunks:
             # Frozen arrays that stay are never renewed, so each rank's part goes to all of them now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
