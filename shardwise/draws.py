@@ -65,9 +65,8 @@ class Private:
     def leave(self) -> None:
         """From here on what all ranks draw alike."""
         if self.inside:
-            generator, before = self._local.before
-            self._local.before = None
-            _put(generator, before)
+            _put(*self._local.before)
+            self._local.before = None  # last: an interrupt before it leaves again what is still to be left
 
     @contextmanager
     def drawing(self, own: bool, device: torch.device, dropouts: Dropouts) -> Iterator[None]:
@@ -75,8 +74,8 @@ class Private:
         if own == self.inside:
             yield
         elif own:
-            self.enter(device, dropouts)
             try:
+                self.enter(device, dropouts)
                 yield
             finally:
                 self.leave()

@@ -84,6 +84,11 @@ class Match:
         return sorted(self.taken)
 
     @property
+    def gives_parameters(self) -> bool:
+        """Whether a load replaces any."""
+        return any(self.tensor_of(name) is not None for name in self.stored_name)
+
+    @property
     def staying_parameters(self) -> list[str]:
         """Those that a load leaves as they are, as a whole or in part."""
         kept = (None, *getattr(self.source, "kept", ()))

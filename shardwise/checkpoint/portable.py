@@ -23,7 +23,7 @@ from shardwise.checkpoint.options import Options
 from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.restore import REPLACED, put_back, read_others
+from shardwise.checkpoint.restore import put_back, read_others
 from shardwise.checkpoint.run import Holding, Run
 from shardwise.checkpoint.snapshot import HostImage, Lane
 from shardwise.checkpoint.source import CheckpointSource
@@ -117,7 +117,6 @@ class PortableFiles:
         with opening_at(peers, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
             what = f"load the {part} from {path}"
             (match, others, options), _ = agree(world.gather, world.rank, what, look, share=False)
-            put_back(run, match, f"the {part} from {path}")
 
             def rest() -> None:
                 if options is None:
@@ -125,7 +124,7 @@ class PortableFiles:
                 else:
                     options.put_back()
 
-            agree(world.gather, world.rank, f"load the rest of the {part} from {path}, {REPLACED}", rest, share=False)
+            put_back(run, match, f"the {part} from {path}", rest)
         peers.close()
         return match
 

@@ -25,7 +25,7 @@ from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 
-__all__ = ["REPLACED", "Check", "Restored", "put_back", "read_others", "restore"]
+__all__ = ["Check", "Restored", "put_back", "read_others", "restore"]
 
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
@@ -135,8 +135,7 @@ def _restore_one(
     with opening(peers, candidate) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         begun.append(path)
-        put_back(run, match, path)
-        agree(run.gather, run.rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
+        put_back(run, match, path, rest.put_back)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,
@@ -153,23 +152,26 @@ def _restore_one(
     )
 
 
-def put_back(session: Any, match: Match, what: str) -> None:
-    """Parameters, masters and optimizer state from any source into a run or a session. Collective.
+def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
+    """Parameters, masters and optimizer state from any source into a run or a session, and then the ``rest``, which
+    belongs to them (rates and counts of one state are wrong for another). Collective.
 
     Raises:
         CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
     """
-    run = as_run(session)
-    with run.taken_over(whole=not match.staying_parameters):
-        agree(
-            run.gather,
-            run.rank,
-            f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
-            lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, match.optimizers),
-            share=False,
-        )
-    if run.rank == 0:
-        match.tell(what)
+    run, optimizers = as_run(session), match.optimizers
+    with run.replaced(match.gives_parameters, not match.staying_parameters, optimizers):
+        with run.taken_over(optimizers):
+            agree(
+                run.gather,
+                run.rank,
+                f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
+                lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, optimizers),
+                share=False,
+            )
+        if run.rank == 0:
+            match.tell(what)
+        agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:

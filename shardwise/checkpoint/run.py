@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.comm import Members
 from shardwise.engine.engine import Engine
 from shardwise.engine.fragments import Fill, Fragment, Held, TensorShape
@@ -99,7 +100,7 @@ class Holding(Protocol):
 
 
 class Run(Protocol):
-    """One training run on one rank. ``gather``, ``settle`` and ``taken_over`` are collective."""
+    """One training run on one rank. ``gather``, ``settle``, ``replaced`` and ``taken_over`` are collective."""
 
     @property
     def rank(self) -> int: ...
@@ -138,9 +139,14 @@ class Run(Protocol):
     def held(self) -> Holding:
         """What this rank holds, as it is now."""
 
-    def taken_over(self, whole: bool) -> AbstractContextManager[None]:
-        """Inside the block values and state are replaced, the ``whole`` model's or some; afterwards every rank uses the
-        new ones."""
+    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
+        """From before the first value that a load replaces until behind the last: ``parameters``, the ``whole`` model's
+        or some, the state of ``optimizers``, and what belongs to these. What an interrupt in the block leaves must be
+        loaded before the run goes on."""
+
+    def taken_over(self, optimizers: Collection[int]) -> AbstractContextManager[None]:
+        """Inside the block values are replaced, and the state of ``optimizers``; afterwards every rank uses the new
+        ones."""
 
 
 class EngineRun:
@@ -206,18 +212,26 @@ class EngineRun:
         return Held(self._session.engine, self._session.optimizers)
 
     @contextmanager
-    def taken_over(self, whole: bool) -> Iterator[None]:
+    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
+        """What was updated ahead of its step is given up. See [Note: What an interrupt leaves half-done]."""
+        engine, states = self._session.engine, [state_of(index) for index in optimizers]
+        engine.values.discard_early(whole)
+        parts = [PARAMETERS, *states] if parameters else states
+        with engine.unfinished.replaced("a load", parts, partly=() if whole else (PARAMETERS,)):
+            yield
+
+    @contextmanager
+    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
         """Gradients are dropped; shards are published at the end. Collective."""
         engine = self._session.engine
-        engine.values.discard_early(whole)
         engine.zero_grad()
         for optimizer in self._session.optimizers:
             optimizer.zero_grad()
         engine.values.before_update()
         try:
             with ExitStack() as stack:
-                for optimizer in self._session.optimizers:
-                    stack.enter_context(optimizer.undone_on_error())  # no state may be left that is not on the disk
+                for index in optimizers:  # no state may be left that is not on the disk
+                    stack.enter_context(self._session.optimizers[index].undone_on_error())
                 yield
         except BaseException:
             if engine.storage.store is not None:

@@ -154,8 +154,12 @@ class TorchRun:
             raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
         return TorchHeld(module, self.optimizers, self.rank, self.size)
 
+    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
+        """Nothing is noted: who interrupts torch's own load loads again."""
+        return nullcontext()
+
     @contextmanager
-    def taken_over(self, whole: bool) -> Iterator[None]:
+    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
         """Gradients are dropped."""
         for each in self.optimizers:
             each.zero_grad()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
 __all__ = ["PARAMETERS", "Unfinished", "state_of"]
 
 PARAMETERS = "the model's parameters"
@@ -17,8 +20,9 @@ def state_of(optimizer: int) -> str:
 # the user's may raise anything. A change of many values can be neither undone nor finished then. So it is noted down
 # before the first value and struck off after the last: a part that is found here is neither old nor new, whatever the
 # point was at which the change ended. Forward passes, steps and saves look here first; a load of the part strikes it
-# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, guesses), it is put back
-# instead.
+# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, guesses, state that a load
+# gives new tensors in one process), it is put back instead. What belongs to a part (rates and counts to a state)
+# changes before the part is struck off. Where two such changes are nested the outer one strikes it off.
 class Unfinished:
     """Parts of a run that are neither those before a change nor those after it.
 
@@ -40,6 +44,21 @@ class Unfinished:
         """They are whole again."""
         for part in parts:
             self._by.pop(part, None)
+
+    @contextmanager
+    def replaced(self, by: str, parts: Sequence[str], partly: Collection[str] = ()) -> Iterator[None]:
+        """Inside the block ``by`` gives ``parts`` other values, and some of ``partly``, which are among them.
+
+        What raises there says itself what it leaves; an interrupt says nothing, so all of them are unfinished then.
+        """
+        new = [part for part in parts if part not in self]
+        self.begin(by, *parts)
+        try:
+            yield
+        except Exception:
+            self.end(*new)
+            raise
+        self.end(*[part for part in parts if part in new or part not in partly])
 
     def __contains__(self, part: str) -> bool:
         return part in self._by

@@ -26,7 +26,7 @@ from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedule
 from shardwise.checkpoint.options import fitting
 from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.restore import REPLACED, put_back, read_others
+from shardwise.checkpoint.restore import put_back, read_others
 from shardwise.checkpoint.schedulers import SavedScheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import StateTensors
@@ -186,8 +186,7 @@ def take_over(
 
     with opening_at(peers, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
-        put_back(run, match, path)
-        agree(run.gather, run.rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
+        put_back(run, match, path, rest.put_back)
     peers.close()
     return rest.found
 

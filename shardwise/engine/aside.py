@@ -29,6 +29,9 @@ class Aside:
     def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], changed: Callable[[], None]) -> None:
         self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
         self._moved: list[Tile] = []
+        """Noted before the first of them moves: an interrupt may leave some here and some there."""
+        self._half = False
+        """They are moving, or an interrupt has ended that."""
         self._arena: torch.Tensor | None = None
         self._left: list[torch.Tensor] = []
         """Inside nested state, and on the host before anything was moved there."""
@@ -54,15 +57,18 @@ class Aside:
         Returns:
             Bytes moved.
         """
+        if self._half:
+            self.bring_back()
         mine = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
         if not mine:
             return 0
         if not self._moved:
             self._left = [inner for inner in self._inner(mine) if inner.device != mine[0].chunk.device]
         sizes = [HostArena.rounded(value.nbytes) for value in self._values(mine)]
-        if self._arena is None or sum(sizes) > self._arena.numel():
-            self._arena = host_block(sum(sizes), mine[0].chunk.device if pin else None)
         arena, start = self._arena, 0
+        if arena is None or sum(sizes) > arena.numel():
+            arena = host_block(sum(sizes), mine[0].chunk.device if pin else None)
+        self._arena = arena if pin else None
 
         def copied(value: torch.Tensor) -> torch.Tensor:
             nonlocal start
@@ -70,14 +76,12 @@ class Aside:
             start += HostArena.rounded(value.nbytes)
             return place.copy_(value.reshape(-1)).view(value.shape)
 
+        self._moved = mine
         self._replace(mine, copied, Tier.HOST)
-        self._moved += mine
-        if not pin:
-            self._arena = None
         return sum(sizes)
 
     def bring_back(self) -> None:
-        """Move it back to where it was."""
+        """Move it back to where it was; also what an interrupt has left half moved, either way."""
         if self._moved:
             device = self._moved[0].chunk.device
             self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
@@ -115,17 +119,32 @@ class Aside:
 
     @torch.no_grad()
     def _replace(self, tiles: Sequence[Tile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        elements = list(self._elements(tiles))
-        for state in {id(tile.state): tile.state for tile in tiles}.values():
-            if state.master is not None:
-                state.master = copied(state.master)
-            state.home = replace(state.home, state=tier)
-        for own, key in elements:
-            own[key] = copied(own[key])
-        for inner in self._inner(tiles):
-            point(inner, copied(inner))  # where it stands in its list or tuple
+        by_state: dict[int, list[Tile]] = {}
         for tile in tiles:
-            if tile.state.master is not None:
-                for piece in tile.pieces:
-                    point(piece.value, tile.state.master[piece.start : piece.end].view(piece.value.shape))
-        self._changed()
+            by_state.setdefault(id(tile.state), []).append(tile)
+        self._half = True
+        try:
+            for own in by_state.values():
+                if own[0].state.master is not None:
+                    own[0].state.master = copied(own[0].state.master)
+                    _point(own)
+            for entry, key in list(self._elements(tiles)):
+                entry[key] = copied(entry[key])
+            for inner in self._inner(tiles):
+                point(inner, copied(inner))  # where it stands in its list or tuple
+            for own in by_state.values():
+                own[0].state.home = replace(own[0].state.home, state=tier)
+        except BaseException:
+            _point(tiles)  # loads write masters, and saves read pieces: also before it is brought back
+            raise
+        finally:
+            self._changed()
+        self._half = False
+
+
+def _point(tiles: Sequence[Tile]) -> None:
+    """Pieces have the memory of their masters."""
+    for tile in tiles:
+        if tile.state.master is not None:
+            for piece in tile.pieces:
+                point(piece.value, tile.state.master[piece.start : piece.end].view(piece.value.shape))

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.checks.unfinished import PARAMETERS
-from shardwise.checks.unfinished import state_of as unfinished_state
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact
 from shardwise.engine import optimizer_state
@@ -352,7 +350,8 @@ class Held:
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill this rank's shards, masters and optimizer state; call ``Values.publish(everything=True)`` afterwards.
+        """Fill this rank's shards, masters and optimizer state, in place where there is memory for it: an interrupt
+        leaves them half filled (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
 
         Args:
             fill: gives values.
@@ -361,21 +360,11 @@ class Held:
             state_of: by the name of a parameter ``{key: small value, or Stored}``; ``None``: it was never stepped.
             optimizers: indices of those whose state is replaced.
         """
-        unfinished, states = self.engine.unfinished, [unfinished_state(index) for index in optimizers]
-        every = all(stored(self._own[slot.param][0]) is not None for c in self.engine.chunks for slot in c.spec.slots)
-        parameters = [PARAMETERS] if every or PARAMETERS not in unfinished else []
-        whole = [part for part in (*parameters, *states) if part not in unfinished]
-        unfinished.begin("a load", *parameters, *states)
-        try:
-            for chunk in self.engine.chunks:
-                self._put_values(chunk, fill, stored)
-                for optimizer, position in self._positions.get(chunk.spec.index, ()):
-                    if optimizer.index in optimizers:
-                        self._put_state(optimizer, position, fill, state_of)
-        except Exception:  # it says that some values were replaced; an interrupt says nothing
-            unfinished.end(*whole)
-            raise
-        unfinished.end(*parameters, *states)
+        for chunk in self.engine.chunks:
+            self._put_values(chunk, fill, stored)
+            for optimizer, position in self._positions.get(chunk.spec.index, ()):
+                if optimizer.index in optimizers:
+                    self._put_state(optimizer, position, fill, state_of)
 
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
         state = self.engine.states.get(chunk.spec.index)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checks.agreement import Description, agreed_load
-from shardwise.checks.unfinished import PARAMETERS
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.checksum import sample_words
 from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
@@ -247,25 +247,24 @@ class OneParameter:
         given = self._alike(value, own, f"the state {key!r}").reshape(-1)
         given = given if own else given[self._first : self._first + self._numel]
         with self._writing():
-            for position, piece, state in self._pieces():
+            for position, piece, _ in self._pieces():
                 part = given[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
-                if self._optimizer._updates.tiles[position].state.on_disk:
-                    self._rewrite(position, piece, key, part)
-                else:
-                    state[key].copy_(part.view(state[key].shape))
+                self._rewrite(position, piece, key, part)
 
     def _rewrite(self, position: int, piece: Piece, key: str, part: torch.Tensor) -> None:
-        """A tile on a disk with one piece's state changed."""
+        """A tile with one piece's state changed; never in place, so that what was there can come back."""
         if self._optimizer is None:
             return
         updates, held = self._optimizer._updates, self._optimizer.state
-        pieces = updates.tiles[position].pieces
+        tile = updates.tiles[position]
         with updates.opened(position):
-            states = [{name: _copy(each) for name, each in held.get(one.value, {}).items()} or None for one in pieces]
-        own = states[pieces.index(piece)]
-        if own is not None:
-            own[key].copy_(part)
-        updates.replace(position, states)
+            entries = [dict(held.get(one.value, {})) for one in tile.pieces]
+            if tile.state.on_disk:  # what was read is gone behind the block
+                entries = [{name: _copy(each) for name, each in entry.items()} for entry in entries]
+        own = entries[tile.pieces.index(piece)]
+        if own:
+            own[key] = own[key].clone().copy_(part.view(own[key].shape))
+        updates.replace(position, [entry or None for entry in entries])
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -277,6 +276,7 @@ class OneParameter:
             yield
         if engine.storage.store is not None:
             engine.storage.store.commit()
+        engine.unfinished.end(state_of(optimizer.index))
 
     def _pieces(self) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
         """Position of its tile, a piece of it, and the piece's state, which can be read until the next; in order."""

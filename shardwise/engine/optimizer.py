@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checked import number
 from shardwise.checks.collective import collective
-from shardwise.checks.unfinished import PARAMETERS, state_of
+from shardwise.checks.unfinished import state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
@@ -478,8 +478,7 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
         state_dict = state_taken(self.optimizer, state_dict)
         if self._early is not None:
             if self._early.in_place and self._early.failed:
-                self._early.discard()
-                self.engine.unfinished.begin("updates during backward", PARAMETERS)
+                self.engine.values.discard_early_of(self.index)
             else:
                 self._early.undo_for("loading a state")
         return state_dict

@@ -189,7 +189,11 @@ class TileUpdates:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """All state, and what the disk holds, is as it was if the block raises."""
+        """All state, and what the disk holds, is as it was if the block raises, but for tensors written in place.
+
+        Behind the block it is unfinished until the caller ends that; also after an interrupt in it where the caller has
+        begun that, or where peers may have the new one.
+        """
         part = state_of(self._index)
         was_whole = part not in self._engine.unfinished
         if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
@@ -199,7 +203,7 @@ class TileUpdates:
         try:
             self._engine.unfinished.begin("loading a state", part)
             yield
-        except BaseException:
+        except BaseException as error:
             if self._engine.storage.store is not None:
                 self._engine.storage.store.rollback(self._index)
             self.optimizer.state.clear()
@@ -207,11 +211,9 @@ class TileUpdates:
             for restore in undo:
                 restore()
             self._stepper.state_changed()
-            if was_whole:
+            if was_whole and (isinstance(error, Exception) or self._engine.mesh.everyone.size == 1):
                 self._engine.unfinished.end(part)
             raise
-        if was_whole:
-            self._engine.unfinished.end(part)
 
     # ---- an update
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checks.agreement import Description, agreed_on
-from shardwise.checks.unfinished import state_of
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.device import synchronize
@@ -106,11 +106,18 @@ class Values:
         """Masters are about to be replaced, the ``whole`` model's or some: what was updated ahead of its step no longer
         matters, and what the program wrote to parameters that stay counts."""
         engine = self._engine
-        for index, each in engine.early.by_optimizer.items():
-            if each.discard():
-                engine.unfinished.begin("updates during backward", state_of(index))
+        for index in engine.early.by_optimizer:
+            self.discard_early_of(index)
         if not whole:
             engine.master_edits.take()
+
+    def discard_early_of(self, optimizer: int) -> None:
+        """As :meth:`discard_early`, of one optimizer. What was updated in place is unfinished until it is loaded."""
+        early = self._engine.early.by_optimizer[optimizer]
+        if early.in_place and early.pending:
+            # Before it is forgotten: masters and state are in part those of the next step.
+            self._engine.unfinished.begin("updates during backward", PARAMETERS, state_of(optimizer))
+        early.discard()
 
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False, places: Sequence[int] | None = None) -> Iterator[None]:
@@ -207,8 +214,13 @@ class Values:
         engine = self._engine
         engine.check_open("write_back()")
         self._undo_guesses("taking over gathered parameters")
-        group, chunks = engine.mesh.shard, self._in_blocks()
-        group.fence("before an update")
+        engine.mesh.shard.fence("before an update")
+        # Some blocks load the model, and most do not, so what was left before it stays so.
+        with engine.unfinished.replaced("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
+            self._write_back(self._in_blocks())
+
+    def _write_back(self, chunks: Sequence[Chunk]) -> None:
+        engine, group = self._engine, self._engine.mesh.shard
         for chunk in chunks:
             # Frozen arrays that stay are never renewed, so each rank's part goes to all of them now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:

@@ -350,19 +350,14 @@ class EarlyUpdates:
             )
         self.take_back()
 
-    def discard(self) -> bool:
-        """Masters, or state, are about to be replaced: what was updated ahead of its step no longer matters.
-
-        Returns:
-            Whether what is not replaced is half that of the next step.
-        """
+    def discard(self) -> None:
+        """Masters, or state, are about to be replaced: what was updated ahead of its step no longer matters. In place,
+        what is not replaced is half that of the next step."""
         self.catch_up()
-        if not self.in_place:
+        if self.in_place:
+            self.forget()
+        else:
             self.rollback()
-            return False
-        begun = bool(self.updated or self.anywhere)
-        self.forget()
-        return begun
 
     def forget(self) -> None:
         """The step is over."""

@@ -51,17 +51,17 @@ class BareStep:
         if self._stands_in:
             yield
             return
-        optimizer = self._optimizer
-        drop = vars(optimizer).pop("zero_grad", None)
-        groups = optimizer.param_groups
+        optimizer, own = self._optimizer, vars(self._optimizer)
+        drop, groups = own.get("zero_grad"), optimizer.param_groups
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks = OrderedDict()
-        optimizer._optimizer_step_post_hooks = OrderedDict()
-        try:
+        try:  # before the first change, since an interrupt may come at any call; none is made on the way back
+            own.pop("zero_grad", None)
+            optimizer._optimizer_step_pre_hooks = OrderedDict()
+            optimizer._optimizer_step_post_hooks = OrderedDict()
             yield
         finally:
             if drop is not None:
-                vars(optimizer)["zero_grad"] = drop
+                own["zero_grad"] = drop
             optimizer._optimizer_step_pre_hooks = before
             optimizer._optimizer_step_post_hooks = after
             optimizer.param_groups = groups

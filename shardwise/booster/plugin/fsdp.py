@@ -159,8 +159,8 @@ class TorchFSDPModel(ModelWrapper):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep whole gradients on every rank; the first one after it reduces their sum."""
         sharded = cast(FSDPModule, self.module)
-        sharded.set_requires_gradient_sync(False)
         try:
+            sharded.set_requires_gradient_sync(False)  # unit by unit, between which an interrupt may come
             yield
         finally:
             sharded.set_requires_gradient_sync(True)
