@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shardwise.modes import ordinary_tensors
+
 __all__ = ["collective"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -14,12 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 # See shardwise.comm.activity: it is told to a store, since ranks that do not meet cannot exchange it.
 def collective(what: str) -> Callable[[F], F]:
     """A method of something that has an ``engine``: while it runs this rank is doing ``what``; see
-    :meth:`shardwise.mesh.Mesh.doing`."""
+    :meth:`shardwise.mesh.Mesh.doing`. What it returns, or takes over, are ordinary tensors in any mode."""
 
     def wrap(method: F) -> F:
         @functools.wraps(method)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.engine.mesh.doing(what):
+            with ordinary_tensors(), self.engine.mesh.doing(what):
                 return method(self, *args, **kwargs)
 
         return called  # type: ignore[return-value]

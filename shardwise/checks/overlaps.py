@@ -1,6 +1,6 @@
-"""Parameters that lie in the same memory without being one object.
+"""Parameters, buffers and other tensors of modules that lie in the same memory without being one object.
 
-Plain torch updates such memory twice, once for each of them, and both follow. Sharded, each has a place of its own, so
+Plain torch updates such memory twice, once for each parameter, and all follow. Sharded, each has a place of its own, so
 they would part after the first update.
 """
 
@@ -8,26 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.deferred.record import DeferredTensor
 from shardwise.torch_internals import no_torch_function, storage_id
 
 __all__ = ["check_apart"]
 
+PARAMETER = "parameter"
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes of modules that have what is asked for by name."""
+
 
 @dataclass(frozen=True)
 class _Held:
-    """A parameter or buffer and the bytes between its first and its last element, ``[start, end)`` of ``memory``."""
+    """A tensor and the bytes between its first and its last element, ``[start, end)`` of ``memory``."""
 
     name: str
     tensor: Tensor
-    is_parameter: bool
+    kind: str
+    """``"parameter"``, ``"buffer"``, or ``"attribute"`` of a module that is neither."""
     memory: tuple[str, int]
     start: int
     end: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.kind == PARAMETER
 
     @property
     def trained(self) -> bool:
@@ -35,7 +45,8 @@ class _Held:
 
 
 def check_apart(model: nn.Module) -> None:
-    """No two parameters of ``model`` share an element, and no buffer one with a trainable parameter.
+    """No two parameters of ``model`` share an element, and no buffer or attribute of a module one with a trainable
+    parameter.
 
     Neighbours in one memory (the flat weights of an LSTM) are apart. So are deferred tensors and those on the meta
     device, whose values are known to be one by their common storage.
@@ -55,9 +66,11 @@ def check_apart(model: nn.Module) -> None:
 
 
 def _held(model: nn.Module) -> Iterator[_Held]:
-    named: list[tuple[str, Tensor, bool]] = [(name, tensor, True) for name, tensor in model.named_parameters()]
-    named += [(name, tensor, False) for name, tensor in model.named_buffers()]
-    for name, tensor, is_parameter in named:
+    named: list[tuple[str, Tensor, str]] = [(name, tensor, PARAMETER) for name, tensor in model.named_parameters()]
+    named += [(name, tensor, "buffer") for name, tensor in model.named_buffers()]
+    known = {id(tensor) for _, tensor, _ in named}
+    named += [(name, each, "attribute") for name, each in _attributes(model) if id(each) not in known]
+    for name, tensor, kind in named:
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
         storage = tensor.untyped_storage()
@@ -68,7 +81,31 @@ def _held(model: nn.Module) -> Iterator[_Held]:
         else:
             continue  # a subclass that has its values elsewhere
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        yield _Held(name, tensor, is_parameter, memory, start, start + (last + 1) * tensor.itemsize)
+        yield _Held(name, tensor, kind, memory, start, start + (last + 1) * tensor.itemsize)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Plain tensors among the attributes of modules, also in their lists, tuples and dicts.
+
+    Not what has a graph: a forward pass has left it, and the next makes it anew. So it is with the weight that
+    ``torch.nn.utils.spectral_norm`` puts beside a parameter ``weight_orig``.
+    """
+    for path, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key in REGISTERED or f"{key}_orig" in module._parameters:
+                continue
+            name = f"{path}.{key}" if path else key
+            for label, each in _items(value):
+                if type(each) in (Tensor, DeferredTensor) and each.grad_fn is None:
+                    yield name + label, each
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"[{at}]", each) for at, each in enumerate(value)]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    return [("", value)]
 
 
 def _matters(one: _Held, other: _Held) -> bool:
@@ -101,6 +138,7 @@ def _refuse(kept: _Held, other: _Held) -> NoReturn:
             f"({other.name} = {kept.name}), or give {other.name} memory of its own (clone()), before boost/build"
         )
     raise ValueError(
-        f"buffer {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {kept.name} ({nbytes} "
-        f"bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before boost/build"
+        f"{other.kind} {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {kept.name} "
+        f"({nbytes} bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before "
+        "boost/build, or read the parameter where it is used"
     )

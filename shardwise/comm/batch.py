@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.errors import PeerError
 from shardwise.comm.link import Message
+from shardwise.modes import ordinary_tensors
 
 __all__ = ["Batch", "Errand", "Scratch", "Watcher"]
 
@@ -33,12 +34,14 @@ class Scratch:
             if self._free:
                 # Grow by replacing, so that mixed sizes do not pile up.
                 self._free.pop(min(range(len(self._free)), key=lambda index: self._free[index].numel()))
-            block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            with ordinary_tensors():
+                block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return block[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Return what :meth:`take` gave."""
-        self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()))
+        with ordinary_tensors():
+            self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()))
 
 
 class _Watched(Protocol):

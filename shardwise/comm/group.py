@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.comm.activity import Activity
 from shardwise.comm.meeting import NOBODY, Meeting, Party
 from shardwise.comm.traffic import Traffic
+from shardwise.modes import ordinary_tensors
 
 __all__ = ["DONE", "NOBODY", "PHASES", "Bounds", "Buffer", "Group", "Handle", "Party"]
 
@@ -177,12 +178,14 @@ class Group(Meeting):
             ValueError: a size is negative.
         """
         _check_specs(specs)
-        return self._buffers(specs)
+        with ordinary_tensors():
+            return self._buffers(specs)
 
     def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         """As :meth:`buffers`, for shards: where the ranks can read them all as one array, :meth:`joined` gives that."""
         _check_specs(specs)
-        return self._joint_buffers(specs)
+        with ordinary_tensors():
+            return self._joint_buffers(specs)
 
     def shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
         """As :meth:`buffers` or :meth:`joint_buffers`, for this rank's parts of arrays with these bounds.
@@ -192,7 +195,8 @@ class Group(Meeting):
         """
         for bounds, dtype in specs:
             self._check_bounds("shards", bounds, bounds[-1], dtype)
-        return self._shards(specs, joint)
+        with ordinary_tensors():
+            return self._shards(specs, joint)
 
     def serve(self, shards: Sequence[Buffer]) -> None:
         """Where the group can, all-gathers of these shards read the peers' memory without their taking part from here

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.modes import ordinary_tensors
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["TILE_NUMEL", "RankSum"]
@@ -62,7 +63,8 @@ class RankSum:
     def _scratch(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         kept = self._kept.get((dtype, device, number))
         if kept is None or kept.numel() < numel:
-            kept = self._kept[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
+            with ordinary_tensors():
+                kept = self._kept[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
         return kept[:numel]
 
 

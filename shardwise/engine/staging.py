@@ -9,6 +9,7 @@ import torch
 
 from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.comm import Buffer, Group, Handle
+from shardwise.modes import ordinary_tensors
 
 __all__ = ["WhenAsked", "gather_chunk", "gather_parts", "gather_shards"]
 
@@ -19,6 +20,11 @@ takes the ranks several exchanges, and a state has many small tensors."""
 
 def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
     """All ranks' equally long 1-D ``shard`` tensors (any float dtype) in rank order, a new tensor. Collective."""
+    with ordinary_tensors():
+        return _gathered(group, shard)
+
+
+def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
     if group.size == 1:
         return shard.clone()
     if not group.one_sided_gather:  # a rank that is at something else is told so; fences tell it where memory is shared
@@ -37,18 +43,19 @@ def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
 def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -> torch.Tensor:
     """The flattened parameter in ``slot``, of which each rank has ``own``, the part in its shard (1-D, perhaps empty).
     A new tensor. Collective."""
-    if group.size == 1:
-        return own.clone()
-    return _gather_unequal(
-        group, own, [max(min(slot.end, e) - max(slot.start, s), 0) for s, e in pairwise(spec.bounds)]
-    )
+    with ordinary_tensors():
+        if group.size == 1:
+            return own.clone()
+        counts = [max(min(slot.end, e) - max(slot.start, s), 0) for s, e in pairwise(spec.bounds)]
+        return _gather_unequal(group, own, counts)
 
 
 def gather_chunk(group: Group, spec: ChunkSpec, shard: torch.Tensor) -> torch.Tensor:
     """All of a chunk, of which each rank has its ``shard`` (1-D, any dtype). A new tensor. Collective."""
     if spec.uneven is None:
         return gather_shards(group, shard)
-    return _gather_unequal(group, shard, [spec.shard_numel(rank) for rank in range(group.size)])
+    with ordinary_tensors():
+        return _gather_unequal(group, shard, [spec.shard_numel(rank) for rank in range(group.size)])
 
 
 def _gather_unequal(group: Group, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

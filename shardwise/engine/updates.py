@@ -101,7 +101,7 @@ class TileUpdates:
                 self.tiles += tiles
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
-        self._stepper = TileStepper(optimizer, self.tiles)
+        self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._calls = Calls(together=not self._stepper.foreign)
         self.tells = index in engine.whole or is_foreign(optimizer)
         """Ranks tell each other whether an update raised: not of torch's own, whose steps cost no message so."""

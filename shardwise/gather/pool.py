@@ -22,10 +22,10 @@ from shardwise.gather.blocks import Blocks
 from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.taking_part import TakingPart
-from shardwise.gather.transforms import ordinary_tensors
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
+from shardwise.modes import ordinary_tensors
 from shardwise.sizes import size_text
 from shardwise.torch_internals import storage_id
 

@@ -1,13 +1,15 @@
 """Whether an optimizer updates each element by itself, which is what makes it possible to step flat shards.
 
 Of some optimizers the name tells, but anybody may write another whose update needs the parameter's norm, its rows and
-columns, or a count of the calls of ``step()``. Sharded, it would train, and give another result for every number of
-ranks. So it is tried out: a copy of it steps a small matrix whole, and in flat parts, one after the other.
+columns, its size, or a count of the calls of ``step()``. Sharded, it would train, and give another result for every
+number of ranks. So it is tried out: a copy of it steps a matrix whole, and in flat parts, one after the other; a small
+one, and one that is large enough for updates that large matrices alone get.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ __all__ = ["NotTriedError", "couples_elements", "couples_parameters", "stand_in"
 
 SHAPE, CUT = (3, 4), 5
 """The matrix, and the element at which it is cut."""
+LARGE = (144, 160)
+"""Another one, of which the first part is as small. Sizes from which on somebody's update differs are 128 a dimension
+and 4096 elements, in multiples of 256."""
 STEPS = 3
 RATE, SLOPE = 0.1, 3.0
 """Learning rate, since that of a warm-up's first step is 0; and the size of gradients, which limits of norms meet."""
@@ -47,10 +52,10 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
     eight at most; but a learning rate of 0.1). Of the optimizer nothing is changed, nor are torch's random numbers; no
     hooks run. An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
 
-    Not found is what shows only later than in the third step, or in other numbers. An optimizer that draws random
-    numbers counts as element-wise, since its steps differ anyway. So does one that cannot be tried: it wraps another
-    optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like this (it needs a closure, or
-    a GPU).
+    Not found is what shows only later than in the third step, in other numbers or in larger parameters. An
+    optimizer that draws random numbers counts as element-wise, since its steps differ anyway. So does one that cannot
+    be tried: it wraps another optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like
+    this (it needs a closure, or a GPU).
     """
     said = getattr(optimizer, "element_wise", None)
     if said is not None:
@@ -58,7 +63,8 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
     if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
         return False
     with without_global_step_hooks():
-        return any(_differs(optimizer, group, _whole, _in_parts) for group in _distinct(optimizer.param_groups))
+        shapes = itertools.product(_distinct(optimizer.param_groups), (SHAPE, LARGE))
+        return any(_differs(optimizer, group, _whole, _in_parts, shape) for group, shape in shapes)
 
 
 def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -129,11 +135,13 @@ def _within(value: Any) -> Iterator[Any]:
             yield from _within(each)
 
 
-def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], one: Cut, other: Cut) -> bool:
+def _differs(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], one: Cut, other: Cut, shape: tuple[int, int] = SHAPE
+) -> bool:
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def numbers() -> Tensor:  # wherever torch makes tensors by default
-        return torch.randn(SHAPE, generator=generator, device="cpu", dtype=torch.float32)
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
 

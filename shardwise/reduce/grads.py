@@ -12,6 +12,7 @@ from shardwise.comm import Buffer, Group, Handle
 from shardwise.memory.host import host_block
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
+from shardwise.modes import ordinary_tensors
 from shardwise.states import Table
 from shardwise.torch_internals import storage_id
 
@@ -211,10 +212,10 @@ class ChunkGrads:
     def own_memory(self) -> torch.Tensor:
         """Long-lived private memory for the reduced shard."""
         if self.kept_memory is None:
-            if self.ring is not None:
-                self.kept_memory = self.ring.take(self.chunk.shard_numel, self.accumulate_dtype)
-            else:
-                self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
+            ring, take = self.ring, self._take_memory or self._on_device
+            numel, dtype = self.chunk.shard_numel, self.accumulate_dtype
+            with ordinary_tensors():
+                self.kept_memory = ring.take(numel, dtype) if ring is not None else take()
         return self.kept_memory
 
     def release(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.modes import ordinary_tensors
 from shardwise.torch_internals import current_node, each_leaf, map_leaves, no_own_torch_function, wrapper_subclass
 
 __all__ = ["GradOwner", "ShardedGrad"]
@@ -442,7 +443,8 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = each.asked(what)
         key = (id(owner), each.param_index)
         if key not in whole:
-            whole[key] = owner.full(each.param_index, wide)
+            with ordinary_tensors():
+                whole[key] = owner.full(each.param_index, wide)
             if key in changed:
                 before[key] = whole[key].clone()
         found = whole[key]

@@ -38,6 +38,8 @@ class BareStep:
         stand_in = None if function is None else _stand_in(optimizer)
         self._stands_in, self._steps = stand_in is not None, stand_in if stand_in is not None else optimizer
         self._step: Any = own if function is None else MethodType(function, self._steps)
+        self.module: str = getattr(self._step, "__module__", None) or ""
+        """Where the step was written."""
 
     def step(self, group: dict[str, Any]) -> None:
         """One step of ``group`` alone; inside of :meth:`hidden`."""

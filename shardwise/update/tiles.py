@@ -30,6 +30,7 @@ from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.kept import TileNorm
 from shardwise.torch_internals import copy_each
+from shardwise.update.moved import memory_kept
 from shardwise.update.states import ChunkState
 from shardwise.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
@@ -208,10 +209,16 @@ def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tens
 
 # See [Note: Masters apart from parameters] for what a tile's values are.
 class TileStepper:
-    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype."""
+    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
-        self.optimizer, self.tiles = optimizer, tuple(tiles)
+    Args:
+        named: says for errors of which parameter a piece is, of its index among the facts.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], named: Callable[[int], str] = "param {}".format
+    ) -> None:
+        self.optimizer, self.tiles, self._named = optimizer, tuple(tiles), named
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
         self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
         self._generation = 0
@@ -224,6 +231,8 @@ class TileStepper:
         self._readable: bool | None = None
         """Once closed."""
         self.foreign = is_foreign(optimizer)
+        self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
+        """Whether its step is not known to write into the memory that parameters have."""
         self.norm: TileNorm | None = None
         """Is told of gradients that are read, where it wants to be."""
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
@@ -316,7 +325,11 @@ class TileStepper:
         shaped = first.chunk.spec.whole
         for piece, grad in zip(live, _by_piece(due, parts), strict=True):
             piece.value.grad = grad.view(piece.value.shape) if shaped else grad
-        self._call(group, live)
+        if self._may_move:
+            with memory_kept(self.optimizer, [piece.value for piece in live], lambda at: self._named(live[at].param)):
+                self._call(group, live)
+        else:
+            self._call(group, live)
         for piece in live:
             piece.value.grad = None
         self._round([each for each in due if each.shard is not None])

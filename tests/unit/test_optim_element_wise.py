@@ -111,8 +111,21 @@ def counted_in_a_list(self: Own, values: Tensor, gradient: Tensor, state: dict[s
     values.sub_(gradient / len(self.seen))
 
 
+def signs_if_large(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    values.sub_(gradient.sign() if values.numel() >= 4096 else gradient)
+
+
+def factored_if_large(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    (by_rows if min(values.shape) >= 128 and values.dim() > 1 else momentum)(self, values, gradient, state)
+
+
+def by_blocks_if_even(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    values.sub_(gradient * 0.5 if values.numel() % 256 == 0 else gradient)
+
+
 FINE = [momentum, counted, signs, noise, remembering]
 WHOLE = [trust_ratio, clipped, centred, by_rows, decayed_if_a_matrix, late]
+WHOLE += [signs_if_large, factored_if_large, by_blocks_if_even]
 BY_CALL = [counted_by_call, counted_in_a_list]
 COUPLED = [*WHOLE, *BY_CALL]
 
@@ -353,12 +366,12 @@ def test_few_groups_are_tried() -> None:
         return couples_elements(Own([{"params": [nn.Parameter(torch.ones(1))], **o} for o in options], noted))
 
     numbered = [{"name": f"layer {i}", "layer_id": i, "lr_scale": 0.9**i} for i in range(30)]
-    assert not tried(numbered) and len(calls) == 9 * MOST_GROUPS
+    assert not tried(numbered) and len(calls) == 18 * MOST_GROUPS
     # A name does not hide what differs otherwise, and may be what tells rules apart.
     named = [{"name": f"layer {i}"} for i in range(30)]
     assert tried([*named, {"name": "last", "adapts": True}])
     assert tried([{"kind": "adam"}, {"kind": "adam"}, {"kind": "lamb"}])
-    assert not tried([{"kind": "adam"}, {"kind": "adam"}]) and len(calls) == 9
+    assert not tried([{"kind": "adam"}, {"kind": "adam"}]) and len(calls) == 18
 
 
 def test_one_that_cannot_be_tried_is_left_to_fail_by_itself() -> None:
@@ -401,7 +414,7 @@ def test_torchs_and_ours_pass(kind: type[torch.optim.Optimizer], monkeypatch: py
 
     monkeypatch.setattr(kind, "step", noted)
     assert not couples_elements(optimizer)
-    assert len(steps) == 9
+    assert len(steps) == 18
 
 
 def test_torchs_adafactor_would_be_found() -> None:

@@ -1,0 +1,237 @@
+"""Optimizers whose step gives parameters other memory, against plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from early_setup import counting
+from engine_setup import check, data, one_mesh, seeded, sharded
+from tier_setup import small_tiles, tiers
+from torch import Tensor, nn
+
+from shardwise.comm import PeerError
+from shardwise.mesh import Mesh
+from shardwise.plan import ByNumel, Plan, replicated, zero
+from shardwise.testing import run_ranks
+from shardwise.update.moved import memory_kept
+
+STEPS = 3
+Group = dict[str, Any]
+State = dict[str, Any]
+Update = Callable[[nn.Parameter, Group, State], None]
+
+
+class Own(torch.optim.Optimizer):
+    """A user's, of one function that updates a parameter."""
+
+    def __init__(self, params: Any, update: Update) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, group, self.state[param])
+
+
+def new(param: nn.Parameter, group: Group) -> Tensor:
+    assert param.grad is not None
+    return param - group["lr"] * param.grad
+
+
+def assigned(param: nn.Parameter, group: Group, _state: State) -> None:
+    param.data = new(param, group)
+
+
+def filled(param: nn.Parameter, group: Group, _state: State) -> None:
+    param.set_(new(param, group))  # type: ignore[call-overload]
+
+
+def swapped(param: nn.Parameter, group: Group, _state: State) -> None:
+    other = nn.Parameter(new(param, group))
+    torch.utils.swap_tensors(param, other)
+
+
+def remembers(param: nn.Parameter, group: Group, state: State) -> None:
+    """Momentum of the values before, which it keeps without a copy; and of the first, in a list."""
+    before, first = state.get("before", param.data), state.setdefault("first", [param.data])[0]
+    state["before"] = param.data
+    param.data = new(param, group) + 0.5 * (param.data - before) + 0.1 * (first - param.data)
+
+
+def in_turn(param: nn.Parameter, group: Group, state: State) -> None:
+    """Into the parameter, and other memory, in turn."""
+    state["count"] = state.get("count", 0) + 1
+    if state["count"] % 2:
+        param.add_(param.grad, alpha=-group["lr"])  # type: ignore[arg-type]
+    else:
+        param.data = new(param, group)
+
+
+def turned(param: nn.Parameter, group: Group, _state: State) -> None:
+    """A square matrix shows its memory in another order."""
+    param.copy_(new(param, group))
+    if param.dim() == 2 and param.shape[0] == param.shape[1]:
+        param.data = param.data.t()
+
+
+class Turned(Own):
+    whole_tensors = True
+
+
+UPDATES: dict[str, Update] = {each.__name__: each for each in (assigned, filled, swapped, remembers, in_turn, turned)}
+KINDS: dict[str, type[Own]] = {"turned": Turned}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    return KINDS.get(name, Own)(model.parameters(), UPDATES[name])
+
+
+def plain(ranks: int, name: str) -> dict[str, Tensor]:
+    model = seeded(net)
+    own = optimizer(model, name)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (model(data(rank, step)).square().mean() / ranks).backward()
+        own.step()
+        own.zero_grad()
+    return dict(model.state_dict())
+
+
+def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
+    model = seeded(net)
+    with sharded(model, optimizer(model, name), plan, mesh) as session:
+        assert session.optimizer is not None
+        for step in range(STEPS):
+            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        return session.module.state_dict()
+
+
+def plans(directory: str) -> dict[str, Plan]:
+    host = tiers("s_host", directory)
+    found = {"ddp": replicated(), "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
+    found["straddling"] = zero(3).but(packing=ByNumel(chunk_numel=50))
+    found["host"] = zero(2).but(tiers=host)
+    found["disk"] = zero(3).but(tiers=tiers("s_disk", directory))
+    found["all_disk"] = zero(3).but(tiers=tiers("all_disk", directory))
+    found["early"] = zero(3).but(update="backward")
+    found["early_guessed"] = zero(2).but(update="backward", max_norm=1e9, tiers=host)
+    found["early_disk"] = zero(3).but(update="backward", tiers=tiers("s_disk", directory))
+    return found
+
+
+def every(directory: str, part: slice) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int]:
+    cases = [*itertools.product(plans(directory).items(), UPDATES)][part]
+    cases = [(each, name) for each, name in cases if name not in KINDS or each[1].tiers.disk is None]
+    with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
+        found = [(name, plan, trained(each, name, mesh)) for (plan, each), name in cases]
+        return found, counts["updates"]
+
+
+@pytest.mark.parametrize("ranks, part", [(1, slice(None)), (2, slice(None, None, 5))])
+def test_the_shards_follow(ranks: int, part: slice, tmp_path: Path) -> None:
+    """They did not: nothing was trained."""
+    expected = {name: plain(ranks, name) for name in UPDATES}
+    for found, early in run_ranks(ranks, every, str(tmp_path), part, timeout=300.0):
+        assert early
+        for name, plan, state in found:
+            check([state], expected[name], f"{name}, {plan}, {ranks} ranks", 1e-11)
+
+
+def grows(param: nn.Parameter, group: Group, _state: State) -> None:
+    param.data = new(param, group).repeat(2)
+
+
+def grown(plan: Plan) -> str:
+    model = seeded(net)
+    with sharded(model, Own(model.parameters(), grows), plan) as session:
+        assert session.optimizer is not None
+        session.backward(session.module(data(0, 0)).square().mean())
+        with pytest.raises((RuntimeError, PeerError)) as raised:
+            session.optimizer.step()
+        return str(raised.value)
+
+
+def test_another_shape_is_an_error_on_every_rank() -> None:
+    for text in run_ranks(2, grown, zero(2)):
+        assert "gives 0.weight values of shape (" in text or "gives 2.weight values of shape (" in text, text
+
+
+# ---- without ranks
+
+
+def values() -> tuple[Tensor, list[nn.Parameter]]:
+    memory = torch.arange(12.0)
+    return memory, [nn.Parameter(memory[:4]), nn.Parameter(memory[4:8]), nn.Parameter(memory[8:])]
+
+
+def named(at: int) -> str:
+    return f"number {at}"
+
+
+def kept(own: torch.optim.Optimizer, memory: Tensor, params: list[nn.Parameter]) -> bool:
+    return [p.data_ptr() for p in params] == [memory[at:].data_ptr() for at in (0, 4, 8)]
+
+
+@torch.no_grad()
+def test_parameters_that_exchange_memory() -> None:
+    memory, params = values()
+    own = torch.optim.SGD(params)
+    with memory_kept(own, params, named):
+        params[0].data, params[1].data = params[1].data, params[0].data
+        params[2].data = params[2].data.flip(0)
+    assert memory.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 11, 10, 9, 8] and kept(own, memory, params)
+
+
+@torch.no_grad()
+def test_other_dtypes_are_cast() -> None:
+    memory, params = values()
+    own = torch.optim.SGD(params)
+    with memory_kept(own, params, named):
+        params[1].data = params[1].double() + 0.25
+    assert memory[4:8].tolist() == [4.25, 5.25, 6.25, 7.25] and params[1].dtype is torch.float32
+    assert kept(own, memory, params)
+
+
+@torch.no_grad()
+def test_an_error_in_the_step_leaves_what_was_done() -> None:
+    """As plain PyTorch would; and the next step finds the memory."""
+    memory, params = values()
+    own = torch.optim.SGD(params)
+    with pytest.raises(ArithmeticError), memory_kept(own, params, named):
+        params[0].data = params[0] * 2
+        params[1].data = params[1].data[:2]
+        raise ArithmeticError
+    assert memory[:8].tolist() == [0, 2, 4, 6, 4, 5, 6, 7] and kept(own, memory, params)
+    what = r"SGD.step\(\) gives number 1 values of shape \(2,\) .* \(4,\)"
+    with pytest.raises(RuntimeError, match=what), memory_kept(own, params, named):
+        params[1].data = params[1].data[:2]
+    assert kept(own, memory, params)
+
+
+@torch.no_grad()
+def test_what_the_optimizer_keeps_of_the_old_memory_stays_as_it_was() -> None:
+    memory, params = values()
+    own = torch.optim.SGD(params)
+    own.state[params[0]] = {"before": params[0].data, "other": memory[4:8]}
+    own.snapshots = [params[0].data[1:]]  # type: ignore[attr-defined]
+    with memory_kept(own, params, named):
+        params[0].data = params[0] * 2
+    assert memory[:4].tolist() == [0, 2, 4, 6] and kept(own, memory, params)
+    assert own.state[params[0]]["before"].tolist() == [0, 1, 2, 3]
+    assert own.snapshots[0].tolist() == [1, 2, 3]  # type: ignore[attr-defined]
+    memory[4:8] = 0
+    assert own.state[params[0]]["other"].tolist() == [0, 0, 0, 0]
