@@ -268,9 +268,11 @@ class Reads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        with Gathered([self.second.weight, self.first.bias]):
+        # Not read by name, which would gather them.
+        given = [next(self.second.parameters()), list(self.first.parameters())[1]]
+        with Gathered(given):
             x = torch.tanh(x) * self.second.bias  # which is gathered beside them
-            self.sizes.append(float(self.second.weight.data.norm() + self.first.bias.data.norm()))
+            self.sizes.append(sum(float(each.data.norm()) for each in given))
         return self.second(x)
 
 
