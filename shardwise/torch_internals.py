@@ -192,9 +192,11 @@ def give_subclass(kind: type[Any], data: Tensor, requires_grad: bool = False) ->
 
 def wrapper_subclass(kind: type[Any], like: Tensor, device: torch.device) -> Any:
     """A tensor of class ``kind`` without memory, with shape, strides and dtype of ``like``."""
-    return torch.Tensor._make_wrapper_subclass(
+    made = torch.Tensor._make_wrapper_subclass(
         kind, like.size(), like.stride(), dtype=like.dtype, device=device, storage_size=0
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # for who asks in C++ (``to_dlpack``), and would read at address 0
+    return made
 
 
 no_own_torch_function = torch._C._disabled_torch_function_impl

@@ -28,7 +28,7 @@ class Unheld(torch.Tensor):
         made.why = why
         return made
 
-    def _refuse(self, *_args: object) -> NoReturn:
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(self.why)
 
     @classmethod
@@ -38,9 +38,9 @@ class Unheld(torch.Tensor):
         found = [each for each in each_leaf((args, kwargs)) if isinstance(each, Unheld)]
         raise RuntimeError(found[0].why)
 
-    __reduce_ex__ = __deepcopy__ = _refuse
+    __reduce_ex__ = __deepcopy__ = __dlpack__ = _refuse
     tolist = data_ptr = untyped_storage = _refuse
-    numpy = _refuse  # type: ignore[assignment]
+    numpy = _refuse
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"<{self.why}>"

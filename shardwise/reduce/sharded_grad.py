@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from shardwise.reduce.no_memory import NoMemory, without_memory
 from shardwise.torch_internals import current_node, each_leaf, map_leaves, no_own_torch_function, wrapper_subclass
 
 __all__ = ["GradOwner", "ShardedGrad"]
@@ -140,18 +141,43 @@ class ShardedGrad(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Raises: there is no memory to point to."""
-        raise RuntimeError(f"data_ptr() of {self!r}: it has no memory of its own; call clone() on every rank first")
+        raise RuntimeError(without_memory("data_ptr()", self))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """One of no bytes, whose elements are an error."""
+        return NoMemory(0, device=self.device)  # type: ignore[no-untyped-call]
+
+    def storage(self) -> NoReturn:
+        """Raises, as :meth:`data_ptr`."""
+        raise RuntimeError(without_memory("storage()", self))
+
+    def __dlpack__(self, **_kwargs: Any) -> Any:
+        """Raises: whoever takes it may write to it, and it would be to a copy."""
+        raise BufferError(without_memory("__dlpack__()", self))
+
+    def is_shared(self) -> bool:
+        """False: who is sent it gets a copy."""
+        return False
+
+    def share_memory_(self) -> ShardedGrad:
+        """Nothing is done, so that a model with gradients can be shared."""
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As :meth:`torch.Tensor.numpy`."""
-        return self.clone().numpy(force=force)
+        """As :meth:`torch.Tensor.numpy`, read-only: what is written to a copy would be lost."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """As :meth:`torch.Tensor.tolist`."""
         return self.clone().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.clone().numpy() if dtype is None else self.clone().numpy().astype(dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError(without_memory("__array__()", self))
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+import torch.utils.dlpack
 from engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -18,6 +24,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import run_ranks
+from shardwise.trace.tracker import TensorTracker
 
 NAMES = ["ddp", "zero2", "zero3", "zero3_gloo"]
 
@@ -91,6 +98,75 @@ def test_an_optimizer_made_after_sharding(name: str) -> None:
             assert same, what
         assert "updates '0.bias'" in by_hand[0] or "0.bias.grad" in by_hand[0]
         assert without[2] == "nothing"
+
+
+def saved(value: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+MEMORY: dict[str, Callable[[Tensor], object]] = {
+    "torch.from_dlpack": torch.from_dlpack,
+    "torch.from_dlpack of a view": lambda kept: torch.from_dlpack(kept.detach()[1:]),
+    "np.from_dlpack": lambda kept: np.from_dlpack(kept.detach()),  # type: ignore[arg-type]
+    "__dlpack__": lambda kept: kept.__dlpack__(max_version=(1, 0)),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "to_dlpack of a view": lambda kept: torch.utils.dlpack.to_dlpack(kept.detach().t()),
+    "untyped_storage": lambda kept: kept.untyped_storage().tolist(),
+    "storage": lambda kept: kept.storage().tolist(),
+}
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy()": lambda kept: kept.numpy(),
+    "numpy(force=True)": lambda kept: kept.numpy(force=True),
+    "detach().cpu().numpy()": lambda kept: kept.detach().cpu().numpy(),
+    "np.asarray": np.asarray,
+}
+COPIES: dict[str, Callable[[Tensor], Any]] = {
+    "np.array": np.array,
+    "np.array(copy=True)": lambda kept: kept.__array__(copy=True),
+    "np.asarray of a dtype": lambda kept: np.asarray(kept, dtype=np.longdouble),
+    "pickle": lambda kept: pickle.loads(pickle.dumps(kept)).numpy(),
+    "a queue": lambda kept: pickle.loads(ForkingPickler.dumps(kept.share_memory_())).numpy(),
+    "torch.save": lambda kept: saved(kept).numpy(),
+}
+
+
+def asked_for_memory(plan: Plan) -> dict[str, str]:
+    """By use, what it says."""
+    with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
+        kept, before = grad(model), grad(model).clone()
+        found = {name: said(lambda use=use: use(kept)) for name, use in MEMORY.items()}  # type: ignore[misc]
+        for name, use in WRITES.items():
+            array = use(kept)
+            assert (array == before.numpy()).all(), name
+            found[name] = said(lambda array=array: array.__setitem__(0, 3.0))  # type: ignore[misc]
+        for name, use in COPIES.items():
+            array = use(kept)
+            assert (array == before.numpy()).all(), name
+            array[0] = 3.0
+        if plan == PLANS["zero2"]:
+            model.share_memory()
+        with TensorTracker(torch.device("cpu")) as tracker:
+            made = torch.empty(0, dtype=torch.float64).resize_as_(kept)
+            assert tracker.live_bytes == made.nbytes
+        assert not kept.is_shared() and kept.untyped_storage().nbytes() == 0 and torch.equal(kept.clone(), before)
+        session.optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_memory_of_a_gradient(name: str) -> None:
+    """Exports of what is nowhere are errors; a copy that would take a write, and lose it, cannot be written to."""
+    for found in run_ranks(2, asked_for_memory, PLANS[name]):
+        for use in MEMORY:
+            of_torch = "Cannot access data pointer" in found[use] and use.startswith("to_dlpack")
+            named = "'0.weight'" in found[use] or use == "untyped_storage"
+            assert of_torch or (named and "clone() on every rank" in found[use]), (use, found[use])
+        assert found["__dlpack__"].startswith("BufferError") and found["storage"].startswith("RuntimeError")
+        for use in WRITES:
+            assert "read-only" in found[use], (use, found[use])
 
 
 def refused(plan: Plan) -> dict[str, str]:
