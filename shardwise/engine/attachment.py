@@ -214,6 +214,8 @@ class Attachment:
             self._take_grad(place, param)
 
     def _take_grad(self, place: int, param: torch.Tensor) -> None:
+        if not param.requires_grad:
+            return  # frozen since the forward pass: autograd adds nothing, and it counts as not used
         engine, (state, slot) = self._engine, self._places[place]
         # Taken first, whatever is refused below: it must not stand there at the next pass.
         grad = engine.visible.take(place, param)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from shardwise.modes import ordinary_tensors
+from shardwise.reduce.no_memory import NoMemory, without_memory
 from shardwise.torch_internals import current_node, each_leaf, map_leaves, no_own_torch_function, wrapper_subclass
 
 __all__ = ["GradOwner", "ShardedGrad"]
@@ -139,20 +140,21 @@ class ShardedGrad(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def _without_memory(self, what: str) -> str:
-        return f"{what}() of {self!r}: it has no memory of its own; call clone() on every rank first"
-
     def data_ptr(self) -> int:
         """Raises: there is no memory to point to."""
-        raise RuntimeError(self._without_memory("data_ptr"))
+        raise RuntimeError(without_memory("data_ptr()", self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Raises what torch raises of tensors without a storage."""
-        raise NotImplementedError(self._without_memory("untyped_storage"))
+        """One of no bytes, whose elements are an error."""
+        return NoMemory(0, device=self.device)  # type: ignore[no-untyped-call]
+
+    def storage(self) -> NoReturn:
+        """Raises, as :meth:`data_ptr`."""
+        raise RuntimeError(without_memory("storage()", self))
 
     def __dlpack__(self, **_kwargs: Any) -> Any:
         """Raises: whoever takes it may write to it, and it would be to a copy."""
-        raise BufferError(self._without_memory("__dlpack__"))
+        raise BufferError(without_memory("__dlpack__()", self))
 
     def is_shared(self) -> bool:
         """False: who is sent it gets a copy."""
@@ -174,7 +176,7 @@ class ShardedGrad(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
-            raise ValueError(self._without_memory("__array__"))
+            raise ValueError(without_memory("__array__()", self))
         array = self.numpy()
         return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 

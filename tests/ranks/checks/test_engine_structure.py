@@ -237,27 +237,44 @@ def frozen_for_a_while(session: Session, model: Net) -> None:
         session.optimizer.step()
 
 
-def thawing(plan: Plan) -> State:
+def frozen_before_backward(session: Session, model: Net) -> None:
+    """Between a step's forward and backward passes: in its second pass, then in its only one."""
+    for step in range(4):
+        for index in range(2 - step % 2):
+            loss = session.module(data(session.mesh.rank, step, index)).square().mean()
+            model.head.requires_grad_(not (step % 2 or index))
+            session.backward(loss)
+        assert (model.head.weight.grad is None) == bool(step % 2)
+        model.head.requires_grad_(True)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+
+
+def thawing(plan: Plan, train: Callable[[Session, Net], None]) -> State:
     model = seeded(Net)
     with sharded(model, sgd(model), plan) as session:
-        frozen_for_a_while(session, model)
+        train(session, model)
         return session.module.state_dict()
 
 
-def thawing_plainly() -> State:
+def thawing_plainly(late: bool) -> State:
+    """With ``late`` as in :func:`frozen_before_backward`."""
     model = seeded(Net)
     optimizer = sgd(model)
     for step in range(4):
-        model.head.requires_grad_(step % 2 == 0)
-        for rank in range(2):
-            (model(data(rank, step)).square().mean() / 2).backward()
+        for index in range(2 - step % 2 if late else 1):
+            model.head.requires_grad_(late or step % 2 == 0)
+            losses = [model(data(rank, step, index)).square().mean() / 2 for rank in range(2)]
+            model.head.requires_grad_(not (step % 2 or index))
+            torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("train", [frozen_for_a_while, frozen_before_backward])
 @pytest.mark.parametrize("name", STAGES)
-def test_parameters_that_are_frozen_for_a_while(name: str) -> None:
-    expected = thawing_plainly()
-    for state in run_ranks(2, thawing, PLANS[name]):
+def test_parameters_that_are_frozen_for_a_while(name: str, train: Callable[[Session, Net], None]) -> None:
+    expected = thawing_plainly(train is frozen_before_backward)
+    for state in run_ranks(2, thawing, PLANS[name], train):
         assert_close(state, expected, 1e-11, name)
