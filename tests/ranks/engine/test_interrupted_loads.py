@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -258,3 +259,33 @@ def test_an_interrupt_in_a_load_is_followed_by_what_is_right(name: str, tries: i
     ((points, wrong),) = run_ranks(1, short, name, str(tmp_path), tries, timeout=120.0 if tries else 7200.0)
     assert min(points.values()) >= 8, points
     assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
+
+
+def behind(of: type, name: str) -> Any:
+    """Inside, an interrupt comes right behind that method."""
+    real = getattr(of, name)
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    return mock.patch.object(of, name, interrupted)
+
+
+def what_is_left(update: str, of: type, name: str, act: str) -> str:
+    """What a step says behind the interrupt."""
+    session, first = prepared(zero(3, torch.bfloat16).but(update=update), IN_PLACE if update == "backward" else act)
+    with contextlib.closing(session):
+        with pytest.raises(KeyboardInterrupt), behind(of, name):
+            ACTS[act](session, first, "")
+        with pytest.raises(RuntimeError, match="load a checkpoint, or what is named here") as refused:
+            full(session)
+        return str(refused.value)
+
+
+def test_what_a_load_has_given_up_or_not_yet_taken_is_named() -> None:
+    (told,) = run_ranks(1, what_is_left, "backward", early.EarlyUpdates, "discard", "model")
+    assert f"{PARAMETERS} by updates during backward" in told and f"{state_of(0)} by updates during backward" in told
+    # The groups, whose rates belong to the state, come behind it.
+    (told,) = run_ranks(1, what_is_left, "step", optimizer_state.OptimizerState, "_commit", "optimizer")
+    assert f"{state_of(0)} by loading a state" in told and PARAMETERS not in told
