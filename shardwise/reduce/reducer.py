@@ -415,6 +415,7 @@ class Reducer:
         if self._observer.must_agree:
             self._observer.agreed([bool(flag) for flag in found.most[1:]])
         self._events.gradients_dropped(None)
+        self._events.passes_lost()
 
     def _count_launched(self) -> None:
         """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
