@@ -51,6 +51,7 @@ class Events:
         result_came: a chunk's reduced gradient is here and about to be added to what there is.
         result_added: it has been.
         gradients_dropped: those of an optimizer (of all, for ``None``).
+        passes_lost: one of the step's failed, and the gradients of all of them were dropped: all are to be made again.
         masters_wanted: those of an optimizer's chunk are about to be read or written as a whole.
         update_expected: an update will follow soon; what it needs from a disk may be read.
         update_began, update_ended: of an optimizer; an update that fails does not end.
@@ -71,6 +72,7 @@ class Events:
         self.result_came: Event[int] = Event()
         self.result_added: Event[int] = Event()
         self.gradients_dropped: Event[int | None] = Event()
+        self.passes_lost: Event[()] = Event()
         self.masters_wanted: Event[int] = Event()
         self.update_expected: Event[()] = Event()
         self.update_began: Event[int] = Event()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,18 +17,19 @@ from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.autocast import Autocast
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
-from shardwise.deepspeed.facts import ABSENT, Facts
+from shardwise.deepspeed.facts import ABSENT
 from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import PassesApart, check_all_used, scaled_passes, take_passes_of_module, watched_step
+from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module
+from shardwise.deepspeed.steps import Steps
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(Facts):
+class DeepSpeedEngine(Steps):
     """A sharded model, its optimizer and its schedule, stepped every ``gradient_accumulation_steps`` backward passes.
 
     Attributes:
@@ -57,7 +58,7 @@ class DeepSpeedEngine(Facts):
         self.module: nn.Module = session.model
         self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
         self.report: Report = settings.findings.report()
-        self.settings, self._batch = settings, batch
+        self.settings = settings
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
         self._apart = PassesApart(session, settings.stage, lambda: 0 if self._stepping else self._passes)
@@ -67,12 +68,7 @@ class DeepSpeedEngine(Facts):
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
         self.is_compiled = False
-        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._passes = 0  # calls of step since the last update
-        self._unmanaged = 0  # backward passes that the gradients held now are made of
-        session.events.gradients_dropped.listen(self._passes_dropped)
-        self._boundary: bool | None = None
-        self._applied, self._stepping, self._samples = False, False, 0  # samples of the last step
+        self._start_counting(batch)
         self._clock = StepClock(
             session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
         )
@@ -188,100 +184,6 @@ class DeepSpeedEngine(Facts):
                 "tensor that a forward pass of the engine returned"
             )
 
-    @contextmanager
-    def _held_back(self) -> Iterator[None]:
-        """Where whole gradients are kept (stages 0 and 1) only the last pass of a step exchanges them."""
-        managed = self.settings["managed_gradient_accumulation"]
-        if managed and self.session.plan.shard.reduce == "last" and not self.is_gradient_accumulation_boundary():
-            with self.session.no_sync():
-                yield
-        else:
-            yield
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next :meth:`step` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.settings["managed_gradient_accumulation"]:
-            return self._stepping
-        return self._passes + 1 >= self._batch.accumulation
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide :meth:`is_gradient_accumulation_boundary` from here on, before the pass that it is about.
-
-        Raises:
-            AssertedError: with ``managed_gradient_accumulation=false``, where every step is one.
-        """
-        if not self.settings["managed_gradient_accumulation"]:
-            raise AssertedError(
-                f"set_gradient_accumulation_boundary({is_boundary}) without managed_gradient_accumulation: leave it out"
-            )
-        self._boundary = is_boundary
-
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After every backward pass: updates the parameters at the accumulation boundary. Every rank calls it.
-
-        Args:
-            lr_kwargs: arguments of the schedule's ``step``.
-
-        Raises:
-            RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
-            AssertedError: inside of :meth:`no_sync`; or an unused parameter without ``ignore_unused_parameters``.
-        """
-        self._required("step")
-        self._apart.check_step()
-        self._stepping, self._applied = True, False
-        try:
-            self._passes += 1
-            update = self.is_gradient_accumulation_boundary() if self._boundary is not None else self._due()
-            if update:
-                with self._clock.timed("step"):
-                    self._take_step(lr_kwargs or {})
-        finally:
-            self._stepping = False
-        vars(self)["micro_steps"] += 1
-        if update:
-            times = self._clock.step_ended(self.global_steps, self._samples, self._progress)
-            scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else None
-            self._recorder.step_ended(self.global_samples, (self.get_lr() or [0.0])[0], scale, times)
-            self._recorder.print_profile(self.global_steps)
-
-    def _due(self) -> bool:
-        return not self.settings["managed_gradient_accumulation"] or self._passes >= self._batch.accumulation
-
-    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        optimizer = self._required("step")
-        check_all_used(self.session, self.settings)
-        passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
-        if self._boundary is not None:  # who sets it may call step once for all passes, or after each
-            passes = max(self._passes, self._unmanaged)
-        with watched_step(optimizer, self.settings):
-            optimizer.step()
-            self._count_step(optimizer, passes)
-        self.module.zero_grad()  # of .grad nothing is left, as under DeepSpeed
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-
-    def _count_step(self, optimizer: Any, passes: int) -> None:
-        self._applied = not optimizer.last_step_skipped
-        # What was accumulated is used up, whatever happens next.
-        self._passes, self.global_steps = 0, self.global_steps + 1
-        self.skipped_steps += optimizer.last_step_skipped
-        self._samples = self._batch.micro * self.dp_world_size * passes
-        self.global_samples += self._samples
-
-    def _progress(self) -> str:
-        return f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}"
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients at stages 0 and 1; sums at 2 and 3 stay, as DeepSpeed's do. Managed counts of passes go on."""
-        if not self._apart.keep_sums():
-            self.module.zero_grad()
-            self._recorder.forgets()
-
-    def _passes_dropped(self, optimizer: int | None) -> None:
-        self._unmanaged = 0  # whoever drops them, a pass that fails among others
-
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Reduce what passes under :meth:`no_sync` have kept; :meth:`step` would. Collective.
 
@@ -323,17 +225,6 @@ class DeepSpeedEngine(Facts):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`. No step is in it."""
         return self._apart.no_sync()
-
-    def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the parameters."""
-        return self._applied
-
-    def _required(self, what: str) -> Any:
-        if self.optimizer is None:
-            raise RuntimeError(
-                f"{what}() with optimizer={self.optimizer}: name one in the configuration, or give one to initialize"
-            )
-        return self.optimizer
 
     # ---- data
 
@@ -406,6 +297,7 @@ class DeepSpeedEngine(Facts):
         """
         if not save_dir:
             raise ValueError(f"{save_dir=}: give a directory for checkpoints")
+        self._finish_step()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
@@ -456,15 +348,8 @@ class DeepSpeedEngine(Facts):
             return None, None
         if not load_module_only:
             self._take_counters(found.counters)
-        self._passes = 0
+        self._passes, self._begun = 0, None
         return found.path, found.client_state
-
-    def _counters(self) -> dict[str, int]:
-        names = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
-        return {name: getattr(self, name) for name in names}
-
-    def _take_counters(self, counters: dict[str, int]) -> None:
-        vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

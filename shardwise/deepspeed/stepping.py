@@ -173,7 +173,7 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     yield
     if not optimizer.last_step_skipped:
         if settings["fp16.consecutive_hysteresis"]:
-            scaler.overflows = 0
+            scaler.forget_overflows()
     elif at_floor and raises and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "

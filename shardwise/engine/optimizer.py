@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from shardwise.checked import number
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
-from shardwise.engine.limit import Limited
 from shardwise.engine.masters_asked import attribute_of_optimizer
+from shardwise.engine.norms import Norms
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
@@ -24,14 +23,14 @@ from shardwise.engine.settings import compared_settings
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.reduce.kept import TileNorm
-from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
+from shardwise.reduce.norm import LateNorm, clip_factor
 from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["ShardedOptimizer", "sharded_of"]
 
 
 # See [Note: The order of an update] and [Note: Guesses and their undoing].
-class ShardedOptimizer(Limited, torch.optim.Optimizer):
+class ShardedOptimizer(Norms, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
     ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
@@ -42,6 +41,10 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
         optimizer: any element-wise torch optimizer over the model's parameters.
         index: its position among the engine's optimizers.
         scaler: the loss scale, or ``None``.
+
+    Attributes:
+        steps_ended: steps whose update was made, or skipped for overflow. It changes with that, so that an interrupt
+            behind a step does not hide it.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
@@ -62,6 +65,11 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
         self._loss_watch = LossWatch(engine)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
+        self.steps_ended = 0
+        self._skipping: int | None = None
+        """A step was skipped, whose gradients, of so many passes, are not all dropped yet."""
+        engine.events.backward_asked.listen(self._finish_skip)
+        engine.events.forward_began.listen(lambda trains: self._finish_skip() if trains else False)
         if self.needs_scaler():
             engine.passes.scaled = True
 
@@ -143,47 +151,6 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
 
     # ---- step
 
-    def divisor(self) -> float:
-        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective.
-
-        What was put into ``.grad`` by hand is taken over first.
-        """
-        self.engine.passes.reduce_rest()
-        self.engine.visible.collect()
-        return self.engine.visible.divisor(self.index)
-
-    def _reduced(self) -> list[torch.Tensor]:
-        return [grad for state in self._states for grad in state.apart() or state.together()]
-
-    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
-        others = self._counting.others(self._settings) if self._counting is not None else None
-        return global_norm(self._reduced(), p, self._ask, inverse, known, others)
-
-    def _ask(self, mine: float, largest: bool) -> float:
-        """The sum of all ranks' shares of the norm, or the largest of them. What the ranks are about to update with
-        rides along.
-
-        Raises:
-            RuntimeError: on every rank, where they have changed other gradients by hand.
-            ValueError: the same, where they have other settings.
-        """
-        engine, settings = self.engine, self._settings
-        engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
-        hooked = self.scaler is not None and self._updates.hooked
-        riding = [engine.visible.by_hand.mark(self.index), float(hooked), *settings.beside_norm()]
-        found, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, riding, largest)
-        if not same[0]:
-            engine.visible.by_hand.compare(self.index)
-        self._hooked = hooked or not same[1]
-        if not all(same[2:]):
-            settings.explain()
-        return found
-
-    @property
-    def _clip(self) -> float:
-        """A factor of the next step. The engine has it, so that wrappers that share our methods (Lightning's) do."""
-        return self.engine.visible.clip.get(self.index, 1.0)
-
     # [Note: When step hooks run]
     # Where torch's do: before the closure, and before anything is made of gradients and options, so that what they do
     # to these counts in their step, and is compared between ranks. A step that a loss scale has skipped calls none,
@@ -196,6 +163,8 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
             closure: evaluated first, with gradients enabled; its value is returned.
         """
         self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
+        if self._finish_skip() and closure is None:
+            return None  # an interrupt came out of that step, and this is it
         if self.scaler is None:
             if closure is None and self.engine.passes.unreduced:
                 self.engine.passes.reduce_rest()  # hooks see what the step will be made of
@@ -227,16 +196,17 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
             clipped = norm * clip
             self._norm = lambda: clipped
             if self.scaler is not None and not math.isfinite(norm):
-                self._skip()
+                self._skip(self.scaler)
                 return value
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor, failure)
         # Only now may the scale move: these gradients were made under the old one.
-        if self.scaler is not None:
+        if self.scaler is not None and (norm or self._has_gradients()):
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
         self._use_margin()
+        self.steps_ended += 1
         self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
 
@@ -304,15 +274,39 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
             self._margin_used = True
             self._updates.promote(meter.margin_bytes())
 
-    def _skip(self) -> None:
+    # [Note: A skipped step]
+    # It leaves parameters and state as they are, moves the scale, and drops the gradients chunk by chunk. Without those
+    # of the chunks that an interrupt finds dropped, the rest may be finite: a second step() would update some of the
+    # parameters. So all that says that the step was skipped changes in one statement, in which no interrupt comes, and
+    # with it that its gradients are to go, which is struck off when they have. A step() before that is the same step
+    # once more, and drops the rest; so does a new pass. A step without any gradient, as one that is called again behind
+    # an interrupt, does not count for the scale.
+    def _skip(self, scaler: LossScaler) -> None:
         name = first_non_finite(self.engine, self._states)
-        self.last_step_skipped = True
-        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
-        if self.scaler is not None:
-            self.scaler.update(overflow=True)
+        because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
+        after, passes, ended = scaler.after(overflow=True), self._passes(), self.steps_ended + 1
+        scaler.standing, self._skipping, self.steps_ended, self.last_step_skipped = after, passes, ended, True
+        self.skipped_because = because
         if self.engine.plan.verbose and self.engine.mesh.first:
-            print(f"step skipped: {self.skipped_because}", flush=True)
-        self._drop()
+            print(f"step skipped: {because}", flush=True)
+        self._finish_skip()
+
+    def _finish_skip(self) -> bool:
+        """Whether gradients of a skipped step were still there, which are dropped."""
+        if (passes := self._skipping) is None:
+            return False
+        self._drop(passes)
+        self._skipping = None
+        return True
+
+    def _has_gradients(self) -> bool:
+        """Whether any rank has some for this step. Every rank calls it."""
+        own, parts = float(any(state.touched for state in self._states)), self.engine.mesh.model_parallel
+        most = own if parts is None else parts.total(own, "who has gradients", self.engine.party, largest=True)[0]
+        return most > 0.0
+
+    def _passes(self) -> int:
+        return self.engine.counts.reduced.get(self.index, 0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
@@ -320,10 +314,14 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
         self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
         self.engine.visible.clear(self.index)
 
-    def _drop(self) -> None:
-        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
+    def _drop(self, passes: int | None = None) -> None:
+        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it.
+
+        Args:
+            passes: that the gradients were made of; ``None``: as many as are counted.
+        """
         self.engine.used.note(self.index, self._states)
-        passes = self.engine.counts.reduced.get(self.index, 0)
+        passes = self._passes() if passes is None else passes
         self.engine.drop_gradients(self.index)
         if self._early is not None:
             self._early.begin_step(passes)
@@ -338,97 +336,6 @@ class ShardedOptimizer(Limited, torch.optim.Optimizer):
             self._early.close()
         self._updates.close(given_back)
         take_back(self.optimizer)
-
-    # ---- norms
-
-    def get_grad_norm(self, norm_type: float | None = None) -> float | None:
-        """The global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a step.
-
-        Raises:
-            ValueError: ``norm_type`` is given, and not the one that the plan has steps compute.
-        """
-        of_steps = self.engine.plan.grad.norm_type
-        if norm_type not in (None, of_steps):
-            raise ValueError(
-                f"norm_type={norm_type}: step() computes the norm of p={of_steps:g} (norm_type of the plugin); "
-                "clip_grad_by_norm returns any other before the step"
-            )
-        return self._norm() if self._norm is not None else None
-
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Clip the gradients that the next :meth:`step` applies; returns their norm before. Every rank calls it.
-
-        Args:
-            max_norm: of all parameters' gradients together, averaged over the ranks and unscaled.
-            norm_type: p of the p-norm, ``math.inf`` included.
-            error_if_nonfinite: a norm that is not finite is an error, on every rank; otherwise nothing is clipped then.
-
-        Raises:
-            ValueError: ``max_norm`` or ``norm_type`` is not positive.
-            RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale); or see
-                ``error_if_nonfinite``.
-        """
-        number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
-        number("max_norm", max_norm, "(0, inf]", "a positive norm")
-        self._check_kept(f"clip_grad_by_norm({max_norm})")
-        inverse = 1.0 / self.divisor()
-        norm = self._global_norm(norm_type, inverse) * self._clip
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"clip_grad_by_norm({max_norm}): the norm of the gradients is {norm}; call zero_grad(), or leave "
-                "error_if_nonfinite False"
-            )
-        self.engine.visible.note(self.index, "clip_grad_by_norm()", max_norm)
-        if math.isfinite(norm):
-            self.engine.visible.clip[self.index] = self._clip * clip_factor(norm, max_norm)
-        return norm
-
-    @torch.no_grad()
-    def clip_grad_by_value(self, clip_value: float) -> None:
-        """Limit every element of the gradients that the next :meth:`step` applies to ``[-clip_value, clip_value]``.
-
-        Averaged over the ranks and unscaled, that is. If one is not finite nothing is limited, so that under a loss
-        scale the step is still skipped. Every rank calls it.
-
-        Raises:
-            ValueError: ``clip_value`` is not positive.
-            RuntimeError: gradients are not kept, or the plan updates during backward.
-        """
-        number("clip_value", clip_value, "(0, inf]", "a positive value")
-        self._check_kept(f"clip_grad_by_value({clip_value})")
-        if self._early is not None:
-            raise RuntimeError(
-                f"clip_grad_by_value({clip_value}) with update={self.engine.plan.grad.update!r}: updates made during "
-                "backward are not limited; use update='step'"
-            )
-        inverse = 1.0 / self.divisor()
-        self.engine.visible.note(self.index, "clip_grad_by_value()", clip_value)
-        if math.isfinite(self._global_norm(math.inf, inverse)):
-            limit = clip_value * self.engine.visible.scale(self.index)
-            for gradient in self._reduced():
-                bound = min(limit, torch.finfo(gradient.dtype).max)
-                gradient.clamp_(-bound, bound)
-
-    def unscale(self, scale: float) -> bool:
-        """Divide what the next :meth:`step` applies by ``scale``, that losses were multiplied by. Every rank calls it.
-
-        Returns:
-            Whether all of it is finite, on every rank.
-        """
-        number("scale", scale, "(0, inf)", "a loss scale > 0")
-        self._check_kept(f"unscale({scale})")
-        norm = self._global_norm(math.inf, 1.0 / self.divisor())
-        self.engine.visible.note(self.index, "unscale()", scale)
-        self.engine.visible.clip[self.index] = self._clip / scale
-        return math.isfinite(norm)
-
-    def _check_kept(self, call: str) -> None:
-        self.engine.check_open(call)
-        if self.engine.plan.streams_gradients:
-            raise RuntimeError(
-                f"{call} with update={self.engine.plan.grad.update!r}: gradients may have been used already; clip by "
-                "GradPlan(max_norm=...), or use update='step'"
-            )
 
     # ---- state
 

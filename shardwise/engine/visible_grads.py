@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,8 +65,7 @@ class VisibleGrads:
             self._grads.append(ShardedGrad(own, index, like, state.chunk.device))
             start, end = state.chunk.overlap(state.spec.slots[at])
             self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
-        self._indices = list(self._params)
-        self._place = {index: place for place, index in enumerate(self._indices)}
+        self._indices, self._place = list(self._params), {index: place for place, index in enumerate(self._params)}
         # By place, since all of them are gone through in every pass.
         self._in_order = list(self._params.values())
         self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
@@ -123,11 +123,13 @@ class VisibleGrads:
 
     def _settle_clip(self) -> None:
         """What is there is multiplied by what it was clipped by, and what comes is not."""
-        for optimizer in [each for each, factor in self.clip.items() if factor != 1.0]:
+        clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
+        for optimizer in clips:
             self.engine.values.undo_guess(optimizer)
-            for state in [state for state, _ in self._by_state if state.spec.optimizer == optimizer]:
-                state.rescale(self.clip[optimizer])
-        self.clip.clear()
+        with self.engine.passes.rewriting() if clips else nullcontext():
+            for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
+                state.rescale(clips[state.spec.optimizer])
+            self.clip.clear()
 
     def end_pass(self) -> None:
         """A pass is over."""
@@ -244,8 +246,9 @@ class VisibleGrads:
             return
         plan = self.engine.plan
         if plan.streams_gradients:
+            said = "None" if given is None else f"a tensor of shape {tuple(given.shape)}"
             raise RuntimeError(
-                f"{self.name(index)}.grad was set to {_said(given)} by hand with update={plan.grad.update!r}: "
+                f"{self.name(index)}.grad was set to {said} by hand with update={plan.grad.update!r}: "
                 "gradients have been used already; use update='step'"
             )
         self._replace(index, given)
@@ -295,9 +298,10 @@ class VisibleGrads:
         self._replace(index, value)
         self._show(index)
 
-    def note(self, optimizer: int, call: str, argument: float) -> None:
-        """Every rank called it for the next step."""
-        self.asked[optimizer] = (*self.asked.get(optimizer, ()), (call, argument))
+    def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
+        """Every rank called it for the next step, which has gradients times ``factor``."""
+        asked, clip = self.asked.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
+        self.asked[optimizer], self.clip[optimizer] = (*asked, (call, argument)), clip  # no interrupt between the two
 
     # ---- for ShardedGrad
 
@@ -494,7 +498,3 @@ class VisibleGrads:
         self._norms.clear()
         self._norm_values.clear()
         self._divisors.clear()
-
-
-def _said(given: torch.Tensor | None) -> str:
-    return "None" if given is None else f"a tensor of shape {tuple(given.shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,19 @@ from shardwise.fairscale.oss import OSS
 __all__ = ["ShardedGradScaler"]
 
 
+class Found(NamedTuple):
+    """What a round has of an optimizer: whether its gradients were finite, and the steps that it had ended before that
+    of the round; ``None``: this was skipped."""
+
+    finite: bool
+    ended: int | None
+
+
+# [Note: A round of steps]
+# From one update() to the next each optimizer is unscaled once and stepped once, as under torch. A round may end
+# without update(): by an exception, or an interrupt, and the program goes on with zero_grad() and other gradients.
+# These carry the scale still, so what has been divided is asked of the engine, which forgets it with the gradients
+# (``unscaled``); and whether the step was made, which an interrupt behind it must not hide, of the optimizer's count.
 class ShardedGradScaler:
     """Scales losses, takes the scale out of gradients, and skips steps whose gradients are not finite on any rank.
 
@@ -48,7 +61,7 @@ class ShardedGradScaler:
         self._scale, self._growth_tracker, self._enabled = float(init_scale), 0, enabled
         self._growth_factor, self._backoff_factor = float(growth_factor), float(backoff_factor)
         self._growth_interval = growth_interval
-        self._finite: dict[int, bool] = {}
+        self._found: dict[int, Found] = {}
         """By optimizer, of this round."""
 
     def scale(self, outputs: Any) -> Any:
@@ -64,22 +77,44 @@ class ShardedGradScaler:
         """Take the scale out of the gradients of ``optimizer``, before they are clipped. Every rank calls it.
 
         Raises:
-            RuntimeError: called twice before :meth:`update`.
+            RuntimeError: called twice, or after :meth:`step`, before :meth:`update`.
             ValueError: ``optimizer`` belongs to no sharded model.
         """
         if not self._enabled:
             return
-        if id(optimizer) in self._finite:
-            raise RuntimeError(f"unscale_({type(optimizer).__name__}) for the second time since the last update()")
-        self._finite[id(optimizer)] = _sharded(optimizer).unscale(self._scale)
+        own = _sharded(optimizer)
+        if id(optimizer) in self._found:
+            raise RuntimeError(
+                f"unscale_({type(optimizer).__name__}) for the second time since the last update(), or behind step(): "
+                "call update() at the end of each iteration"
+            )
+        self._unscale(optimizer, own)
+
+    def _unscale(self, optimizer: Any, own: ShardedOptimizer) -> Found:
+        found = self._found[id(optimizer)] = Found(own.unscale(self._scale), own.steps_ended)
+        return found
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(...)``, unless a gradient is not finite. Every rank calls it."""
+        """``optimizer.step(...)``, unless a gradient is not finite. Every rank calls it.
+
+        Raises:
+            RuntimeError: called twice before :meth:`update`.
+            ValueError: ``optimizer`` belongs to no sharded model.
+        """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if id(optimizer) not in self._finite:
-            self.unscale_(optimizer)
-        return optimizer.step(*args, **kwargs) if self._finite[id(optimizer)] else None
+        own, found = _sharded(optimizer), self._found.get(id(optimizer))
+        if found is not None and (found.ended is None or own.steps_ended > found.ended):
+            raise RuntimeError(
+                f"step({type(optimizer).__name__}) for the second time since the last update(): call update() behind "
+                "the steps of each iteration, also where an exception or Ctrl-C has left one between the two"
+            )
+        if found is None or not own.unscaled:
+            found = self._unscale(optimizer, own)
+        if found.finite:
+            return optimizer.step(*args, **kwargs)
+        self._found[id(optimizer)] = Found(False, None)
+        return None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale: a round of steps is over.
@@ -94,15 +129,15 @@ class ShardedGradScaler:
             return
         if new_scale is not None:
             self._scale = float(new_scale)
-        elif not self._finite:
-            raise RuntimeError(f"update() without a step (unscaled={len(self._finite)}): call scaler.step(optimizer)")
-        elif not all(self._finite.values()):
+        elif not self._found:
+            raise RuntimeError(f"update() without a step (unscaled={len(self._found)}): call scaler.step(optimizer)")
+        elif not all(found.finite for found in self._found.values()):
             self._scale, self._growth_tracker = self._scale * self._backoff_factor, 0
         else:
             self._growth_tracker += 1
             if self._growth_tracker == self._growth_interval:
                 self._scale, self._growth_tracker = self._scale * self._growth_factor, 0
-        self._finite = {}
+        self._found = {}
 
     def get_scale(self) -> float:
         """What losses are multiplied by now."""

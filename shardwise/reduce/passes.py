@@ -29,14 +29,15 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 # [Note: A pass that failed]
 # Where a pass fails nothing waits for the peers: they may be in the midst of it, and come to no agreement. It is noted
 # (``_failed``), and stays so until all ranks have dropped the pass. Before anything at the end of a pass can raise it
-# is set, and taken back when the last reduction is in, so whatever interrupts the end counts as a failure. A pass that
-# autograd itself gave up shows by its callback, which autograd drops then (``_tasks`` has weak references). The next
-# forward pass or zero_grad() recovers, on every rank alike: the ranks tell how far each came, begin what any of them
-# has begun, wait for it, and forget the gradients of the step. A rank that noticed nothing comes to another exchange
-# instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new pass
-# before that is refused, because what was reduced by then differs between the ranks. With the failed pass go those that
-# the step had before, whose sums it may have been added to; a forward pass or a new pass, after which a program would
-# go on to its step, warns of them.
+# is set, and taken back when the last reduction is in, so whatever interrupts the end counts as a failure; and so does
+# what interrupts a change of gradients that are held (``rewriting``: the scale has moved, or they were clipped). A pass
+# that autograd itself gave up shows by its callback, which autograd drops then (``_tasks`` has weak references). The
+# next forward pass or zero_grad() recovers, on every rank alike: the ranks tell how far each came, begin what any of
+# them has begun, wait for it, and forget the gradients of the step. A rank that noticed nothing comes to another
+# exchange instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new
+# pass before that is refused, because what was reduced by then differs between the ranks. With the failed pass go those
+# that the step had before, whose sums it may have been added to; a forward pass or a new pass, after which a program
+# would go on to its step, warns of them.
 class BackwardPasses:
     """Notices backward passes over one model and ends them on every rank alike.
 
@@ -110,6 +111,13 @@ class BackwardPasses:
         self._events.backward_asked()
         self._before = self.held()
         self._events.backward_began()
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Around a change of the gradients that are held, one by one: if it is interrupted they are dropped."""
+        self._failed = True
+        yield
+        self._failed = False
 
     def held(self) -> int:
         """Of how many passes the step has gradients so far."""
@@ -216,8 +224,9 @@ class BackwardPasses:
     def _rescale(self, loss_scale: float | None) -> None:
         """Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line with new ones."""
         if loss_scale is not None and loss_scale != self._counts.loss_scale:
-            self._reducer.rescale(loss_scale / self._counts.loss_scale)
-            self._counts.loss_scale = loss_scale
+            with self.rewriting():
+                self._reducer.rescale(loss_scale / self._counts.loss_scale)
+                self._counts.loss_scale = loss_scale
 
     def _has_failed(self) -> bool:
         return bool(self._tasks or self._failed) and not self._around and not in_backward()
@@ -231,10 +240,11 @@ class BackwardPasses:
         self._dropped[optimizer] = self._tokens
 
     def _task_ended(self, task: int) -> None:
-        self._tasks.pop(task, None)
         nested = current_node() is not None
-        if self._around or (nested and self._tasks):
+        if self._around or (nested and any(other != task for other in self._tasks)):
+            self._tasks.pop(task, None)
             return
+        self._failed = True  # before nobody knows of the task any more
         self._tasks.clear()
         self._finish()
 

@@ -414,6 +414,7 @@ class Reducer:
         self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
         if self._observer.must_agree:
             self._observer.agreed([bool(flag) for flag in found.most[1:]])
+        self._events.passes_lost()
         self._events.gradients_dropped(None)
 
     def _count_launched(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from early_setup import LOOSE
 from interrupts import Interrupts
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
@@ -22,9 +23,9 @@ from shardwise.comm import batch as batches
 from shardwise.disk import buffers as disk_buffers
 from shardwise.disk import io as disk_io
 from shardwise.disk import store as disk
-from shardwise.engine import optimizer, optimizer_state, updates
-from shardwise.plan import Plan, zero
-from shardwise.reduce import counts, passes, reducer
+from shardwise.engine import engine, norms, optimizer, optimizer_state, updates, used_grads, visible_grads
+from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.reduce import counts, grads, passes, reducer, scaler
 from shardwise.testing import run_ranks
 from shardwise.update import copies, disk_tiles, early, early_disk, tiles
 
@@ -34,23 +35,29 @@ WATCHED = [
     early,
     early_disk,
     disk_tiles,
+    engine,
+    grads,
+    norms,
     optimizer,
     optimizer_state,
     passes,
     reducer,
+    scaler,
     tiles,
     unfinished,
     updates,
+    used_grads,
+    visible_grads,
 ]
 WATCHED += [disk, disk_buffers, disk_io]
 
 
 def backward(session: Session, step: int) -> None:
-    session.backward(session.module(batch(0, step)).square().mean())
+    session.backward(session.module(batch(0, step)).float().square().mean())
 
 
 def values(session: Session) -> str:
-    """Digest of masters and optimizer state."""
+    """Digest of masters and optimizer state, the loss scale included."""
     return digest([session.module.state_dict(), session.optimizers[0].state_dict()])
 
 
@@ -68,9 +75,11 @@ def start(plan: Plan) -> Session:
 
 @dataclass
 class Run:
-    """What an undisturbed run has: values after each step, free buffers at its end, and a state after the first."""
+    """What an undisturbed run has: values after each step, whether the second was skipped, free buffers at its end, and
+    a state after the first."""
 
     after: list[str]
+    skipped: bool
     idle: int
     saved: tuple[dict[str, Any], dict[str, Any]]
     points: int
@@ -98,10 +107,13 @@ def undisturbed(plan: Plan, inside: Interrupts, during: str) -> Run:
             inside.run(lambda: step(session))
             points = inside.passed
         after.append(values(session))
+        skipped = session.optimizers[0].last_step_skipped
         backward(session, 2)
         step(session)
         after.append(values(session))
-        return Run(after, idle(session), saved, points)
+        if plan.precision.scaler is not None:
+            assert session.optimizers[0].last_step_skipped is not skipped
+        return Run(after, skipped, idle(session), saved, points)
 
 
 def attempt(act: Callable[[], Any]) -> tuple[Any, str]:
@@ -158,11 +170,12 @@ def interrupted(plan: Plan, inside: Interrupts, during: str, at: int, like: Run)
     return ""
 
 
-def everywhere(plan: Plan, during: str, tries: int, first: int) -> tuple[int, list[str]]:
+def everywhere(plan: Plan, during: str, tries: int, first: int, skips: bool) -> tuple[int, list[str]]:
     """At ``tries`` points, evenly spread, or at all (0)."""
     inside = Interrupts(WATCHED)
     with small_tiles():
         like = undisturbed(plan, inside, during)
+        assert like.skipped is skips
         stride = max(like.points // tries, 1) if tries else 1
         wrong = []
         for at in range(first % stride, like.points, stride):
@@ -173,8 +186,27 @@ def everywhere(plan: Plan, during: str, tries: int, first: int) -> tuple[int, li
     return like.points, [each for each in wrong if each]
 
 
+def scaled(first: float, **changes: Any) -> dict[str, Any]:
+    """fp16: a step overflows under a scale of 2**20, goes under one of 2**8, and each changes it for the other."""
+    factor = 2.0**12
+    moves = ScalerPlan(
+        initial_scale=first,
+        min_scale=1.0,
+        growth_factor=factor,
+        backoff_factor=1.0 / factor,
+        growth_interval=1,
+        hysteresis=1,
+        max_scale=2.0**20,
+    )
+    half = {"param_dtype": torch.float16, "buffer_dtype": torch.float16, "cast_inputs": True}
+    return {**half, "scaler": moves, **changes}
+
+
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "memory": ("device", {}),
+    "skipped": ("device", scaled(2.0**8)),
+    "behind a skipped one": ("device", scaled(2.0**20)),
+    "guess that is skipped": ("device", scaled(2.0**8, update="backward")),
     "in place": ("device", {"update": "backward"}),
     "guess": ("device", {"update": "backward", **LOOSE}),
     "wrong guess": ("device", {"update": "backward", "max_norm": 1e-3}),
@@ -186,7 +218,9 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def short(name: str, during: str, directory: str, tries: int) -> tuple[int, list[str]]:
     mix, changes = PLANS[name]
-    return everywhere(with_tiers(zero(3), mix, directory).but(**changes), during, tries, first=sum(map(ord, name)))
+    plan = with_tiers(zero(3), mix, directory).but(**changes)
+    skips = plan.precision.scaler is not None and plan.precision.scaler.initial_scale == 2.0**8
+    return everywhere(plan, during, tries, first=sum(map(ord, name)), skips=skips)
 
 
 @pytest.mark.parametrize("during", ["backward", "step"])

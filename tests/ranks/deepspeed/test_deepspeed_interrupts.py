@@ -1,0 +1,163 @@
+"""What DeepSpeed's engine counts where a pass fails, a step raises, or Ctrl-C comes: updates stay where they belong."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupts
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed import stepping, steps
+from shardwise.engine import optimizer
+from shardwise.testing import run_ranks
+
+PASSES = 4
+RATE = 0.5
+HALF = {
+    "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 1, "min_loss_scale": 1}
+}
+
+
+def started(stage: int, passes: int = PASSES, **more: Any) -> deepspeed.DeepSpeedEngine:
+    """SGD, whose rate halves with each step; weights of 0."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": passes,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, lr_scheduler=schedule, config=config)
+    return engine
+
+
+def loss(engine: deepspeed.DeepSpeedEngine, number: float) -> Tensor:
+    value: Tensor = engine(torch.full((1, 4), float(number), dtype=engine.module.weight.dtype)).float().sum()
+    return value
+
+
+def make(engine: deepspeed.DeepSpeedEngine, *numbers: float) -> None:
+    for number in numbers:
+        engine.backward(loss(engine, number))
+        engine.step()
+
+
+def seen(engine: deepspeed.DeepSpeedEngine) -> list[float]:
+    """A weight, the rate, and what is counted."""
+    counted = [engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps]
+    return [float(engine.state_dict()["weight"][0, 0]), engine.get_lr()[0], *map(float, counted)]
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> None:
+    engine.destroy()
+    engine.session.mesh.close()
+
+
+def failing(engine: deepspeed.DeepSpeedEngine) -> None:
+    value = loss(engine, 3.0)
+    value.register_hook(lambda grad: grad.item() + "")
+    with pytest.raises(TypeError):
+        engine.backward(value)
+
+
+def after_a_failed_pass(stage: int, clears: bool) -> None:
+    engine = started(stage)
+    make(engine, 1, 2)
+    failing(engine)
+    if clears:
+        engine.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
+        assert clears or any("Make all passes of the step again" in str(each.message) for each in told)
+    assert engine.global_steps == 0 and seen(engine)[0] == 0.0
+    make(engine, 4)
+    samples = PASSES * engine.dp_world_size
+    assert seen(engine) == [-RATE * 2.5, RATE / 2, 1.0, 6.0, samples, 0.0]  # by hand: the mean of 1, 2, 3 and 4
+    close(engine)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
+    run_ranks(2, after_a_failed_pass, stage, clears)
+
+
+def repeated() -> None:
+    """A step that raises before its update counts nothing."""
+    engine = started(2)
+    make(engine, 1, 2, 3)
+    engine.backward(loss(engine, 4))
+    hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    hook.remove()
+    engine.step()
+    assert seen(engine) == [-RATE * 2.5, RATE / 2, 1.0, PASSES, PASSES * engine.dp_world_size, 0.0]
+    close(engine)
+
+
+def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
+    run_ranks(2, repeated)
+
+
+def second_step(engine: deepspeed.DeepSpeedEngine, last: float) -> None:
+    """Up to the last pass of the second step."""
+    make(engine, 1, 2, 3)
+    engine.backward(loss(engine, last))
+
+
+def one_more(engine: deepspeed.DeepSpeedEngine) -> list[float]:
+    make(engine, 2, 2)
+    return seen(engine)
+
+
+def at_a_point(last: float, more: dict[str, Any], inside: Interrupts, at: int, like: list[float]) -> str:
+    engine = started(2, 2, **more)
+    second_step(engine, last)
+    before = engine.optimizer.steps_ended
+    assert inside.run(engine.step, at)
+    ended = engine.optimizer.steps_ended > before
+    over = ended and engine._begun is None  # it had nothing left to do but return
+    refused = ""
+    try:
+        if not over and not (ended and at % 2):  # otherwise the program goes on with its next pass
+            engine.step()
+        found = one_more(engine)
+    except RuntimeError as error:  # in the midst of the update: see the engine's own tests
+        refused = str(error)
+        assert "load a checkpoint" in refused, inside.where
+    close(engine)
+    return "" if refused or found == like else f"{inside.where} (point {at}): {found} instead of {like}"
+
+
+def anywhere(last: float, more: dict[str, Any], stride: int) -> tuple[list[str], int]:
+    inside = Interrupts([steps, stepping, optimizer])
+    engine = started(2, 2, **more)
+    second_step(engine, last)
+    inside.run(engine.step)
+    points, like = inside.passed, one_more(engine)
+    close(engine)
+    assert like[2:4] == [3.0, 6.0] and like[-1] == float(last > 4)
+    found = [at_a_point(last, more, inside, at, like) for at in range(0, points, stride)]
+    return [wrong for wrong in found if wrong], points
+
+
+@pytest.mark.parametrize("how", ["taken", "skipped"])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.campaign)])
+def test_an_interrupt_neither_hides_an_update_nor_counts_it_twice(how: str, stride: int) -> None:
+    last, more = (4.0, {}) if how == "taken" else (6e4, HALF)
+    ((wrong, points),) = run_ranks(1, anywhere, last, more, stride, timeout=60.0 if stride > 1 else 3600.0)
+    assert points > 50
+    assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
