@@ -23,6 +23,7 @@ from torch.torch_version import TorchVersion
 from shardwise.checks.param_groups import ParamGroups, check_modes
 from shardwise.chunk.chunk import Chunk
 from shardwise.memory.tier import Tier
+from shardwise.modes import ordinary_tensors
 from shardwise.optim.element_wise import couples_elements, couples_parameters
 from shardwise.optim.nested_state import tensors_of
 from shardwise.optim.state_form import constructed_state
@@ -416,7 +417,8 @@ class TileStepper:
         key = (like.dtype, tier)
         have = self._scratch.get(key)
         if have is None or have.numel() < numel:
-            have = self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+            with ordinary_tensors():
+                have = self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return have[:numel]
 
     def scratch_bytes(self, tier: Tier) -> int:
