@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
 from shardwise.checked import as_kind
 from shardwise.huggingface.accelerate_precision import with_precision
+from shardwise.huggingface.accumulating import Accumulating
 from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
@@ -48,7 +49,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return bool(self.optimizer.last_step_skipped)
 
 
-class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
+class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
     """``Accelerator(plan=...)``: ``prepare`` shards models with their optimizers as the plan says.
 
     Args:
@@ -168,6 +169,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             session = build(model, own or None, self.plan, mesh)
             self._made = [*(weakref.ref(each) for each in self._sessions), weakref.ref(session)]
             session.module.__dict__[SESSION] = session
+            session.events.passes_lost.listen(self._passes_lost)
             made[id(model)] = self._adopt(session.module, self._models)
             for given, sharded in zip(own, session.optimizers, strict=True):
                 made[id(given)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)
