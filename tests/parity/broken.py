@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwise.checks.edits import Edits
 from shardwise.chunk.layout import ChunkSpec
 from shardwise.comm import Group
+from shardwise.engine import norms
 from shardwise.engine import optimizer as optimizer_module
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -111,7 +112,7 @@ def _norm_of_each_rank() -> _Patch:
 
         return norm
 
-    return _wrap(optimizer_module, "global_norm", make)
+    return _wrap(norms, "global_norm", make)
 
 
 def _never_clipped() -> _Patch:
