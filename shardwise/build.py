@@ -174,6 +174,11 @@ class Session:
         """Passes that reached a parameter of the first optimizer since its gradients were used or dropped."""
         return self.engine.counts.so_far(0)
 
+    def drop_failed(self) -> None:
+        """Where a backward pass has failed, the gradients of the step's passes go, as by ``zero_grad()``. Collective
+        then."""
+        self.engine.passes.recover(dropping=True)
+
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that the next step would apply, before clipping: averaged over ranks and unscaled, full shape.
@@ -239,7 +244,8 @@ class Session:
             write_back: as there.
 
         Raises:
-            ValueError: on every rank, where some have other ``params`` (parameters that are always whole excepted).
+            ValueError: on every rank, where some have other ``params`` of a model that is not always whole. One that
+                has none of the model is waited for.
         """
         return self.engine.values.gathered(write_back, self.places(params))
 
@@ -259,9 +265,9 @@ class Session:
         """
         self.engine.values.take_given()
 
-    def write_back(self) -> None:
-        """Keep what was written to parameters that ``gathered()`` holds. Collective."""
-        self.engine.values.write_back()
+    def write_back(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Keep what was written to parameters that ``gathered()`` holds: to ``params``, or to all. Collective."""
+        self.engine.values.write_back(None if params is None else self.places(params))
 
     def unshard(self) -> None:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).

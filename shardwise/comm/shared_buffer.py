@@ -61,6 +61,7 @@ class SharedBuffer(Buffer):
         super().__init__(local, tuple(peers))
         self.group = group
         self.name = name
+        self._mapped_at = local.data_ptr()
         self.sequence = 0
         self.unfinished: Handle | None = None
         self._base = line * LINE_WORDS
@@ -129,10 +130,8 @@ class SharedBuffer(Buffer):
 
     def show(self) -> None:
         """Have the peers see what ``local`` has, which may have moved; see [Note: A storage that moves]."""
-        if self.peers:
-            shown = self.peers[self.group.rank]
-            if shown.data_ptr() != self.local.data_ptr():
-                shown.copy_(self.local)
+        if self.local.data_ptr() != self._mapped_at and self.peers:
+            self.peers[self.group.rank].copy_(self.local)
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""

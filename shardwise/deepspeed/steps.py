@@ -87,6 +87,7 @@ class Steps(Facts):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients at stages 0 and 1; sums at 2 and 3 stay, as those of DeepSpeed. Managed counts of passes go
         on, but after a pass that failed they start anew."""
+        self.session.drop_failed()
         if not self._apart.keep_sums():
             self.module.zero_grad()
             self._recorder.forgets()
@@ -172,11 +173,11 @@ class Steps(Facts):
                 self.module.zero_grad()  # of .grad nothing is left, as under DeepSpeed
             if self._applied and self.lr_scheduler is not None and self._scheduled() in (None, begun.schedule):
                 self.lr_scheduler.step(**begun.lr_kwargs)
+        vars(self)["_begun"] = None  # at once; what follows tells of the step, and may raise
         times = self._clock.step_ended(self.global_steps, self._samples, self._progress)
         scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else None
         self._recorder.step_ended(self.global_samples, (self.get_lr() or [0.0])[0], scale, times)
         self._recorder.print_profile(self.global_steps)
-        vars(self)["_begun"] = None  # last, and at once
 
     def _scheduled(self) -> int | None:
         """Steps of the schedule, as torch's and DeepSpeed's count them; ``None``: it does not say."""

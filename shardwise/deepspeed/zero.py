@@ -307,8 +307,8 @@ class GatheredParameters:
         known = {id(param) for _, own in shares for param in own}
         for param in [each for each in self.params if id(each) not in known]:
             _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
-        for session, _ in shares:
-            session.write_back()
+        for session, own in shares:
+            session.write_back(own)
 
 
 def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) -> None:

@@ -21,7 +21,7 @@ class Limited(Losses):
     @property
     def max_norm(self) -> float:
         """What the next step clips the global norm of the averaged, unscaled gradients to; 0 is off. The plan's, until
-        it is set: on every rank the same, which is compared with the next step.
+        it is set: on every rank the same, which is compared with the next step (with replicas, behind the next pass).
 
         Raises:
             ValueError: set to a negative number, or one that is not finite.

@@ -7,7 +7,7 @@ here first, so that what an update has done ahead of its step, or the program to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,8 @@ class Values:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._writing = 0
-        """Blocks around the program now that write back what it changes in them."""
+        self._writing: tuple[Collection[int] | None, ...] = ()
+        """Units of each block around the program now that writes back what it changes in them; ``None``: all."""
 
     def undo_early(self, what: str) -> None:
         """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
@@ -85,9 +85,10 @@ class Values:
             return
         self._take_given()
         engine.guards.check_edits(values=False, held=False)
+        units = None if None in self._writing else frozenset[int]().union(*filter(None, self._writing))
         with engine.mesh.doing("gathered(write_back=True)"):
-            self.write_back()
-        for chunk in self._in_blocks():
+            self._keep(self._chunks_of(units))
+        for chunk in self._chunks_of(units):
             chunk.placed_at = chunk.generation  # what is shown is what was written, and graphs are made with it
 
     def settle(self, what: str) -> None:
@@ -132,7 +133,7 @@ class Values:
         engine = self._engine
         engine.guards.check_held()
         own_state = engine.attachment.own_state
-        among = None if places is None else {engine.chunks[engine.layout.where[at][0]].spec.unit for at in places}
+        among = None if places is None else self._units_of(places)
         own = [chunk for chunk in engine.chunks if among is None or chunk.spec.unit in among]
         holder, opened, kept, writing = _Block(), False, own_state.kept, self._writing
         try:
@@ -145,7 +146,7 @@ class Values:
             opened = True
             engine.guards.edits.allow(own)
             own_state.kept = write_back
-            self._writing += write_back
+            self._writing = (*writing, among) if write_back else writing
             yield
             if engine.guards.given_back:  # inside: the parameters are the user's
                 return
@@ -154,7 +155,7 @@ class Values:
             engine.guards.check_edits(values=False, held=False)
             if write_back:
                 with engine.mesh.doing("gathered(write_back=True)"):
-                    self.write_back()
+                    self._keep(self._chunks_of(among))
         finally:
             own_state.kept, self._writing = kept, writing
             engine.pool.leave_block(holder)
@@ -176,6 +177,15 @@ class Values:
         differ = "the ranks gather different parameters"
         with agreed_on(engine.mesh.world, "which parameters to gather", lambda: wanted, failed=differ, differ=differ):
             pass
+
+    def _units_of(self, places: Sequence[int]) -> frozenset[int]:
+        engine = self._engine
+        return frozenset(engine.chunks[engine.layout.where[at][0]].spec.unit for at in places)
+
+    def _chunks_of(self, units: Collection[int] | None) -> list[Chunk]:
+        """Of these units (``None``: all), and what is always whole."""
+        chunks = self._engine.chunks
+        return [chunk for chunk in chunks if units is None or chunk.resident or chunk.spec.unit in units]
 
     def _in_blocks(self) -> list[Chunk]:
         """What blocks hold; with it what is always whole, also outside of them."""
@@ -208,16 +218,20 @@ class Values:
                 "over: see what these say"
             )
 
+    def write_back(self, places: Sequence[int] | None = None) -> None:
+        """Take changed gathered parameters (these; ``None``: of all blocks) over into shards and masters, each rank its
+        own part of them."""
+        self._keep(self._in_blocks() if places is None else self._chunks_of(self._units_of(places)))
+
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
+    def _keep(self, chunks: Sequence[Chunk]) -> None:
         engine = self._engine
         engine.check_open("write_back()")
         self._undo_guesses("taking over gathered parameters")
         engine.mesh.shard.fence("before an update")
         # Some blocks load the model, and most do not, so what was left before it stays so.
         with engine.unfinished.replaced("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
-            self._write_back(self._in_blocks())
+            self._write_back(chunks)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
         engine, group = self._engine, self._engine.mesh.shard

@@ -169,7 +169,7 @@ class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
             session = build(model, own or None, self.plan, mesh)
             self._made = [*(weakref.ref(each) for each in self._sessions), weakref.ref(session)]
             session.module.__dict__[SESSION] = session
-            session.events.passes_lost.listen(self._passes_lost)
+            self._watch_passes(session)
             made[id(model)] = self._adopt(session.module, self._models)
             for given, sharded in zip(own, session.optimizers, strict=True):
                 made[id(given)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from shardwise.build import Session
 
 __all__ = ["Accumulating"]
 
@@ -27,6 +30,16 @@ class Accumulating:
                 yield
             finally:
                 self._in_block = False
+
+    def _watch_passes(self, session: Session) -> None:
+        found = weakref.WeakMethod(self._passes_lost)  # a session lives as long as its model, and longer than this
+
+        def lost() -> None:
+            tell = found()
+            if tell is not None:
+                tell()
+
+        session.events.passes_lost.listen(lost)
 
     def _passes_lost(self) -> None:
         """The program makes all passes of the step again. It is noticed in the first of them, or in ``zero_grad()``."""

@@ -9,7 +9,6 @@ model data in chunks"; counting at the dispatcher as ``torch.distributed._tools.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
@@ -74,8 +73,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
-        with contextlib.suppress(NotImplementedError):  # sharded gradients have none
-            yield tensor.untyped_storage()
+        yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
         yield from storages(tensor._indices())
         yield from storages(tensor._values())
@@ -236,7 +234,8 @@ class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
         if resizes:
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.layout is torch.strided:
-                    before.update({storage_id(each): each.nbytes() for each in storages(argument)})
+                    storage = argument.untyped_storage()
+                    before[storage_id(storage)] = storage.nbytes()
         outputs = func(*args, **kwargs)
         self._count.note(outputs, origin, arguments, before)
         return outputs

@@ -174,4 +174,4 @@ def _engine_of_deepspeed() -> list[str]:
 def test_what_an_engine_lacks_is_its_own_fault() -> None:
     for engine, optimizer in run_ranks(RANKS, _engine_of_deepspeed):
         assert engine.startswith("DeepSpeedEngine has no attribute 'nothing_like_it'")
-        assert optimizer == "ShardedOptimizer has no attribute 'nothing_like_it', nor has the AdamW in it"
+        assert optimizer == "DeepSpeedOptimizer has no attribute 'nothing_like_it', nor has the AdamW in it"

@@ -257,6 +257,33 @@ def test_blocks_inside_each_other() -> None:
     run_ranks(2, nested)
 
 
+def lost_around_kept(stage3: bool) -> None:
+    """A block that keeps what is written to its parameters keeps nothing of a block around it."""
+    with engine_of(3) as (engine, model):
+        a, b, *_ = model.parameters()
+        outer = Gathered([a]) if stage3 else engine.session.gathered([a])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with outer, torch.no_grad():
+                a.data.fill_(7.0)
+                if stage3:
+                    with Gathered([b], modifier_rank=0):
+                        b.data.fill_(2.0)
+                else:
+                    with engine.session.gathered([b], write_back=True):
+                        b.fill_(2.0)
+                        engine.state_dict()
+        expected = net().state_dict()
+        expected["0.bias"].fill_(2.0)
+        assert_close(engine.state_dict(), expected, 0.0, "only what the inner block has")
+        one_step(engine)
+
+
+@pytest.mark.parametrize("stage3", [True, False], ids=["DeepSpeed", "session"])
+def test_a_block_keeps_its_own_changes_alone(stage3: bool) -> None:
+    run_ranks(2, lost_around_kept, stage3)
+
+
 class Reads(nn.Module):
     """Has the weight of another layer in its forward pass, by a block around it."""
 

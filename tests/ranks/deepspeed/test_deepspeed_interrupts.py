@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,7 +76,10 @@ def after_a_failed_pass(stage: int, clears: bool) -> None:
     make(engine, 1, 2)
     failing(engine)
     if clears:
-        engine.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing is kept, and what goes was to go
+            engine.zero_grad()
+        assert not engine.session.passes_held
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
@@ -91,6 +95,32 @@ def after_a_failed_pass(stage: int, clears: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
     run_ranks(2, after_a_failed_pass, stage, clears)
+
+
+class Uncounted:
+    """A schedule that does not say how often it was stepped."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def untold() -> None:
+    engine = started(1, passes=1)
+    engine.lr_scheduler = schedule = Uncounted()
+    with mock.patch.object(engine._recorder, "step_ended", side_effect=OSError("the monitor's disk is full")):
+        engine.backward(loss(engine, 1))
+        with pytest.raises(OSError, match="monitor"):
+            engine.step()
+    make(engine, 2)
+    assert (schedule.steps, engine.global_steps) == (2, 2)
+    close(engine)
+
+
+def test_a_step_that_cannot_be_told_steps_the_schedule_once() -> None:
+    run_ranks(2, untold)
 
 
 def repeated() -> None:
