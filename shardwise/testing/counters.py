@@ -33,7 +33,8 @@ def live_tensors() -> Iterator[Tensor]:
 def live_tensor_bytes(device: torch.device | str | None = None) -> int:
     """Bytes of the distinct storages behind :func:`live_tensors`, on ``device`` or on all of them.
 
-    Views count once; an expanded tensor counts its storage, not its shape; meta tensors count nothing.
+    Views count once, and so do several storages of one memory (a mapping that is shared with peers has two); an
+    expanded tensor counts its storage, not its shape; meta tensors count nothing.
     """
     wanted = torch.device(device) if device is not None else None
     sizes: dict[tuple[torch.device, int], int] = {}
@@ -46,7 +47,8 @@ def live_tensor_bytes(device: torch.device | str | None = None) -> int:
                 continue
             try:
                 storage = tensor.untyped_storage()
+                place = storage.data_ptr() or storage_id(storage)
             except (NotImplementedError, RuntimeError):  # wrapper subclasses without a storage of their own
                 continue
-            sizes[(tensor.device, storage_id(storage))] = storage.nbytes()
+            sizes[tensor.device, place] = max(storage.nbytes(), sizes.get((tensor.device, place), 0))
     return sum(sizes.values())
