@@ -12,6 +12,7 @@ import shardwise.fabric
 import shardwise.lightning
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
+from shardwise.deepspeed.logs import LOG
 
 MASTERS = ("get_working_to_master_map", "get_master_to_working_map", "param_to_pg", "_param_store")
 
@@ -44,7 +45,11 @@ def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device(
 @pytest.mark.parametrize("package", [shardwise.lightning, shardwise.fabric])
 @pytest.mark.parametrize("name", ["deepspeed_engine", "_deepspeed_engine"])
 def test_the_engine_of_a_strategy(package: object, name: str) -> None:
-    strategy = package.DeepSpeedStrategy(stage=2)  # type: ignore[attr-defined]
+    level = LOG.level
+    try:
+        strategy = package.DeepSpeedStrategy(stage=2)  # type: ignore[attr-defined]
+    finally:
+        LOG.setLevel(level)  # Fabric's sets it
     assert not hasattr(strategy, name)
     with pytest.raises(AttributeError, match=r"strategy\.session.*get_grad_norm.*checkpoints\.save"):
         getattr(strategy, name)
