@@ -142,6 +142,11 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
             raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
+        if nbytes:  # a file that was made longer, and not written to, would take memory for all of its hole
+            file.seek(nbytes - 1)
+            if file.read(1) == b"\0":
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which are no text; it is not read")
+            file.seek(0)
         return file.read()
 
 
