@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.deferred.record import DeferredTensor
+from shardwise.extent import extent
 from shardwise.torch_internals import no_torch_function, storage_id
 
 __all__ = ["check_apart"]
@@ -80,8 +81,7 @@ def _held(model: nn.Module) -> Iterator[_Held]:
             memory, start = (str(tensor.device), 0), tensor.data_ptr()
         else:
             continue  # a subclass that has its values elsewhere
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        yield _Held(name, tensor, kind, memory, start, start + (last + 1) * tensor.itemsize)
+        yield _Held(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.device import copy_ahead, page_locked, record_event, sent_ahead, wait_event
+from shardwise.extent import extent
 
 __all__ = ["Keeper", "Kept"]
 
@@ -92,7 +93,7 @@ class Kept:
     def __init__(self, keeper: Keeper, value: Tensor, parts: int, requires_grad: bool) -> None:
         self._keeper, self._parts, self._requires_grad = keeper, parts, requires_grad
         self._shape, self._stride, self.device = value.shape, value.stride(), value.device
-        self._dense = _extent(value) == value.numel()
+        self._dense = extent(value) == value.numel()
         self._numel = value.numel()
         # A dense tensor in the order of its memory: it comes back with its strides, and kernels choose by those.
         flat = value.as_strided((self._numel,), (1,)) if self._dense else value.reshape(-1)
@@ -173,11 +174,6 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool) -
     # Where the host stands for a device too, memory made by an operation counts as the device's; this does not.
     storage = torch.UntypedStorage(numel * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
-
-
-def _extent(value: Tensor) -> int:
-    """Elements of memory from the first to the last one of ``value``."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _overlaps(value: Tensor) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from shardwise.deepspeed.no_effect import no_effect
+
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
 
@@ -29,12 +31,11 @@ class LossScaleView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "raise_error_at_min_scale":
-            raise AttributeError(
-                f"loss_scaler.{name} = {value!r:.80} would change nothing: fp16 of the configuration says how the loss "
-                "scale moves (loss_scale, loss_scale_window, min_loss_scale, hysteresis, ...)",
-                name=name,
-                obj=self,
+            advice = (
+                "fp16 of the configuration says how the loss scale moves (loss_scale, loss_scale_window, "
+                "min_loss_scale, hysteresis, ...)"
             )
+            raise no_effect(self, f"loss_scaler.{name}", value, advice)
         self.__dict__[name] = value
 
     @property

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from shardwise.build import ShardedOptimizer
+from shardwise.deepspeed.no_effect import no_effect
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -47,12 +48,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if steps != self.gradient_accumulation_steps:
-            raise AttributeError(
-                f"optimizer.gradient_accumulation_steps = {steps!r:.80} would change nothing: call "
-                "engine.set_train_batch_size(), or engine.set_gradient_accumulation_boundary() before each pass",
-                name="gradient_accumulation_steps",
-                obj=self,
+            advice = (
+                "call engine.set_train_batch_size(), or engine.set_gradient_accumulation_boundary() before each pass"
             )
+            raise no_effect(self, "optimizer.gradient_accumulation_steps", steps, advice)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DeepSpeedEngine.offload_states`."""

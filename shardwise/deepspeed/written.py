@@ -8,6 +8,7 @@ from shardwise.attributes import ModeOfModule
 from shardwise.build import Session
 from shardwise.deepspeed.config import Batch, Settings
 from shardwise.deepspeed.config_object import DeepSpeedConfig
+from shardwise.deepspeed.no_effect import no_effect
 
 __all__ = ["ConfigOfEngine", "ThroughputTimer", "Written"]
 
@@ -51,13 +52,11 @@ class ConfigOfEngine(DeepSpeedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_engine" in self.__dict__ and name != "gradient_clipping":
-            raise AttributeError(
-                f"engine._config.{name} = {value!r:.80} would change nothing: it is read by initialize. Of a running "
-                "engine set_train_batch_size() and set_train_micro_batch_size() change the batch, "
-                "_config.gradient_clipping and optimizer.clip_grad the norm",
-                name=name,
-                obj=self,
+            advice = (
+                "it is read by initialize. Of a running engine set_train_batch_size() and set_train_micro_batch_size() "
+                "change the batch, _config.gradient_clipping and optimizer.clip_grad the norm"
             )
+            raise no_effect(self, f"engine._config.{name}", value, advice)
         super().__setattr__(name, value)
 
 
@@ -115,13 +114,11 @@ class Written(ModeOfModule):
     @enable_backward_allreduce.setter
     def enable_backward_allreduce(self, enabled: bool) -> None:
         if not enabled:
-            raise AttributeError(
-                f"engine.enable_backward_allreduce = {enabled!r:.80} would change nothing: make the passes under "
-                "engine.no_sync() (stages 0 and 1) or engine.coalesce_grad_reduction(); engine.allreduce_gradients() "
-                "reduces what is left",
-                name="enable_backward_allreduce",
-                obj=self,
+            advice = (
+                "make the passes under engine.no_sync() (stages 0 and 1) or engine.coalesce_grad_reduction(); "
+                "engine.allreduce_gradients() reduces what is left"
             )
+            raise no_effect(self, "engine.enable_backward_allreduce", enabled, advice)
 
     @property
     def tput_timer(self) -> ThroughputTimer:

@@ -86,9 +86,10 @@ class Values:
         self._take_given()
         engine.guards.check_edits(values=False, held=False)
         units = None if None in self._writing else frozenset[int]().union(*filter(None, self._writing))
+        chunks = self._chunks_of(units)
         with engine.mesh.doing("gathered(write_back=True)"):
-            self._keep(self._chunks_of(units))
-        for chunk in self._chunks_of(units):
+            self._keep(chunks)
+        for chunk in chunks:
             chunk.placed_at = chunk.generation  # what is shown is what was written, and graphs are made with it
 
     def settle(self, what: str) -> None:

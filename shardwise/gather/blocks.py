@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -48,25 +48,22 @@ class Blocks:
     @property
     def any_open(self) -> bool:
         """Inside a block that has what it asked for."""
-        if not self._open:  # nearly always, and asked about each unit that is used
-            return False
-        return bool([block for block in self._open.values() if block.here])  # a generator could swallow an interrupt
+        return self._any(lambda block: block.here)
 
     @property
     def all_held(self) -> bool:
         """Inside a block that has everything: nothing needs the peers."""
-        if not self._open:
-            return False
-        return bool([block for block in self._open.values() if block.here and block.whole])
+        return self._any(lambda block: block.here and block.whole)
 
     def holds(self, unit: int) -> bool:
         """Inside a block that has this unit: it can be read, and written to."""
-        if not self._open:
-            return False
-        return bool([block for block in self._open.values() if block.here and unit in block.units])
+        return self._any(lambda block: block.here and unit in block.units)
 
     def keeps(self, unit: int) -> bool:
         """Whether a block has the unit, or is about to."""
-        if not self._open:
+        return self._any(lambda block: unit in block.units)
+
+    def _any(self, wanted: Callable[[_Block], bool]) -> bool:
+        if not self._open:  # nearly always, and asked about each unit that is used
             return False
-        return bool([block for block in self._open.values() if unit in block.units])
+        return bool([block for block in self._open.values() if wanted(block)])  # a generator could swallow an interrupt

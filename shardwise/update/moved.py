@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardwise.extent import extent
 from shardwise.optim.nested_state import tensors_of
 from shardwise.torch_internals import plain, point
 
@@ -90,5 +91,4 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.data_ptr() + (last + 1) * tensor.itemsize) if tensor.numel() else int(tensor.data_ptr())
+    return int(tensor.data_ptr()) + (extent(tensor) * tensor.itemsize if tensor.numel() else 0)
