@@ -232,6 +232,23 @@ def test_an_interrupt_anywhere_is_followed_by_what_is_right(name: str, during: s
     assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
 
 
+def in_copies(directory: str) -> tuple[int, list[str]]:
+    """At every point of one tile's copies."""
+    inside, plan = Interrupts([copies]), with_tiers(zero(3), "p_disk_s_host", directory)
+    with small_tiles():
+        like = undisturbed(plan, inside, "step")
+        return like.points, [interrupted(plan, inside, "step", at, like) for at in range(min(like.points, COPIED))]
+
+
+COPIED = 40
+"""Points from before the first copy of a tile to behind its end."""
+
+
+def test_copies_of_a_tile_are_taken_away_whole(tmp_path: Path) -> None:
+    ((points, wrong),) = run_ranks(1, in_copies, str(tmp_path))
+    assert points > COPIED and not any(wrong), [each for each in wrong if each]
+
+
 class Sent:
     """A message that arrives when it is waited for."""
 
