@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from shardwise.comm.members import made_together
+
 __all__ = ["ProcessGroupManager", "ProcessGroupMesh"]
 
 Coordinate = tuple[int, ...]
@@ -126,7 +128,7 @@ class ProcessGroupMesh:
             places = self.get_coords_along_axis(base, axes, choices)
             ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
             if ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
+                self._groups[ranks] = made_together(ranks, backend)
             if self._rank in ranks:
                 own = self._groups[ranks]
         return own
@@ -195,7 +197,7 @@ class ProcessGroupManager:
         """
         if name in self.pg_store:
             raise ValueError(f"there is a process group {name!r} already: give another name, or destroy it")
-        self.pg_store[name] = dist.new_group(ranks, backend=backend)
+        self.pg_store[name] = made_together(ranks, backend)
         return self.pg_store[name]
 
     def get(self, name: str) -> dist.ProcessGroup:

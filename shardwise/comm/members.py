@@ -23,7 +23,16 @@ from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.open_files import make_room
 from shardwise.torch_internals import new_group
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "made_alone", "ranks_of", "timeout_s", "unbound"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Members",
+    "check_alike",
+    "made_alone",
+    "made_together",
+    "ranks_of",
+    "timeout_s",
+    "unbound",
+]
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -116,6 +125,30 @@ def made_alone(
     unique = f"shardwise/{token}/{name}/{among}/{times}"
     with unbound(dist.group.WORLD):
         return new_group(ranks, backend, unique, f"shardwise_{name}", timedelta(seconds=timeout_s))
+
+
+def made_together(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    """A process group of ``ranks`` that may be destroyed at once. Collective over all ranks.
+
+    Over gloo its members meet in it: who destroys a group (or ends) while a peer still connects fails the peer.
+
+    Args:
+        ranks: world ranks.
+        backend: its name; ``None``: that of all ranks.
+    """
+    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend)
+    if dist.get_rank() in ranks and _on_host(group):
+        dist.all_reduce(torch.zeros(1), group=group)
+    return group
+
+
+def _on_host(group: dist.ProcessGroup) -> bool:
+    """Whether it carries tensors of the host. NCCL, which does not, connects when it is first used."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 class Members:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.comm.members import made_together
 from shardwise.deepspeed.hardware import get_accelerator
 from shardwise.mesh import LaunchFacts
 from shardwise.mesh import init_distributed as join
@@ -112,7 +113,7 @@ def get_world_group() -> Any:
 
 def new_group(ranks: Sequence[int]) -> Any:
     """A group of some. Every process calls it."""
-    return dist.new_group(list(ranks))
+    return made_together(ranks, None)
 
 
 def destroy_process_group(group: Group = None) -> None:

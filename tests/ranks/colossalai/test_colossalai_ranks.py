@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ from shardwise.colossalai.zero import (
 )
 from torch import Tensor, nn
 
-from shardwise import colossalai
+from shardwise import colossalai, deepspeed
 from shardwise.testing import assert_close, run_ranks
 
 STEPS, ROWS = 3, 4
@@ -325,6 +326,36 @@ def _plugins() -> None:
 
 def test_ranks_find_their_groups_and_train_under_every_plugin(tmp_path: Path) -> None:
     run_ranks(4, among_ranks, str(tmp_path))
+
+
+def destroyed_at_once(directory: str) -> None:
+    """The last rank is late in connecting to each new group; none of the others may be back before it."""
+    connected, made, last = Path(directory), dist.new_group, dist.get_rank() == dist.get_world_size() - 1
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        group = made(*args, **kwargs)
+        if last:
+            time.sleep(0.3)
+            (connected / str(len(list(connected.iterdir())))).touch()
+        return group
+
+    dist.new_group = late
+    try:
+        manager, mesh = ProcessGroupManager(), ProcessGroupMesh(1, dist.get_world_size())
+        manager.create_process_group("all", list(range(dist.get_world_size())))
+        assert (connected / "0").exists()
+        manager.destroy_all()
+        mesh.get_group_along_axis(1)
+        assert (connected / "1").exists()
+        mesh.destroy_mesh_process_groups()
+        deepspeed.comm.new_group(range(dist.get_world_size()))
+        assert (connected / "2").exists()
+    finally:
+        dist.new_group = made
+
+
+def test_a_group_may_be_destroyed_at_once(tmp_path: Path) -> None:
+    run_ranks(2, destroyed_at_once, str(tmp_path))
 
 
 def meet(rank: int, world_size: int, port: int, directory: str) -> None:
