@@ -182,6 +182,8 @@ class Mesh:
                 check_own_gpus([Seat(**row) for row in rows])
             mesh = cls.among(ranks, sizes, maker)
             mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
+            if len(ranks) > 1:
+                maker.tell(None)  # who closes a group while a peer still connects to it fails the peer
             return mesh
         except BaseException:
             maker.close()

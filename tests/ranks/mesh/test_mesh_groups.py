@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
+import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups_setup import CPU, GROUPS, join, transport
+from torch.distributed import distributed_c10d
 
 from shardwise.comm import Members, PeerError, members, ranks_of
 from shardwise.comm.members import unbound
@@ -92,6 +96,31 @@ def hybrid() -> None:
 
 def test_a_group_is_divided_by_the_plan() -> None:
     run_ranks(4, hybrid)
+
+
+def closed_at_once(directory: str, shared: bool | None) -> None:
+    """The last rank is late in connecting to each group; no other may have the mesh, and close it, before that."""
+    connect, late, connected = distributed_c10d._new_process_group_helper, dist.get_rank() == 3, Path(directory)
+
+    def slow(*args: object, **kwargs: object) -> object:
+        made = connect(*args, **kwargs)
+        if late:
+            time.sleep(0.1)
+            (connected / uuid.uuid4().hex).touch()
+        return made
+
+    for group in (None, dist.new_group(backend="gloo")):
+        with mock.patch.object(distributed_c10d, "_new_process_group_helper", slow):
+            mesh = create(group, 2, 2, shared)
+        found = len(list(connected.iterdir()))
+        mesh.close()
+        dist.barrier()
+        assert 0 < found == len(list(connected.iterdir()))
+
+
+@pytest.mark.parametrize("shared", [None, False])
+def test_a_mesh_may_be_closed_at_once(tmp_path: Path, shared: bool | None) -> None:
+    run_ranks(4, closed_at_once, str(tmp_path), shared)
 
 
 def often() -> list[int]:
