@@ -93,8 +93,8 @@ class First:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         where = self._config.invocation_params
-        mine = [sys.executable, "-m", "pytest", *where.args, "--workers", "1"]
-        command = [*mine, "--second-in", str(self._path)]
+        # In one word each: where no test is named, a second word would be taken for one before these are known.
+        command = [sys.executable, "-m", "pytest", *where.args, "--workers=1", f"--second-in={self._path}"]
         with open(self._path / "output", "wb") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             self._second = subprocess.Popen(command, cwd=where.dir, **streams)
