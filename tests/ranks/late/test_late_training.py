@@ -119,12 +119,16 @@ def test_secondary_shards_that_are_used_twice(four: RankPool) -> None:
         _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
 
 
-@pytest.mark.parametrize("seed", (0, 3))
-@pytest.mark.parametrize("scenario", [s for s in scenarios() if s.function in OTHERS], ids=str)
+BESIDE = [scenario for scenario in scenarios() if scenario.function in OTHERS]
+
+
+@pytest.mark.parametrize("scenario", BESIDE, ids=str)
 def test_what_is_done_beside_training(
-    alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario, seed: int
+    alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario
 ) -> None:
-    """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits."""
+    """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits;
+    with one seed of two by turns, and all of them with many in the campaign."""
+    seed = (0, 3)[BESIDE.index(scenario) % 2]
     _assert_right({1: alone, 2: two, 3: three, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
 
 
