@@ -270,6 +270,7 @@ class Session:
         """Keep what was written to parameters that ``gathered()`` holds: to ``params``, or to all. Collective."""
         self.engine.values.write_back(None if params is None else self.places(params))
 
+    @collective("unshard()")
     def unshard(self) -> None:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
         Collective. A second time it does nothing.
