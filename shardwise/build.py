@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.checked import shown
 from shardwise.checkpoint.session import Checkpointer
-from shardwise.checks.agreement import agreed_build
+from shardwise.checks.agreement import agreed_build, agreed_load
 from shardwise.checks.collective import collective
 from shardwise.deferred.construction import adopt
 from shardwise.deferred.record import is_recording, recorders
@@ -39,6 +39,7 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "agreed_build",
+    "agreed_load",
     "build",
     "needs_whole_tensors",
     "sharded_of",
@@ -269,6 +270,7 @@ class Session:
         """Keep what was written to parameters that ``gathered()`` holds: to ``params``, or to all. Collective."""
         self.engine.values.write_back(None if params is None else self.places(params))
 
+    @collective("unshard()")
     def unshard(self) -> None:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
         Collective. A second time it does nothing.

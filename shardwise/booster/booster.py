@@ -108,7 +108,7 @@ class Booster:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if optimizer is not None and self.plugin is None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)
-        self._runs.add(model, optimizer)
+        self._runs.add(model, optimizer, self.plugin is not None)
         if not swapped:
             return model, optimizer, criterion, dataloader, lr_scheduler
         returned = (model, optimizer, dataloader, criterion)
@@ -378,7 +378,8 @@ class Booster:
         """
         path = target(checkpoint, ".json")
         what = f"save the lr_scheduler to {path}"
-        self._files.on_rank_zero(lambda: write_lr_scheduler(lr_scheduler, path), what)
+        run = self._runs.of_scheduler(lr_scheduler)
+        self._files.on_rank_zero(run, lambda: write_lr_scheduler(lr_scheduler, path), what)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load what ``save_lr_scheduler`` wrote (or a torch file of a scheduler's state). Collective.
@@ -389,7 +390,8 @@ class Booster:
             ValueError: it is the state of another class of scheduler, or one for another number of param groups.
         """
         what = f"load the lr_scheduler from {checkpoint}"
-        lr_scheduler.load_state_dict(self._files.everywhere(lambda: fitting_state(lr_scheduler, checkpoint), what))
+        run = self._runs.of_scheduler(lr_scheduler)
+        lr_scheduler.load_state_dict(self._files.everywhere(run, lambda: fitting_state(lr_scheduler, checkpoint), what))
 
     # -- everything at once
 

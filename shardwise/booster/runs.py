@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.booster.interface import unwrap_model, unwrap_optimizer
 from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checked import shown
-from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Run, TorchRun
+from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
 
 __all__ = ["Runs", "remember_session"]
 
@@ -50,9 +50,10 @@ class Runs:
         self._savers: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
         self._all: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._beside: Ranks | None = None
 
-    def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """What boost returns."""
+    def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, together: bool) -> None:
+        """What boost returns. ``together``: on every rank, which is collective."""
         session = _session(model)
         if session is not None:
             self._all.add(session.checkpoints)
@@ -61,13 +62,16 @@ class Runs:
         module = unwrap_model(model)
         if optimizer is not None:
             self._modules[unwrap_optimizer(optimizer)] = weakref.ref(module)
-        self._savers[module] = Checkpointer(_torch_run(module, optimizer))  # from the start: it counts the updates
+        if together and (self._beside is None or self._beside.outdated):
+            # Made while all ranks are here: one that is alone in a save then waits in vain here, not in the program's.
+            self._beside = Ranks(own=True)
+        self._savers[module] = Checkpointer(self._torch_run(module, optimizer))  # from the start: it counts the updates
         self._all.add(self._savers[module])
 
     def of_model(self, model: nn.Module) -> Run:
         """The run of a boosted model, or of a plain one."""
         session = _session(model)
-        return TorchRun(unwrap_model(model)) if session is None else EngineRun(session)
+        return self._torch_run(unwrap_model(model), None) if session is None else EngineRun(session)
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[Run, int]:
         """The run of a boosted optimizer (or of a plain one, whose parameters are then known by number), and which of
@@ -76,7 +80,15 @@ class Runs:
         if session is not None:
             return EngineRun(session), session.optimizers.index(optimizer)
         found = self._modules.get(unwrap_optimizer(optimizer))
-        return _torch_run(None if found is None else found(), optimizer), 0
+        return self._torch_run(None if found is None else found(), optimizer), 0
+
+    def of_scheduler(self, scheduler: Any) -> Run:
+        """The run of the optimizer that ``scheduler`` is for; of all ranks, where no boosted model has it."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        for session in map(_session, self._sharded):
+            if any(optimizer is each or optimizer is each.optimizer for each in session.optimizers):
+                return EngineRun(session)
+        return self._torch_run(None, None)
 
     def pipeline(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: str) -> Any:
         """What makes the passes of a boosted model in stages.
@@ -147,10 +159,11 @@ class Runs:
         with ExitStack() as stack:
             for each in [*map(_session, self._sharded), *self._savers.values()]:
                 stack.callback(each.close)
+            if self._beside is not None:
+                stack.callback(self._beside.close)
         self._sharded.clear()
 
-
-def _torch_run(module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:
-    if optimizer is None:
-        return TorchRun(module)
-    return TorchRun(module, unwrap_optimizer(optimizer), getattr(optimizer, "scaler", None))
+    def _torch_run(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:
+        if optimizer is None:
+            return TorchRun(module, ranks=self._beside)
+        return TorchRun(module, unwrap_optimizer(optimizer), getattr(optimizer, "scaler", None), self._beside)

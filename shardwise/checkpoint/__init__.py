@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.portable import PortableFiles
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.run import EngineRun, Run
@@ -28,6 +29,7 @@ __all__ = [
     "EngineRun",
     "NativeSource",
     "PortableFiles",
+    "Ranks",
     "Restored",
     "Run",
     "SavedScheduler",

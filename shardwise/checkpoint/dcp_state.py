@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.checked import as_mapping
+from shardwise.checks.agreement import agreed_load
 from shardwise.engine.fragments import Held
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -114,7 +116,7 @@ def set_model_state_dict(
         RuntimeError: names or shapes do not fit; nothing is changed then.
     """
     chosen, module = _options(options), _module(model)
-    given = _broadcast(module, model_state_dict) if chosen.broadcast_from_rank0 else model_state_dict
+    given = _broadcast(module, model_state_dict, "the model") if chosen.broadcast_from_rank0 else model_state_dict
     return module.load_state_dict({name: _whole(value) for name, value in given.items()}, strict=chosen.strict)
 
 
@@ -131,7 +133,7 @@ def set_optimizer_state_dict(
         RuntimeError: a trained parameter has no state there (``strict``), not even an empty one, or a group no options.
     """
     chosen, module = _options(options), _module(model)
-    given = _broadcast(module, optim_state_dict) if chosen.broadcast_from_rank0 else optim_state_dict
+    given = _broadcast(module, optim_state_dict, "the optimizers") if chosen.broadcast_from_rank0 else optim_state_dict
     trained = {name for name, param in module.unwrap().named_parameters() if param.requires_grad}
     for optimizer, names in _with_names(module, optimizers):
         nested = given if STATE in given else _nested(given, [n for group in names for n in group])
@@ -257,13 +259,23 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _broadcast(module: ShardedModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rank 0's, on all ranks."""
+def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Mapping[str, Any]:
+    """Rank 0's, on all ranks.
+
+    Raises:
+        TypeError: rank 0 has none.
+        PeerError: the same, on the others.
+    """
     _check_everybody(module)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return state
-    box: list[Any] = [dict(state) if module.engine.mesh.first else None]
-    dist.broadcast_object_list(box, 0)
+    mesh, box = module.engine.mesh, list[Any]()
+    with mesh.doing(f"loading rank 0's state into {into}"):
+        # Rank 0 can give it and all are here, before the program's own group is waited in.
+        with agreed_load(mesh.everyone, into, dict):
+            advice = "a dict with broadcast_from_rank0=True"
+            box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.first else None)
+        dist.broadcast_object_list(box, 0)
     found: Mapping[str, Any] = box[0]
     return found
 

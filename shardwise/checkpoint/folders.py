@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.checkpoint.contents import buffer_digests
 from shardwise.checkpoint.directory import CheckpointRoot
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.hosts import Hosts
+from shardwise.checkpoint.hosts import Hosts, place_of
 from shardwise.checkpoint.owners import Writer, this_process
 from shardwise.checkpoint.run import Run
 from shardwise.checkpoint.write import agree, saves_in
@@ -63,6 +63,8 @@ class Folders:
             apart: whether hosts may have directories of their own; ``None``: they may.
 
         Raises:
+            ValueError: on every rank: another tag on another rank, or another root on one of the same host; nothing was
+                made.
             CheckpointError, ValueError: on every rank; nothing is left.
         """
         try:
@@ -76,8 +78,8 @@ class Folders:
         if owner is not None:
             owner.discard(self._hidden)
 
-    def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        what = f"prepare checkpoint {self._tag!r} in {self._root}"
+    def _agree(self, action: Callable[[], Any], what: str = "") -> list[Any]:
+        what = what or f"prepare checkpoint {self._tag!r} in {self._root}"
         return agree(self._run.gather, self._run.rank, what, action)[1]
 
     def _begin(self) -> str:
@@ -96,14 +98,17 @@ class Folders:
 
     def _prepare(self, apart: bool | None) -> Folder:
         run, several = self._run, len(self._hosts.names) > 1
+        # Told first, and compared in the next agreement: that is one of all parts of the model.
+        told = self._agree(lambda: [self._tag, *place_of(self._root)])
 
         def begin() -> list[Any]:
+            _check_alike(told)
             digests = buffer_digests(run.held())
             if run.rank != 0:
                 return []
             return [self._begin(), 0 if several else self._ready(), digests, this_process().fields()]
 
-        name, serial, digests, fields = self._agree(begin)[0]
+        name, serial, digests, fields = self._agree(begin, f"prepare checkpoint {told[0][0]!r} in {told[0][2]}")[0]
         self._hidden = os.path.join(self._root, name)
         seen = self._agree(lambda: os.path.isdir(self._hidden)) if several else [True]
         if several and all(seen):
@@ -155,3 +160,20 @@ class Folders:
         folders = sorted(set(owners))
         names = tuple(hosts.names[hosts.of[rank]] for rank in folders)
         return names, tuple(folders.index(rank) for rank in owners)
+
+
+def _check_alike(told: Sequence[Sequence[str]]) -> None:
+    """Every rank's tag, file systems and root, by rank; hosts may keep their parts in different places.
+
+    Raises:
+        ValueError: ranks save under different tags, or in different directories of one host.
+    """
+    first: dict[str, int] = {}
+    for rank, (tag, host, root) in enumerate(told):
+        peer = first.setdefault(host, rank)
+        for name, own, other, of in (("tag", tag, told[0][0], 0), ("root", root, told[peer][2], peer)):
+            if own != other:
+                raise ValueError(
+                    f"{name}={own!r} on rank {rank}, and {other!r} on rank {of}: give the same on every rank (of a "
+                    "time stamp rank 0's, by torch.distributed.broadcast_object_list)"
+                )

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.comm.mapping import host_facts
 
-__all__ = ["Hosts", "here"]
+__all__ = ["Hosts", "here", "place_of"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,8 @@ def here() -> tuple[str, str]:
     with contextlib.suppress(OSError):
         facts["mounts"] = os.readlink("/proc/self/ns/mnt")
     return name, "/".join([name, *facts.values()])
+
+
+def place_of(path: str) -> list[str]:
+    """Where this process finds ``path``: what tells its file systems from another host's, and the path in them."""
+    return [here()[1], os.path.realpath(path)]

@@ -56,7 +56,7 @@ class PortableFiles:
         Args:
             run: whose.
             write: writes a source; it leaves nothing half-done where it raises.
-            what: completes "rank 0 could not ...".
+            what: completes "rank 0 could not ...", such as "save the model to x".
             use_async: copy to host memory and return; a thread writes. A save of a model that still runs is waited for
                 first.
 
@@ -73,18 +73,22 @@ class PortableFiles:
         self, kind: Part, run: Run, prepare: Callable[[], Portion], write: Write, what: str, use_async: bool
     ) -> None:
         lane = self._lanes.setdefault(kind, Lane())
-        lane.wait_for_saves()
-        run.settle()
-        if not use_async:
-            stream(self._world, prepare, write, what)
-            return
 
         def copy(image: HostImage) -> Portion:
             portion = prepare()
             portion.snapshot(lambda fragments, values: _copy(image, fragments, values))
             return portion
 
-        lane.start(run.device.type == "cuda", copy, lambda ranks, copied: stream(ranks, copied, write, what))
+        with run.doing(_doing(what)):
+            lane.wait_for_saves()
+            run.settle()
+            # The run's ranks meet in a group of its own, before anything is sent over the program's, or one is made.
+            run.gather(None)
+            if use_async:
+                pin = run.device.type == "cuda"
+                lane.start(pin, copy, lambda ranks, copied: stream(ranks, copied, write, what))
+            else:
+                stream(self._world, prepare, write, what)
 
     def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> Match:
         """Weights, buffers and extra state from any format. Collective.
@@ -101,9 +105,6 @@ class PortableFiles:
         return self._load(run, path, "optimizer", strict, fit)
 
     def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
-        self.wait_for_saves()
-        run.settle()
-
         def look() -> tuple[Match, dict[str, Any], Options | None]:
             held = run.held()
             source = _of_part(fit.apply(open_it(), held), held, part, path, strict)
@@ -112,35 +113,36 @@ class PortableFiles:
                 return match, read_others(run, match), None
             return match, {}, Options(run, match)
 
-        world = self._world
-        peers = Peers(run)
-        with opening_at(peers, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
-            what = f"load the {part} from {path}"
-            (match, others, options), _ = agree(world.gather, world.rank, what, look, share=False)
+        what = f"load the {part} from {path}"
+        with run.doing(_doing(what)):
+            self.wait_for_saves()
+            run.settle()
+            peers = Peers(run)
+            with opening_at(peers, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
+                (match, others, options), _ = agree(run.gather, run.rank, what, look, share=False)
 
-            def rest() -> None:
-                if options is None:
-                    match.held.put_others(others)
-                else:
-                    options.put_back()
+                def rest() -> None:
+                    if options is None:
+                        match.held.put_others(others)
+                    else:
+                        options.put_back()
 
-            put_back(run, match, f"the {part} from {path}", rest)
-        peers.close()
+                put_back(run, match, f"the {part} from {path}", rest)
+            peers.close()
         return match
 
-    def on_rank_zero(self, action: Callable[[], object], what: str) -> None:
-        """Rank 0 acts, and every rank raises where that failed. Collective.
+    def on_rank_zero(self, run: Run, action: Callable[[], object], what: str) -> None:
+        """Rank 0 acts, and every rank of ``run`` raises where that failed. Collective.
 
         Raises:
             CheckpointError, ValueError: as ``action``.
         """
-        world = self._world
-        agree(world.gather, world.rank, what, action if world.rank == 0 else _nothing, share=False)
+        self.everywhere(run, action if run.rank == 0 else _nothing, what)
 
-    def everywhere(self, action: Callable[[], Any], what: str) -> Any:
-        """Every rank acts, and every rank raises where one failed. Collective."""
-        world = self._world
-        return agree(world.gather, world.rank, what, action, share=False)[0]
+    def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
+        """Every rank of ``run`` acts, and every rank raises where one failed. Collective."""
+        with run.doing(_doing(what)):
+            return agree(run.gather, run.rank, what, action, share=False)[0]
 
     @property
     def saving(self) -> bool:
@@ -172,6 +174,12 @@ class PortableFiles:
 
 def _nothing() -> None:
     pass
+
+
+def _doing(what: str) -> str:
+    """What completes "could not ..." ("save the model to x") as :meth:`Run.doing` has it ("saving ...")."""
+    verb, _, rest = what.partition(" ")
+    return f"{verb.removesuffix('e')}ing {rest}"
 
 
 def _copy(image: HostImage, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:

@@ -30,7 +30,8 @@ class Ranks:
     """
 
     def __init__(self, own: bool, members: Members | None = None, activity: Activity | None = None) -> None:
-        self._activity = activity
+        self.activity = activity or Activity()
+        self._closed = False
         self._control: Control | None = None
         self._group: Any = None
         self._own: list[dist.ProcessGroup] = []
@@ -54,10 +55,10 @@ class Ranks:
 
     @property
     def outdated(self) -> bool:
-        """Whether these are not all ranks any more: the process group may be made after a first save or load."""
-        return self._all and self.size != (
-            dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        )
+        """Whether they were closed, or are not all ranks any more: the process group may be made after a first save or
+        load."""
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return self._closed or (self._all and self.size != size)
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective.
@@ -68,7 +69,7 @@ class Ranks:
         if self._group is None:
             return [json.loads(json.dumps(value))]
         if self._control is None:
-            self._control = Control("ranks of a checkpoint", self._group, self._activity)
+            self._control = Control("ranks of a checkpoint", self._group, self.activity)
         return self._control.exchange_object(value)[0]
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
@@ -89,4 +90,5 @@ class Ranks:
     def close(self) -> None:
         """Give it back. Safe to call twice."""
         self._group = self._control = None
+        self._closed = True
         destroy(self._own)

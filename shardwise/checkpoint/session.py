@@ -93,7 +93,7 @@ class Checkpointer:
             CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
                 asynchronous save before this one failed; earlier checkpoints are as they were, training can go on.
             ValueError: a tag that is no plain name, ``keep`` < 1, a step < 0, or something that a checkpoint
-                cannot hold.
+                cannot hold; on every rank, another tag on another rank, or another root on one of the same host.
             TypeError: ``keep`` or ``step`` is no whole number.
         """
         if keep is not None:

@@ -82,6 +82,8 @@ class TorchRun:
         module: the user's own; ``None``: only the optimizer is known, whose parameters are then ``#0``, ``#1``, …
         optimizer: the user's own.
         scaler: torch's loss scale.
+        ranks: all of them, for what they tell each other; ``None``: the program's default group serves, where a wait in
+            vain is the end of that, too.
     """
 
     def __init__(
@@ -89,12 +91,13 @@ class TorchRun:
         module: nn.Module | None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         # Weak, so that who keeps a run by its module does not keep the module.
         self._module = None if module is None else weakref.ref(module)
         self.optimizers = () if optimizer is None else (TorchTrainer(optimizer, scaler),)
-        self._ranks: Ranks | None = None
-        self._activity = Activity()
+        self._ranks = ranks
+        self._activity = Activity() if ranks is None else ranks.activity
 
     @property
     def spreads(self) -> bool:
@@ -132,7 +135,7 @@ class TorchRun:
 
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective."""
-        if self._ranks is None or self._ranks.size != self.size:
+        if self._ranks is None or self._ranks.outdated:
             self._ranks = Ranks(own=False, activity=self._activity)
         return self._ranks.gather(value)
 

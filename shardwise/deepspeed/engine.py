@@ -299,12 +299,13 @@ class DeepSpeedEngine(Steps):
             raise ValueError(f"{save_dir=}: give a directory for checkpoints")
         self._finish_step()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
-        counters = self._counters()
-        self._saving.save(
-            save_dir, name, schedules, client_state or {}, counters, save_latest, exclude_frozen_parameters
-        )
+        with self._saving.doing(f"saving checkpoint {name!r} in {save_dir}"):
+            name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
+            counters = self._counters()
+            self._saving.save(
+                save_dir, name, schedules, client_state or {}, counters, save_latest, exclude_frozen_parameters
+            )
         return True
 
     def load_checkpoint(
@@ -343,7 +344,8 @@ class DeepSpeedEngine(Steps):
             raise NotImplementedError(f"custom_load_fn={custom_load_fn!r} is not available; use engine.module")
         states = load_optimizer_states and not load_module_only
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None and load_lr_scheduler_states else []
-        found = self._saving.load(load_dir, tag, load_module_strict, states, [] if load_module_only else schedules)
+        with self._saving.doing(f"loading checkpoint {tag!r} of {load_dir}"):
+            found = self._saving.load(load_dir, tag, load_module_strict, states, [] if load_module_only else schedules)
         if found is None:
             return None, None
         if not load_module_only:
@@ -364,14 +366,16 @@ class DeepSpeedEngine(Steps):
             if self.global_rank == 0:
                 print(f"{save_dir}/{save_filename} is not saved: stage3_gather_16bit_weights_on_model_save is false")
             return False
-        self._saving.save_16bit(save_dir, save_filename, exclude_frozen_parameters)
+        with self._saving.doing(f"saving the model to {save_dir}/{save_filename}"):
+            self._saving.save_16bit(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """What :meth:`save_16bit_model` writes, on the first rank; accelerate asks for it by this name. Collective."""
-        return self._saving.state_16bit(exclude_frozen_parameters) or None
+        with self._saving.doing("taking the model's state in its compute dtype"):
+            return self._saving.state_16bit(exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

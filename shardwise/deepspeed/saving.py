@@ -56,6 +56,9 @@ class Saving:
         session: what is saved, and loaded into.
         universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
         apart: see :attr:`shardwise.checkpoint.session.Checkpointer.apart`.
+
+    Attributes:
+        doing: see :meth:`shardwise.checkpoint.run.Run.doing`.
     """
 
     def __init__(self, session: Session, universal: bool = False, apart: bool | None = None) -> None:
@@ -65,6 +68,7 @@ class Saving:
         self._native = Checkpointer(self._run)  # from the start: it counts the updates
         self._native.apart = apart
         self._trained: Checkpointer | None = None
+        self.doing = self._run.doing
 
     def agreed_tag(self, tag: str, mode: str) -> str:
         """That of the first rank, under which all save; ``mode`` is ``checkpoint.tag_validation``."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.comm import ranks_of
+from shardwise.comm import PeerError, ranks_of
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
@@ -237,6 +237,8 @@ class GatheredParameters:
     Raises:
         ValueError: on entering, on every rank, where ranks have different ``params`` of a model at stage 3; at stages 0
             to 2, where nothing is gathered, at the end and with a ``modifier_rank``.
+        PeerError: at the end, with a ``modifier_rank`` and parameters that no engine has yet: the block failed on
+            another rank, and nothing was spread.
     """
 
     def __init__(
@@ -270,6 +272,8 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
+            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
+                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
             elif kind is None:
@@ -295,6 +299,27 @@ class GatheredParameters:
                     "rank whose changes are to be kept"
                 )
 
+    def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
+        """Those of the parameters that no engine has yet."""
+        known = {id(param) for _, own in shares for param in own}
+        return [param for param in self.params if id(param) not in known]
+
+    def _meet(self, error: Exception | None) -> None:
+        """Before values of parameters that no engine has are sent: nobody would notice a rank whose block failed."""
+        alone = self._alone(self._shares())
+        if not alone or not _several():
+            return
+        group = getattr(alone[0], MARK, None)
+        told: list[Any] = [None] * dist.get_world_size(group)
+        with nullcontext() if error is None else suppress(Exception):  # it is raised in any case
+            dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None]
+        if failed and error is None:
+            raise PeerError(
+                f"no changes of GatheredParameters(modifier_rank={self.modifier_rank}) were spread, because the block "
+                f"failed on other ranks: {'; '.join(failed)}"
+            )
+
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         shares = self._shares()
@@ -304,8 +329,7 @@ class GatheredParameters:
             session.take_given()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
-        known = {id(param) for _, own in shares for param in own}
-        for param in [each for each in self.params if id(each) not in known]:
+        for param in self._alone(shares):
             _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
         for session, own in shares:
             session.write_back(own)
@@ -320,8 +344,12 @@ def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) ->
 
 def _broadcast_alone(group: dist.ProcessGroup | None, rank: int, value: torch.Tensor) -> None:
     """Of a parameter that no engine has yet, over the group that it was built for."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _several():
         dist.broadcast(value, group=group, group_src=rank)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_gathered(model: nn.Module) -> bool:

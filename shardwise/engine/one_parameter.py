@@ -7,12 +7,13 @@ about this rank's own part: what is set is published to all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from shardwise.checks.agreement import Description, agreed_load
+from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.checksum import sample_words
 from shardwise.disk.agreement import agreed
@@ -69,11 +70,18 @@ class OneParameter:
 
     def value(self, own: bool = False) -> torch.Tensor:
         """A copy, whole; or of this rank's part (1-D, empty where it has none). On the device."""
+        return self._read() if own else self._read_whole()
+
+    def _read(self) -> torch.Tensor:
+        """This rank's part."""
         engine = self.engine
         engine.values.settle(f"reading {self.name}")
         with agreed(engine.mesh.stage, READING, READ_AGAIN, needed=engine.storage.uses_disk):
-            part = self._own_value()
-        return part if own else self._whole(part)
+            return self._own_value()
+
+    @collective("reading a parameter")
+    def _read_whole(self) -> torch.Tensor:
+        return self._whole(self._read())
 
     def _own_value(self) -> torch.Tensor:
         with ExitStack() as stack:
@@ -93,6 +101,7 @@ class OneParameter:
         """All ranks' parts. Collective."""
         return gather_parts(self.engine.mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
 
+    @collective("writing a parameter")
     @torch.no_grad()
     def set_value(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace it, master and all, by ``value``: whole and the same on every rank, or this rank's part.
@@ -152,11 +161,12 @@ class OneParameter:
             RuntimeError: it is not averaged yet, or not kept; says why.
         """
         visible = self.engine.visible
-        visible.collect()
-        if not self.has_gradient:
-            return None
-        visible.check_use(self.index, "the gradient")
-        full = visible.full(self.index, wide=True)
+        with nullcontext() if own else self.engine.mesh.doing("reading a gradient"):
+            visible.collect()
+            if not self.has_gradient:
+                return None
+            visible.check_use(self.index, "the gradient")
+            full = visible.full(self.index, wide=True)
         return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
 
     @torch.no_grad()
@@ -170,6 +180,7 @@ class OneParameter:
         wide = torch.float64 if found.dtype == torch.float64 else torch.float32
         return found.to(wide, copy=True).div_(self.engine.counts.loss_scale)
 
+    @collective("writing a gradient")
     @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace it, as assigning ``.grad`` does in one process.
@@ -184,6 +195,7 @@ class OneParameter:
 
     # ---- its optimizer state
 
+    @collective("reading the state of a parameter")
     def state(self, key: str, own: bool = False) -> torch.Tensor | None:
         """One entry of its optimizer state; what is not element-wise (``step``) as it is. ``None`` before a step.
 
@@ -228,6 +240,7 @@ class OneParameter:
         number = torch.as_tensor(value)
         return [number.item(), str(number.dtype).removeprefix("torch.")]
 
+    @collective("writing the state of a parameter")
     @torch.no_grad()
     def set_state(self, key: str, value: torch.Tensor, own: bool = False) -> None:
         """Replace one element-wise entry of its optimizer state.

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.attributes import TransparentModule
-from shardwise.build import Session, build
-from shardwise.checked import whole
+from shardwise.build import Session, agreed_load, build
+from shardwise.checked import as_mapping, whole
 from shardwise.comm import ranks_of
 from shardwise.fairscale.arguments import NUMERIC, FullyShardedOptions, plan_of_fully_sharded
 from shardwise.fairscale.local_state import consolidated, joined, own_part
@@ -348,10 +348,17 @@ class FullyShardedDataParallel(TransparentModule):
         return {name: own_part(value, self.rank, self.world_size) for name, value in whole}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Take over what every rank's own :meth:`local_state_dict` gave, at the same number of ranks. Collective."""
+        """Take over what every rank's own :meth:`local_state_dict` gave, at the same number of ranks. Collective.
+
+        Raises:
+            TypeError: this rank's is no dict; nothing was loaded, and the others have a PeerError.
+        """
         self._only_whole("load_local_state_dict()")
-        layout = self.session.module.state_layout()
-        return self.load_state_dict(joined(state_dict, layout, self.process_group, self.world_size), strict)
+        layout, mesh = self.session.module.state_layout(), self.session.mesh
+        with mesh.doing("load_local_state_dict()"):
+            with agreed_load(mesh.everyone, "the model", dict):
+                as_mapping("state_dict", state_dict, "what local_state_dict() gave on this rank")
+            return self.load_state_dict(joined(state_dict, layout, self.process_group, self.world_size), strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs beside this rank's part."""

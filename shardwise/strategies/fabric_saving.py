@@ -14,7 +14,7 @@ from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.write import agree
 from shardwise.late import LateOptimizer
 from shardwise.strategies.entries import pack, unpack
-from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place
+from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 
 __all__ = ["Check", "FabricSaving", "restored", "writer_of"]
 
@@ -86,9 +86,8 @@ class FabricSaving:
             ValueError: not exactly one model, or some of its optimizers.
             CheckpointError: on every rank, where an entry cannot be saved, or a file not be written.
         """
-        path = os.fspath(self._strategy.broadcast(path))
         if self.one_file or not self._sessions(state):
-            whole(path, state, storage_options, filter)
+            whole(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
             return
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
@@ -96,15 +95,16 @@ class FabricSaving:
                     f"save({name}={value!r:.80}): ranks write files of their own, whole tensors of the model; give the "
                     "strategy a checkpoint_io for single files, which take it"
                 )
-        call = f"save({path!r})"
+        call = f"save({os.fspath(path)!r})"
         name, session = self._one(state, call)
         optimizers = self._optimizers(state, session, call)
         rest = {key: value for key, value in state.items() if key != name and key not in optimizers}
-        packed = self._packed(rest, [name, *optimizers], session, path)
-        writer = self._strategy.writer(session, bool(optimizers))
-        root, tag = place(path)
-        writer.latest = False
-        writer.save(root, tag, step=session.checkpoints.steps, user_state=packed)
+        with saving_to(session, path) as path:
+            packed = self._packed(rest, [name, *optimizers], session, path)
+            writer = self._strategy.writer(session, bool(optimizers))
+            root, tag = place(path)
+            writer.latest = False
+            writer.save(root, tag, step=session.checkpoints.steps, user_state=packed)
 
     def _packed(self, rest: dict[str, Any], names: list[str], session: Session, path: str) -> dict[str, Any] | None:
         packed: list[dict[str, Any]] = []

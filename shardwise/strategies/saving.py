@@ -21,7 +21,7 @@ from shardwise.remarks import warn_user
 from shardwise.strategies.entries import left_out, pack, unpack
 from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 
-__all__ = ["FABRIC", "FABRIC_NAMES", "ModelOnly", "Saving", "load_weights", "outline", "place"]
+__all__ = ["FABRIC", "FABRIC_NAMES", "ModelOnly", "Saving", "load_weights", "outline", "place", "saving_to"]
 
 FABRIC = "fabric"
 """The entry that a checkpoint of Fabric has; see :mod:`shardwise.strategies.fabric_saving`."""
@@ -134,10 +134,14 @@ class Saving:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
             CheckpointError: on every rank, where an entry of the checkpoint cannot be saved, or a file not be written.
         """
-        path = os.fspath(self._strategy.broadcast(path))
-        if self.one_file:
-            one_file(checkpoint, path, storage_options)
-            return
+        session: Session = self._strategy.session
+        with saving_to(session, path) as path:
+            if self.one_file:
+                one_file(checkpoint, path, storage_options)
+            else:
+                self._save(session, checkpoint, path, storage_options)
+
+    def _save(self, session: Session, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r}: ranks write files of their own; give the strategy a "
@@ -149,7 +153,6 @@ class Saving:
                 f"on_save_checkpoint changed state_dict in the checkpoint ({len(state)} names): the model is saved as "
                 "it is. Put what is to be kept beside it under a key of its own"
             )
-        session: Session = self._strategy.session
         packed = self._put_together(checkpoint, path)
         writer = self._writer(session, "optimizer_states" in checkpoint)
         root, tag = place(path)
@@ -239,6 +242,15 @@ class Saving:
         if self.whole_file:
             for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
+
+
+@contextmanager
+def saving_to(session: Session, path: Any) -> Iterator[str]:
+    """Around a save: every rank has rank 0's ``path``. They meet in the session's ranks, which tell of one that does
+    something else, and not in the program's default group."""
+    path = os.fspath(path)
+    with session.mesh.doing(f"saving checkpoint {path}"):
+        yield str(session.mesh.everyone.exchange_object(path, "what saving needs")[0])
 
 
 def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:

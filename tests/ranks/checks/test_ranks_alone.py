@@ -62,6 +62,22 @@ def gradients(session: Session, _: str) -> object:
     return session.full_gradients()
 
 
+def unsharded(session: Session, _: str) -> object:
+    return session.unshard()
+
+
+def one_value(session: Session, _: str) -> object:
+    found = session.one(session.params[0])
+    assert found is not None
+    return found.value()
+
+
+def one_state(session: Session, _: str) -> object:
+    found = session.one(session.params[0])
+    assert found is not None
+    return found.state("exp_avg")
+
+
 def gathered(session: Session, _: str) -> None:
     with session.module.gathered(write_back=True):
         pass
@@ -85,6 +101,9 @@ CALLS: dict[Call, str] = {
     load_own: "load_state_dict() of the model",
     load_moments: "load_state_dict() of an optimizer",
     gradients: "full_gradients()",
+    unsharded: "unshard()",
+    one_value: "reading a parameter",
+    one_state: "reading the state of a parameter",
     gathered: "gathered(",
 }
 

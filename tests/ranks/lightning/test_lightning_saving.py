@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.comm import PeerError
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, to_single_file
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
@@ -272,6 +273,34 @@ def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
         assert left == [] and worst(found, expected) <= 1e-6
     # Before 2.5 Lightning goes on after the batches of the search, under ddp too.
     assert worst(expected, run_ranks(RANKS, unsearched)[0]) <= 1e-6 or not since(2, 5)
+
+
+class SavingAlone(Toy):
+    """Saves on the first rank alone, where every rank has to."""
+
+    path = ""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:  # type: ignore[attr-defined]
+            self.trainer.save_checkpoint(self.path)  # type: ignore[attr-defined]
+
+
+def alone(path: str) -> tuple[str, float]:
+    made, model = trainer(Strategy(), max_epochs=2), toy(body=SavingAlone)
+    type(model).path = path
+    with pytest.raises(PeerError) as error:
+        made.fit(model, data())
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the program's own group works as before
+    return str(error.value), total.item()
+
+
+def test_a_save_on_the_first_rank_alone_is_told_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "alone.ckpt")
+    for told, total in run_ranks(RANKS, alone, path):
+        assert f"rank 0: what saving needs (1 values) while saving checkpoint {path}; rank 1: " in told, told
+        assert "every rank has to make such a call" in told and total == 2, told
+    assert not Path(path).exists()
 
 
 class Unsaveable(Toy):

@@ -1,0 +1,102 @@
+"""A Booster's save or load on the master alone: each rank is told in what, and the program's own group is as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from booster_setup import PLUGINS, Run
+
+from shardwise.checkpoint import ranks
+from shardwise.comm import PeerError
+from shardwise.testing import run_ranks
+
+Call = Callable[[Run, str], object]
+
+
+def save_model(run: Run, folder: str) -> object:
+    return run.booster.save_model(run.model, f"{folder}/alone.safetensors")
+
+
+def save_beside(run: Run, folder: str) -> object:
+    return run.booster.save_model(run.model, f"{folder}/beside.safetensors", use_async=True)
+
+
+def save_optimizer(run: Run, folder: str) -> object:
+    return run.booster.save_optimizer(run.optimizer, f"{folder}/alone.bin")
+
+
+def save_schedule(run: Run, folder: str) -> object:
+    return run.booster.save_lr_scheduler(run.scheduler, f"{folder}/alone.json")
+
+
+def load_schedule(run: Run, folder: str) -> object:
+    return run.booster.load_lr_scheduler(run.scheduler, f"{folder}/before.json")
+
+
+def load_optimizer(run: Run, folder: str) -> object:
+    return run.booster.load_optimizer(run.optimizer, f"{folder}/before.bin")
+
+
+def load_model(run: Run, folder: str) -> object:
+    return run.booster.load_model(run.model, f"{folder}/before.safetensors")
+
+
+def train(run: Run, _: str) -> object:
+    return run.steps(1, 2)
+
+
+def nothing(run: Run, _: str) -> object:
+    return None
+
+
+CALLS: dict[Call, str] = {
+    save_model: "saving the model to ",
+    save_beside: "saving the model to ",
+    save_optimizer: "saving the optimizer to ",
+    save_schedule: "saving the lr_scheduler to ",
+    load_schedule: "loading the lr_scheduler from ",
+    load_optimizer: "loading the optimizer from ",
+    load_model: "loading the model from ",
+}
+
+
+def alone(plugin: str, first: Call, second: Call, folder: str, seconds: float) -> tuple[str, bool]:
+    """Rank 0 makes the first call, rank 1 the second: what each is told, and whether the program's group still works.
+    A communicator beside it waits for so many seconds."""
+    with mock.patch.object(ranks, "timeout_s", lambda: seconds):
+        run = Run(PLUGINS[plugin]())
+    run.steps(0, 1)
+    run.booster.save_model(run.model, f"{folder}/before.safetensors")
+    run.booster.save_optimizer(run.optimizer, f"{folder}/before.bin")
+    run.booster.save_lr_scheduler(run.scheduler, f"{folder}/before.json")
+    told = ""
+    try:
+        (first if dist.get_rank() == 0 else second)(run, folder)
+    except PeerError as error:
+        told = str(error)
+    gathered: list[object] = [None, None]
+    dist.all_gather_object(gathered, {"rank": dist.get_rank()})
+    return told, gathered == [{"rank": 0}, {"rank": 1}]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_master_alone_in_a_call_and_a_rank_that_trains_on_are_told_at_once(call: Call, tmp_path: object) -> None:
+    for told, works in run_ranks(2, alone, "gemini", call, train, str(tmp_path), 60.0):
+        assert CALLS[call] in told and str(tmp_path) in told and works, told
+    left = [name for name in os.listdir(str(tmp_path)) if not name.startswith("before")]
+    assert left == (["alone.json"] if call is save_schedule else []), "a schedule is rank 0's own to write"
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("call", [save_model, save_beside, load_schedule])
+def test_under_torchs_own_sharding_the_master_waits_beside_the_programs_group(
+    plugin: str, call: Call, tmp_path: object
+) -> None:
+    (told, works), (_, goes_on) = run_ranks(2, alone, plugin, call, nothing, str(tmp_path), 1.5)
+    assert "rank 0 is in: " + CALLS[call] in told and str(tmp_path) in told, told
+    assert "rank 1 is in no such call, its last was: saving the lr_scheduler to " in told, told
+    assert works and goes_on

@@ -1,0 +1,85 @@
+"""What one rank cannot give is told on every rank, before the program's own group is waited in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import PLANS, adam, one_mesh, seeded
+from shardwise.fairscale.nn import FullyShardedDataParallel as FSDP
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import shardwise.deepspeed as deepspeed
+from shardwise.build import build
+from shardwise.comm import PeerError
+from shardwise.pytorch.state_dict import set_model_state_dict, set_optimizer_state_dict
+from shardwise.testing import run_ranks
+
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def no_weights(rank: int) -> None:
+    with one_mesh(PLANS["zero3"]) as mesh:
+        session = build(seeded(net), None, PLANS["zero3"], mesh)
+        set_model_state_dict(session.module, None if rank == 0 else {}, options=FROM_RANK_0)  # type: ignore[arg-type]
+
+
+def no_moments(rank: int) -> None:
+    with one_mesh(PLANS["zero3"]) as mesh:
+        model = seeded(net)
+        session = build(model, adam(model), PLANS["zero3"], mesh)
+        given: Any = None if rank == 0 else {}
+        set_optimizer_state_dict(session.module, session.optimizers[0], given, options=FROM_RANK_0)
+
+
+def no_part(rank: int) -> None:
+    model = FSDP(seeded(net))
+    adam(model)
+    state = model.local_state_dict()
+    model.load_local_state_dict(state if rank == 1 else None)
+
+
+def failing_block(rank: int) -> None:
+    with deepspeed.zero.Init():
+        model = net()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
+        if rank == 0:
+            raise TypeError("what rank 0 cannot give")
+        model[0].weight.data.zero_()  # type: ignore[operator, union-attr]
+
+
+def refused(call: Callable[[int], None]) -> tuple[str, str, bool]:
+    """What kind of error this rank has, what it says, and whether the program's group still works."""
+    kind = said = ""
+    try:
+        call(dist.get_rank())
+    except (TypeError, PeerError) as error:
+        kind, said = type(error).__name__, str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return kind, said, total.item() == 2
+
+
+CASES: dict[Callable[[int], None], tuple[str, str]] = {
+    no_weights: ("the state on rank 0=None: give a dict", "nothing was loaded into the model, because other ranks"),
+    no_moments: ("the state on rank 0=None: give a dict", "nothing was loaded into the optimizers, because other"),
+    no_part: ("state_dict=None: give what local_state_dict() gave", "nothing was loaded into the model, because other"),
+    failing_block: ("what rank 0 cannot give", "no changes of GatheredParameters(modifier_rank=1) were spread"),
+}
+
+
+@pytest.mark.parametrize("call", CASES)
+def test_a_rank_that_cannot_go_on_tells_the_others(call: Callable[[int], None]) -> None:
+    own, theirs = CASES[call]
+    (kind, said, works), (other_kind, told, goes_on) = run_ranks(2, refused, call)
+    assert kind == "TypeError" and own in said, said
+    assert other_kind == "PeerError" and theirs in told and f"rank 0: TypeError: {said}" in told, told
+    assert works and goes_on
