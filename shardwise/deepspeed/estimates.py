@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.checked import number, whole
+from shardwise.checked import MOST_NUMEL, number, whole
 from shardwise.sizes import size_text
 
 __all__ = [
@@ -30,8 +30,11 @@ BUCKET_NUMEL, MIN_CHUNKS = 500_000_000, 8
 """Of stages 1 and 2: a chunk has at most so many elements, and there are at least so many chunks."""
 
 
-def _ranks(total_params: int, num_gpus_per_node: int, num_nodes: int, factor: float) -> int:
-    whole("total_params", total_params, 1, what="a number of parameters")
+def _parameters(name: str, count: float) -> int:
+    return whole(name, count, 1, MOST_NUMEL, "a number of parameters", floats=True)
+
+
+def _ranks(num_gpus_per_node: int, num_nodes: int, factor: float) -> int:
     number("additional_buffer_factor", factor, "(0, inf)")
     gpus = whole("num_gpus_per_node", num_gpus_per_node, 1, what="a number of GPUs")
     return gpus * whole("num_nodes", num_nodes, 1, what="a number of nodes")
@@ -48,7 +51,7 @@ def _host(total_params: int, ranks: int, kept: int, built: int) -> float:
 
 
 def estimate_zero2_model_states_mem_needs(
-    total_params: int,
+    total_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
@@ -57,7 +60,7 @@ def estimate_zero2_model_states_mem_needs(
     """Bytes of host memory a node, times ``additional_buffer_factor``, and of GPU memory a rank, at stage 2.
 
     Args:
-        total_params: of the model.
+        total_params: of the model; 2851e6 is as good as 2851000000.
         num_gpus_per_node, num_nodes: the ranks.
         cpu_offload: masters and Adam's state are at home in host memory.
         additional_buffer_factor: for what else a process has there.
@@ -65,7 +68,8 @@ def estimate_zero2_model_states_mem_needs(
     Raises:
         ValueError: a number below 1, or a factor that is not positive.
     """
-    ranks = _ranks(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    total_params = _parameters("total_params", total_params)
+    ranks = _ranks(num_gpus_per_node, num_nodes, additional_buffer_factor)
     state = MASTERS_AND_STATE + GRADIENTS
     exchange = 2 * HALF * min(BUCKET_NUMEL, -(-total_params // MIN_CHUNKS))
     device = HALF * total_params + exchange + (0 if cpu_offload else state * total_params / ranks)
@@ -74,8 +78,8 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def estimate_zero3_model_states_mem_needs(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
@@ -92,8 +96,9 @@ def estimate_zero3_model_states_mem_needs(
         cpu_offload_params: so are the shards of parameters.
         zero_init: the model is made in ``zero.Init``.
     """
-    ranks = _ranks(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    whole("largest_layer_params", largest_layer_params, 1, what="a number of parameters")
+    total_params = _parameters("total_params", total_params)
+    ranks = _ranks(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    largest_layer_params = _parameters("largest_layer_params", largest_layer_params)
     layer = 3 * HALF * largest_layer_params  # gathered, and twice on its way
     on_host = (MASTERS_AND_STATE + GRADIENTS) * cpu_offload + HALF * cpu_offload_params
     device = layer + (MASTERS_AND_STATE + GRADIENTS + HALF - on_host) * total_params / ranks
@@ -127,7 +132,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print a table for a model of so many parameters: with and without offloading."""
     rows = []
@@ -136,7 +141,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
         rows.append((*found, f"offload_optimizer={_where(offload)}"))
-    _print(2, f"{total_params:,} parameters", num_gpus_per_node, num_nodes, rows)
+    _print(2, f"{int(total_params):,} parameters", num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -150,8 +155,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -172,7 +177,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             )
             options = f"offload_param={_where(params)}, offload_optimizer={_where(state)}, zero_init={int(init)}"
             rows.append((host, device, options))
-    facts = f"{total_params:,} parameters, {largest_layer_params:,} in the largest layer"
+    facts = f"{int(total_params):,} parameters, {int(largest_layer_params):,} in the largest layer"
     _print(3, facts, num_gpus_per_node, num_nodes, rows)
 
 

@@ -15,6 +15,7 @@ from shardwise.deepspeed.estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from shardwise.testing import run_ranks
@@ -105,3 +106,25 @@ def test_host_memory_of_a_node_and_tables(capsys: pytest.CaptureFixture[str]) ->
     for wrong in ({"total_params": 0}, {"num_gpus_per_node": 0}, {"additional_buffer_factor": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             estimate_zero2_model_states_mem_needs(**{"total_params": 5, **wrong})  # type: ignore[arg-type]
+
+
+def test_models_of_billions_and_counts_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    # On 8 ranks: 2 bytes whole and an eighth of 14, and two buffers of 5e8 elements; at stage 3 an eighth of 16.
+    _, device = estimate_zero2_model_states_mem_needs(7_000_000_000, 8, 1, False)
+    assert device == 14 * 10**9 + 2 * 10**9 + 98 * 10**9 // 8
+    found = estimate_zero3_model_states_mem_needs(7_000_000_000, 3_000_000_000, 8, 1, False, False)
+    assert found[1:] == (14 * 10**9 + 18 * 10**9, 18 * 10**9)
+    assert estimate_zero3_model_states_mem_needs(7e9, 3e9, 8, 1, False, False) == found
+    assert all(isinstance(each, int) for each in found)
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(20_000, 20_000, bias=False) for _ in range(8)])
+    estimate_zero3_model_states_mem_needs_all_live(model, 8)
+    live = capsys.readouterr().out
+    assert "3,200,000,000 parameters, 400,000,000 in the largest layer" in live
+    estimate_zero3_model_states_mem_needs_all_cold(3.2e9, 4e8, 8)
+    assert capsys.readouterr().out == live
+    for wrong, error in ((0.5, TypeError), (1e30, ValueError), ("7e9", TypeError)):
+        with pytest.raises(error, match="total_params="):
+            estimate_zero2_model_states_mem_needs_all_cold(wrong)  # type: ignore[arg-type]
+        with pytest.raises(error, match="largest_layer_params="):
+            estimate_zero3_model_states_mem_needs(7e9, wrong)  # type: ignore[arg-type]
