@@ -130,6 +130,8 @@ def _opened(options: argparse.Namespace, name: str, partly: bool = False) -> Ite
         _say(f"note: {note}", sys.stderr)
     try:
         yield source
+    except BrokenPipeError:  # of what is printed
+        raise
     except (OSError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
     finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BadInput", "option"]
+__all__ = ["BadInput", "check_writable", "option", "writing"]
 
 
 class BadInput(Exception):
@@ -22,3 +24,27 @@ def option(flag: str, check: Callable[..., Any], value: object, *bounds: Any, **
         return check(flag, value, *bounds, **more)
     except (TypeError, ValueError) as problem:
         raise BadInput(str(problem).replace("=", " ", 1)) from None
+
+
+def check_writable(path: Path) -> None:
+    """Before the work whose result is to be written there.
+
+    Raises:
+        BadInput: it is a folder, or in none that exists.
+    """
+    with writing(path):
+        if path.is_dir() or not path.parent.is_dir():
+            raise BadInput(f"{path}: cannot be written: give a file in a folder that exists")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the system name the file that was asked for, not one beside it, or none.
+
+    Raises:
+        BadInput: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as problem:
+        raise BadInput(f"{path}: cannot be written: {problem.strerror or problem}") from None

@@ -6,6 +6,7 @@ Nothing here imports torch: ``--help`` and complaints about arguments come at on
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,6 +17,9 @@ from shardwise.cli.errors import BadInput
 from shardwise.printable import printable
 
 __all__ = ["main"]
+
+NOBODY_READS = 141
+"""As where SIGPIPE ends a program."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,15 +53,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for bad input, 130 and 143 after Ctrl-C and SIGTERM."""
+    """Run the command line and return its exit status: 2 for bad input and files that cannot be read or written, 130
+    and 143 after Ctrl-C and SIGTERM, 141 where nobody reads on what it prints."""
     options = _parser().parse_args(arguments)
+    status, told = _ended(options)
+    lost = _written_out()
+    if isinstance(lost, BrokenPipeError):  # `| head` has seen enough
+        return NOBODY_READS
+    if lost is not None:
+        status, told = 2, f"standard output: {lost.strerror or lost}"
+    if told:
+        print(f"shardwise {options.command}: error: {printable(told)}", file=sys.stderr)
+    return status
+
+
+def _ended(options: argparse.Namespace) -> tuple[int, str]:
+    """The exit status of a command, and what it stopped at."""
     try:
-        return int(options.main(options))
+        return int(options.main(options)), ""
     except BadInput as problem:
-        print(f"shardwise {options.command}: error: {printable(str(problem))}", file=sys.stderr)
-        return 2
+        return 2, str(problem)
+    except BrokenPipeError:
+        return NOBODY_READS, ""
+    except OSError as problem:
+        named = problem.filename is not None and problem.strerror
+        return 2, f"{os.fsdecode(problem.filename)}: {problem.strerror}" if named else str(problem)
     except KeyboardInterrupt:
-        return 130
+        return 130, ""
+
+
+def _written_out() -> OSError | None:
+    """What prevents that all that was printed is written now. It is dropped then: Python would try again at its end."""
+    try:
+        print(end="", flush=True)
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return problem
+    return None
 
 
 if __name__ == "__main__":

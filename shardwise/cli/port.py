@@ -51,17 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input, 141 where nobody reads on."""
-    try:
-        status = _port(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
-        return 141
-    return status
-
-
-def _port(options: argparse.Namespace) -> int:
+    """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input."""
     from shardwise.port import Program, findings, rewritten, worlds
 
     if options.table is not None:

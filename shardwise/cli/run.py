@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+import re
 import socket
 import sys
 import threading
@@ -63,8 +64,11 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     """
     option("--nproc", whole, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
     option("--max-restarts", whole, options.max_restarts, 0)
+    hosts = _most_hosts(options.nnodes)
     if options.node_rank is not None:
         option("--node-rank", whole, options.node_rank, 0)
+        if options.node_rank >= hosts:
+            raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
     if not options.module and not Path(options.script).is_file():
         raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={options.nproc}", f"--max-restarts={options.max_restarts}"]
@@ -88,6 +92,19 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     if options.module or options.world:
         arguments.append("--module")
     return arguments
+
+
+def _most_hosts(text: str) -> int:
+    """Of ``N`` or ``N:M``.
+
+    Raises:
+        BadInput: something else, or more than the most.
+    """
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= fewest <= most:
+        raise BadInput(f"--nnodes {text}: give a number of hosts >= 1, or the fewest and the most of them, such as 2:4")
+    return most
 
 
 def program(options: argparse.Namespace) -> list[str]:

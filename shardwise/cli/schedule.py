@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.errors import BadInput
+from shardwise.cli.errors import BadInput, check_writable, writing
 
 __all__ = ["add_parser", "main"]
 
 STYLES = ("1f1b", "interleaved", "zbv")
 MOST = 4096
 """Ranks, stages a rank and micro-batches together."""
+MOST_TIMES = 1000.0
+"""The shortest of the times in the longest: the shortest is a column of the text."""
 
 EXAMPLES = """
   shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
@@ -59,11 +62,10 @@ def main(options: argparse.Namespace) -> int:
             f"--pp {options.pp} --chunks {chunks} --microbatches {options.microbatches}: a picture of at most {MOST} "
             "passes can be looked at; give less"
         )
-    if not all(math.isfinite(time) and time > 0 for time in options.times):
-        raise BadInput(f"--times {' '.join(map(str, options.times))}: give three numbers above 0")
+    times = _times(options.times)
     path = options.svg
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise BadInput(f"{path}: cannot be written: give a file in a folder that exists")
+    if path is not None:
+        check_writable(path)
 
     from shardwise.pipeline import draw_schedule, make_schedule, schedule_text
 
@@ -71,9 +73,21 @@ def main(options: argparse.Namespace) -> int:
         schedule = make_schedule(options.style, options.pp, chunks, options.microbatches)
     except ValueError as problem:
         raise BadInput(f"--style {options.style} --chunks {chunks}: {problem}") from None
-    times = tuple(options.times)
+    if path is not None:
+        with writing(path):
+            path.write_text(draw_schedule(schedule, times))
     print(schedule_text(schedule, times, options.width))
     if path is not None:
-        path.write_text(draw_schedule(schedule, times))
         print(f"picture: {path}")
     return 0
+
+
+def _times(given: Sequence[float]) -> tuple[float, float, float]:
+    """In multiples of the shortest: a picture shows no others, and sums of them have no end."""
+    shown, shortest = " ".join(map(str, given)), min(given)
+    if not all(math.isfinite(time) and time > 0 for time in given):
+        raise BadInput(f"--times {shown}: give three numbers above 0")
+    if max(given) / shortest > MOST_TIMES:
+        raise BadInput(f"--times {shown}: give numbers of which none is more than {MOST_TIMES:g} times another")
+    forward, backward, weight = (time / shortest for time in given)
+    return forward, backward, weight

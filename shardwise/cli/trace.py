@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.cli.errors import BadInput
+from shardwise.cli.errors import BadInput, check_writable, writing
 
 if TYPE_CHECKING:
     from shardwise.trace.stats import MemStats
@@ -64,8 +64,8 @@ def main(options: argparse.Namespace) -> int:
         given = "neither" if options.target is None else "both"
         raise BadInput(f"{given} of FILE_OR_MODULE:FUNCTION and --stats given: give one of them")
     for path in (options.out, options.json, options.dump):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise BadInput(f"{path}: cannot be written: give a file in a folder that exists")
+        if path is not None:
+            check_writable(path)
     try:
         capacity = parse_size(options.capacity) if options.capacity is not None else None
     except ValueError as problem:
@@ -99,14 +99,14 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
     from shardwise.trace.picture import draw, printable, timeline_text
 
     title = options.target or options.stats.name
-    try:
+    with writing(options.out):
         options.out.write_text(draw(stats, f"Memory of one training step: {title}"), encoding="utf-8")
-        if options.json is not None:
+    if options.json is not None:
+        with writing(options.json):
             stats.save(options.json)
-        if options.dump is not None:
+    if options.dump is not None:
+        with writing(options.dump):
             dump_memory_stats(stats, options.dump)
-    except OSError as problem:
-        raise BadInput(f"{problem.filename or options.out}: {problem.strerror or problem}") from None
     if not options.quiet:
         encoding = (sys.stdout.encoding or "").lower().replace("-", "")
         print(timeline_text(stats, ascii_only=not encoding.startswith("utf")), end="")

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from shardwise.checked import as_kind
+from shardwise.checked import MOST_BYTES, as_kind, shown
 
 __all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase"]
 
@@ -148,6 +148,14 @@ class MemStats:
             ValueError: not such a text, or of a later version; names what is wrong.
         """
         try:
+            return cls._of_json(text)
+        except RecursionError:
+            begins = f"{text[:20]!r}..."
+            raise ValueError(f"not a memory trace: {begins} nests too deeply; give what MemStats.save wrote") from None
+
+    @classmethod
+    def _of_json(cls, text: str) -> MemStats:
+        try:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"not a memory trace: no JSON ({error}); give what MemStats.save wrote") from None
@@ -208,8 +216,8 @@ def _typed(value: Any, kind: type, what: str) -> Any:
 
 
 def _number(value: Any, what: str, low: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"not a memory trace: {what} is {value!r}, not a whole number >= {low}")
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MOST_BYTES:
+        raise ValueError(f"not a memory trace: {what} is {shown(value)}, not a whole number from {low} to {MOST_BYTES}")
     return value
 
 

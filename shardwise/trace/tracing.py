@@ -232,7 +232,7 @@ class _Run:
         self.hidden_bytes = hidden_bytes
         self.phase: Phase = "forward"
         self.kinds: dict[str, int] = {}
-        self._gradients: dict[int, int] = {}
+        self._gradients: dict[int, dict[int, int]] = {}
         self._handles: list[RemovableHandle] = []
         parameters, buffers = list(model.parameters()), list(model.buffers())
         state = list(self._state_tensors())
@@ -307,10 +307,12 @@ class _Run:
         gradient = parameter.grad
         if gradient is None or gradient.device != self.device:
             return
-        self._gradients[id(parameter)] = sum(storage.nbytes() for storage in storages(gradient))
+        self._gradients[id(parameter)] = {storage_id(storage): storage.nbytes() for storage in storages(gradient)}
         # The interval that ends now has the gradient in its peak; only then is it taken out of the count.
         self.recorder.end_interval()
-        self._set("gradients", sum(self._gradients.values()))
+        # Several parameters may have parts of one storage (``torch.cat`` of them hands out views of its gradient).
+        found = {key: size for of_one in self._gradients.values() for key, size in of_one.items()}
+        self._set("gradients", sum(found.values()))
         self.tracker.exclude(gradient)
         self.moment(unit, name)
 

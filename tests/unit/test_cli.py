@@ -65,6 +65,13 @@ BAD_RUN = [
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
+    *(
+        (f"--nnodes {wrong} --rdzv-endpoint host:1 SCRIPT", f"--nnodes {wrong}: give a number of hosts >= 1")
+        for wrong in ("abc", "0", "0:2", "3:2", "2:", "-1", "1:2:3", "9999999999")
+    ),
+    ("--nnodes 2 --node-rank 2 --rdzv-endpoint host:1 SCRIPT", "--node-rank 2: --nnodes 2 has hosts 0 to 1"),
+    ("--nnodes 2:4 --node-rank 4 --rdzv-endpoint host:1 SCRIPT", "--node-rank 4: --nnodes 2:4 has hosts 0 to 3"),
+    ("--node-rank 1 SCRIPT", "--node-rank 1: --nnodes 1 has hosts 0 to 0"),
     ("--nnodes 2 --rdzv-endpoint host:port SCRIPT", "--rdzv-endpoint host:port: 'port' is no port"),
     ("--nnodes 2 --rdzv-endpoint host:99999 SCRIPT", "--rdzv-endpoint host:99999: '99999' is no port"),
     ("", "the following arguments are required: script (see"),
@@ -133,6 +140,8 @@ def test_run_across_hosts() -> None:
     assert "--standalone" not in launcher
     expected = {"--nnodes=2", "--rdzv-endpoint=h:1", "--rdzv-id=job", "--node-rank=1", "--rdzv-conf=is_host=0"}
     assert expected <= set(launcher)
+    launcher, _ = _run_options(f"--nnodes 2:4 --node-rank 3 --rdzv-endpoint h:1 {__file__}")
+    assert {"--nnodes=2:4", "--node-rank=3"} <= set(launcher)
 
 
 def test_config_survives_json_and_has_the_plugins_defaults() -> None:

@@ -164,6 +164,8 @@ BAD = [
     (_changed(capacity_bytes=True), "capacity_bytes is True"),
     (_changed(gathered_bytes={"x": 1}), "unit 'x'"),
     (_changed(gathered_bytes={"1": 1.5}), r"gathered_bytes\[1\] is 1.5"),
+    (_changed(capacity_bytes=10**400), r"capacity_bytes is 2\*\*1328 and more, not a whole number from 0 to"),
+    ("[" * 100_000, r"\['\.\.\. nests too deeply"),
     (_changed(moments={}), "moments is {}"),
     (_changed(moments=[ROW, ROW[:5]]), r"moments\[1\]"),
     (_changed(moments=[[-2, *ROW[1:]]]), r"moments\[0\]: unit is -2"),
@@ -172,6 +174,7 @@ BAD = [
     (_changed(moments=[[0, "a", "step", math.nan, 2, {}]]), "model_bytes is nan"),
     (_changed(moments=[[0, "a", "step", 1, -2, {}]]), "non_model_bytes is -2"),
     (_changed(moments=[[0, "a", "step", 1, 2, {"k": "x"}]]), "k is 'x'"),
+    (_changed(moments=[[0, "a", "step", 2**62 + 1, 2, {}]]), "model_bytes is 4611686018427387905"),
 ]
 
 

@@ -281,6 +281,27 @@ def test_tied_weights_count_once() -> None:
     assert stats.peak_model_bytes == 2 * 11 * 8 * F32
 
 
+class Joined(nn.Module):
+    """One product with all weights together."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(width, width) for _ in range(number)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, torch.cat(list(self.weights)))
+
+
+def test_gradients_that_are_parts_of_one_storage_count_once() -> None:
+    model, x = Joined(8, 16), torch.ones(2, 16)
+    stats = trace_memory(model, x)
+    grown = [m.kinds["gradients"] for m in stats.moments if "gradients" in m.kinds]
+    assert grown == [8 * 16 * 16 * F32] * 8
+    assert stats.moments[-1].model_bytes == 2 * storage_bytes(model.parameters(), CPU)
+    model(x).mean().backward()
+    assert grown[-1] == storage_bytes((p.grad for p in model.parameters()), CPU)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_lowers_the_peak(reentrant: bool) -> None:
     class Deep(nn.Module):

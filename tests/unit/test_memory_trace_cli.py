@@ -131,6 +131,8 @@ BAD = [
     ("traced_models.py:fixed --optimizer SGD", "no parameter that needs a gradient"),
     ("traced_models.py:build --out nowhere/p.svg", "nowhere/p.svg: cannot be written"),
     ("traced_models.py:build --json .", ".: cannot be written"),
+    (f"traced_models.py:build --out {'x' * 300}", f"{'x' * 300}: cannot be written: File name too long"),
+    ("traced_models.py:build --out /proc/x.svg", "/proc/x.svg: cannot be written: No such file"),
     ("--stats nowhere.json", "--stats nowhere.json: No such file"),
     ("--stats traced_models.py", "--stats traced_models.py: not a memory trace: no JSON"),
     ("--stats old.json", "--stats old.json: a memory trace of version 0"),
@@ -144,6 +146,13 @@ def test_bad_input_is_one_line(folder: Path, arguments: str, message: str) -> No
         run(*arguments.split())
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (folder / "trace.svg").exists()
+
+
+@pytest.mark.parametrize("option", ["--json", "--dump"])
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(folder: Path, option: str) -> None:
+    MemStats([], "cpu").save(folder / "s.json")
+    with pytest.raises(BadInput, match=r"^/proc/x\.json: cannot be written: No such file or directory$"):
+        run("--stats", "s.json", option, "/proc/x.json")
 
 
 def test_help_and_a_saved_trace_need_no_torch(folder: Path) -> None:

@@ -52,12 +52,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
     assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
     assert (tmp_path / "zbv.svg").read_text() == draw_schedule(make_schedule("zbv", 2, 2, 3))
+    for times in ("1e308", "1e-320"):
+        assert main([*arguments, "--times", times, times, times]) == 0
+        assert capsys.readouterr().out == SMALL
     for more, told in (
         (["--pp", "0"], "--pp 0: give a number of at least 1"),
         (["--chunks", "3"], "--style zbv --chunks 3: schedule='zbv' with 3 stages a rank: give 2"),
         (["--microbatches", "4000"], "at most 4096 passes"),
         (["--times", "1", "0", "1"], "--times 1.0 0.0 1.0: give three numbers above 0"),
+        (["--times", "1e-320", "1", "1"], "1.0 1.0: give numbers of which none is more than 1000 times another"),
+        (["--times", "1", "1e-9", "1"], "--times 1.0 1e-09 1.0: give numbers of which none is more than 1000 times"),
         (["--svg", str(tmp_path)], "cannot be written: give a file"),
+        (["--svg", "/proc/x.svg"], "error: /proc/x.svg: cannot be written: No such file"),
+        (["--svg", "/dev/full"], "error: /dev/full: cannot be written: No space left"),
+        (["--svg", "x" * 300], f"error: {'x' * 300}: cannot be written: File name too long"),
     ):
         assert main([*arguments, *more]) == 2
         captured = capsys.readouterr()
