@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["EXTRA_STATE", "StateNames", "is_extra", "keeper", "put_others"]
+from shardwise.torch_internals import incompatible_keys
+
+__all__ = [
+    "EXTRA_STATE",
+    "StateNames",
+    "call_load_hooks",
+    "is_extra",
+    "keeper",
+    "put_others",
+    "with_load_hooks",
+]
 
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
@@ -97,3 +107,29 @@ def put_others(modules: Mapping[str, nn.Module], own: Mapping[str, Any], values:
     # A module takes these as it gives them, by a method of its own: all at once, since they may go together.
     for path, given in by_module.items():
         modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])
+
+
+def with_load_hooks(
+    model: nn.Module, named: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """By name, the modules that have hooks for what was loaded, and those that are ``named``; children first, as torch
+    calls hooks. A module in two places comes twice."""
+    for name, child in model.named_children():
+        yield from with_load_hooks(child, named, f"{prefix}{name}.")
+    if model._load_state_dict_post_hooks or prefix.rstrip(".") in named:
+        yield prefix.rstrip("."), model
+
+
+def call_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Those of one module.
+
+    Raises:
+        AssertionError: one returned something; as in torch, they change the lists.
+    """
+    keys = incompatible_keys(missing, unexpected)
+    for hook in module._load_state_dict_post_hooks.values():
+        if hook(module, keys) is not None:
+            raise AssertionError(
+                f"a hook for loads of {type(module).__name__} (register_load_state_dict_post_hook) returned a value: "
+                "it returns None, and changes missing_keys and unexpected_keys in place"
+            )

@@ -97,6 +97,8 @@ class Holding(Protocol):
         optimizers: Collection[int],
     ) -> None: ...
     def put_others(self, values: dict[str, Any]) -> None: ...
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """The module's own hooks for loads, once everything of it is there; they may change the lists of names."""
 
 
 class Run(Protocol):

@@ -21,7 +21,7 @@ from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.mesh.mesh import CALLS
-from shardwise.names import StateNames, is_extra, keeper, put_others
+from shardwise.names import StateNames, call_load_hooks, is_extra, keeper, put_others, with_load_hooks
 from shardwise.optim.nested_state import flat, nested
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
@@ -355,6 +355,11 @@ class TorchHeld:
                 raise ValueError(
                     f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded"
                 )
+
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """Hooks of the module's for loads, as torch calls them."""
+        for _, module in with_load_hooks(self.module) if self.module is not None else ():
+            call_load_hooks(module, missing, unexpected)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

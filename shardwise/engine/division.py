@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.chunk.layout import ParamFact
 from shardwise.engine.facts import all_names, parameter_facts, travelling
+from shardwise.engine.load_hooks import check_load_hooks
 from shardwise.mesh import Mesh
 from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
@@ -109,6 +110,7 @@ class Division:
                     f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
                     "None, and cast in the criterion"
                 )
+        self._check_hooks(model, plan, mesh)
         if mesh.ring is not None:
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
@@ -122,6 +124,18 @@ class Division:
             tuple(tuple(map(tuple, each)) for each in groups),
             _outlined(StateNames.read(model, every)) if self.staging is not None else None,
         )
+
+    def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        """See :func:`check_load_hooks`."""
+        size, stages = mesh.tensor.size, mesh.pipeline.size
+        if self.cutting is not None:
+            cut, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
+            check_load_hooks(model, lambda params: any(cut(param) is not None for param in params), why)
+        if self.staging is not None:
+            ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
+            check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
+            if plan.tiers.param_disk_fraction or plan.tiers.state_disk_fraction:
+                check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank has any of it."""

@@ -12,6 +12,7 @@ from shardwise.checks.agreement import Description, agreed_load
 from shardwise.checks.description import described
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checksum import sample_words
+from shardwise.engine.load_hooks import run_load_hooks
 from shardwise.engine.others import is_one_kind, put_others
 from shardwise.engine.whole import state_names
 from shardwise.engine.writer import ValueWriter
@@ -60,7 +61,9 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
                 f"{wrong}"
             )
     _load(engine, state_dict, names)
-    if not missing:
+    whole = not missing
+    run_load_hooks(engine, missing, unexpected)
+    if whole:
         engine.unfinished.end(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
