@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,12 +49,13 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
-        names = state_names(engine)
+        names = _loadable(engine)
         # A tied parameter may be given under one of its names only.
         tied = names.of_parameter.values()
         missing += [name for name in names.others if name not in state_dict]
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
-        unexpected += [name for name in state_dict if name not in names.order]
+        known = names.order.keys() | {name for own in tied for name in own}
+        unexpected += [name for name in state_dict if name not in known]
         wrong = _wrong(engine, names, state_dict)
         if wrong or (strict and (missing or unexpected)):
             raise RuntimeError(
@@ -74,8 +76,15 @@ def compare_given(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError, PeerError: as :func:`load_whole`.
     """
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(state_names(engine), state_dict)):
+    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
+
+
+def _loadable(engine: Engine) -> StateNames:
+    """What a state may have: a parameter that a hook of the model leaves out of what is saved (a frozen backbone) is
+    loaded under the names that it has in the model, as by plain torch."""
+    names, facts = state_names(engine), engine.division.census.facts
+    return replace(names, of_parameter={at: names.of_parameter.get(at, fact.names) for at, fact in enumerate(facts)})
 
 
 def _described(names: StateNames, state: Mapping[str, Any]) -> Description:
