@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "StateNames",
     "call_load_hooks",
     "is_extra",
+    "is_one_kind",
     "keeper",
     "put_others",
     "with_load_hooks",
@@ -45,17 +47,52 @@ class StateNames:
 
     @classmethod
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
-        """Parameters are told by identity, since state_dict hooks may rename them."""
+        """Parameters are told by identity, since state_dict hooks may rename them; and by the name they have in the
+        model, since hooks may make something of them (a copy, fewer bits), in place of which the parameter is saved.
+
+        Raises:
+            ValueError: what a hook has put under a parameter's name is no parameter of its shape and kind.
+        """
         index = {id(param): i for i, param in enumerate(params)}
+        own = {n: index[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in index}
         of_parameter: dict[int, list[str]] = {}
         others: dict[str, Any] = {}
-        state = model.state_dict(keep_vars=True)
+        state = _listed(model)
         for name, value in state.items():
-            if id(value) in index:
-                of_parameter.setdefault(index[id(value)], []).append(name)
+            if id(value) not in index and name in own:
+                _check_made(name, value, params[own[name]])
+            place = index.get(id(value), own.get(name))
+            if place is not None:
+                of_parameter.setdefault(place, []).append(name)
             else:
                 others[name] = value
         return cls(dict.fromkeys(state), of_parameter, others)
+
+
+def _listed(model: nn.Module) -> Mapping[str, Any]:
+    """The state of ``model`` with the parameters themselves, where its ``state_dict()`` takes that argument."""
+    try:
+        parameters = inspect.signature(model.state_dict).parameters.values()
+    except (TypeError, ValueError):  # of no function of Python
+        return model.state_dict(keep_vars=True)
+    taken = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in parameters)
+    return model.state_dict(keep_vars=True) if taken else model.state_dict()
+
+
+def _check_made(name: str, value: Any, param: nn.Parameter) -> None:
+    if isinstance(value, torch.Tensor) and value.shape == param.shape and is_one_kind(value.dtype, param.dtype):
+        return
+    kind = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ValueError(
+        f"state_dict() of the model (a hook of it, or a method of its own) has {kind} under {name!r}, and no parameter: "
+        f"the parameter is {param.dtype} of shape {tuple(param.shape)}. Put it under a name of its own, or make it of "
+        "what state_dict() of the sharded model gives"
+    )
+
+
+def is_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether parameters of ``one`` may be loaded into some of ``other``: packed numbers mean nothing as others."""
+    return one is other or (one.is_floating_point and other.is_floating_point)
 
 
 def keeper(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:

@@ -13,7 +13,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
-from shardwise.engine.others import is_one_kind
+from shardwise.names import is_one_kind
 from shardwise.printable import printable
 from shardwise.remarks import warn_user
 from shardwise.tensor import Part

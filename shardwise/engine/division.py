@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.layout import ParamFact
+from shardwise.deferred.construction import is_deferred
 from shardwise.engine.facts import all_names, parameter_facts, travelling
 from shardwise.engine.load_hooks import check_load_hooks
 from shardwise.mesh import Mesh
@@ -122,7 +123,7 @@ class Division:
             tuple(facts),
             tuple(place[id(param)] for param in self.params),
             tuple(tuple(map(tuple, each)) for each in groups),
-            _outlined(StateNames.read(model, every)) if self.staging is not None else None,
+            _names(model, every, staged=self.staging is not None),
         )
 
     def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
@@ -174,6 +175,14 @@ class Division:
             self.shared.remove()
         if self.sequences is not None:
             self.sequences.remove()
+
+
+def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> StateNames | None:
+    """Of the whole model, where it is in stages. Hooks are tried here, since what they give may be refused; without
+    values of their own they are tried at the first state."""
+    hooked = any(module._state_dict_hooks for module in model.modules()) and not is_deferred(model)
+    found = StateNames.read(model, every) if staged or hooked else None
+    return _outlined(found) if staged and found is not None else None
 
 
 def _outlined(names: StateNames) -> StateNames:

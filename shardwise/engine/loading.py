@@ -14,10 +14,10 @@ from shardwise.checks.description import described
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checksum import sample_words
 from shardwise.engine.load_hooks import run_load_hooks
-from shardwise.engine.others import is_one_kind, put_others
+from shardwise.engine.others import put_others
 from shardwise.engine.whole import state_names
 from shardwise.engine.writer import ValueWriter
-from shardwise.names import StateNames
+from shardwise.names import StateNames, is_one_kind
 from shardwise.torch_internals import incompatible_keys
 
 if TYPE_CHECKING:

@@ -13,12 +13,7 @@ from shardwise.names import keeper
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["is_one_kind", "put_others"]
-
-
-def is_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether parameters of ``one`` may be loaded into some of ``other``: packed numbers mean nothing as others."""
-    return one is other or (one.is_floating_point and other.is_floating_point)
+__all__ = ["put_others"]
 
 
 @torch.no_grad()
