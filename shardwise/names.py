@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ __all__ = [
     "EXTRA_STATE",
     "StateNames",
     "call_load_hooks",
+    "hand_back",
     "is_extra",
     "is_one_kind",
     "keeper",
     "put_others",
+    "takers",
     "with_load_hooks",
 ]
 
@@ -84,7 +86,7 @@ def _check_made(name: str, value: Any, param: nn.Parameter) -> None:
         return
     kind = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise ValueError(
-        f"state_dict() of the model (a hook of it, or a method of its own) has {kind} under {name!r}, and no parameter: "
+        f"state_dict() of the model (a hook, or a method of its own) has {kind} under {name!r}, and no parameter: "
         f"the parameter is {param.dtype} of shape {tuple(param.shape)}. Put it under a name of its own, or make it of "
         "what state_dict() of the sharded model gives"
     )
@@ -112,13 +114,57 @@ def _is_copied(owner: nn.Module | None, last: str, held: torch.Tensor) -> bool:
     return owner is not None and held.numel() > 0 and getattr(owner, last).data_ptr() != held.data_ptr()
 
 
-def put_others(modules: Mapping[str, nn.Module], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any], bool] = lambda _: False) -> list[str]:
+    """Which modules may take back what was made for a state under ``name``, by a ``_load_from_state_dict`` or a hook of
+    their own: the one it is of first, then those around it. ``watches``: of a hook, that it is none of the user's."""
+    found = []
+    while name:
+        name = name.rpartition(".")[0]
+        module = modules.get(name)
+        if module is not None and (
+            type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+            or any(not watches(hook) for hook in module._load_state_dict_pre_hooks.values())
+        ):
+            found.append(name)
+    return found
+
+
+def hand_back(
+    modules: Mapping[str, nn.Module], values: Mapping[str, Any], made: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Give what modules have made for a state back to them, each together with its other ``values``.
+
+    Args:
+        modules, values: see :func:`put_others`.
+        made: names of these, each with its :func:`takers`.
+
+    Returns:
+        What none has taken.
+    """
+    left = dict(made)
+    for place in range(max(map(len, made.values()), default=0)):
+        for path in dict.fromkeys(chain[place] for chain in left.values() if place < len(chain)):
+            asked = [name for name, chain in left.items() if path in chain[place : place + 1]]
+            beside = (n for n in values if n.rpartition(".")[0] == path and n not in made)
+            given = {name: values[name] for name in (*beside, *asked) if not name.endswith(EXTRA_STATE)}
+            unexpected = list[str]()
+            modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, True, [], unexpected, [])
+            # Of what is of a module in it, a module says nothing.
+            refused = {n for n in asked if n in given and (n in unexpected or n.rpartition(".")[0] != path)}
+            left = {name: chain for name, chain in left.items() if name not in asked or name in refused}
+    return list(left)
+
+
+def put_others(
+    modules: Mapping[str, nn.Module], own: Mapping[str, Any], values: Mapping[str, Any], later: Collection[str] = ()
+) -> None:
     """Load what are no parameters: buffers, extra state, and what modules list by a ``state_dict()`` of their own.
 
     Args:
         modules: the user's model's, by name.
         own: what its ``state_dict()`` has now.
         values: some of that, anew: tensors of the same shapes, extra state, or whatever else a module saves.
+        later: names of modules that get what they take by a method of their own from :func:`hand_back`.
 
     Raises:
         ValueError: no module has saved it; nothing has changed.
@@ -143,6 +189,8 @@ def put_others(modules: Mapping[str, nn.Module], own: Mapping[str, Any], values:
             own[name].copy_(value)
     # A module takes these as it gives them, by a method of its own: all at once, since they may go together.
     for path, given in by_module.items():
+        if path in later:
+            continue
         modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])
 
 

@@ -202,6 +202,7 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
                     "in the model; nothing was loaded"
                 )
             others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+    held.check_others(others)
     return others
 
 

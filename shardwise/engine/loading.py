@@ -14,7 +14,7 @@ from shardwise.checks.description import described
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checksum import sample_words
 from shardwise.engine.load_hooks import run_load_hooks
-from shardwise.engine.others import put_others
+from shardwise.engine.others import check_others, put_others
 from shardwise.engine.whole import state_names
 from shardwise.engine.writer import ValueWriter
 from shardwise.names import StateNames, is_one_kind
@@ -62,6 +62,7 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
                 f"{wrong}"
             )
+        check_others(engine, *_others_of(engine, names, state_dict))
     _load(engine, state_dict, names)
     whole = not missing
     run_load_hooks(engine, missing, unexpected)
@@ -126,6 +127,13 @@ def _wrong(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[
     ]
 
 
+def _others_of(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """What this rank's modules have beside parameters, and what a state has of that."""
+    # All stages' names are not those of this rank's modules.
+    others = (names if engine.division.census.names is None else engine.attachment.own_state.names()).others
+    return others, {name: state[name] for name in others if name in state}
+
+
 @torch.no_grad()
 def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
     engine.values.discard_early(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
@@ -137,9 +145,7 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
             given = _given_name(own_names, state)
             if given is not None and place in engine.division.census.index:
                 writer.store(engine.division.census.index[place], state[given])
-    # All stages' names are not those of this rank's modules.
-    others = (names if engine.division.census.names is None else engine.attachment.own_state.names()).others
-    put_others(engine, others, {name: state[name] for name in others if name in state})
+    put_others(engine, *_others_of(engine, names, state))
     engine.values.publish(everything=True)
     if was_whole:
         engine.unfinished.end(PARAMETERS)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_setup import sharded
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.checkpoint import Checkpointer, TorchRun
 from shardwise.mesh import init_distributed
+from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
 
 State = dict[str, Tensor]
@@ -178,3 +181,97 @@ def refused() -> None:
 
 def test_something_else_under_a_parameters_name_is_refused_when_it_is_sharded() -> None:
     run_ranks(2, refused)
+
+
+class Counts(nn.Linear):
+    """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.count, self.pair = 0, torch.zeros(2)
+        self.register_buffer("bank", torch.zeros(3))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> State:
+        found: State = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        found |= {prefix + "count": torch.tensor(self.count), prefix + "pair": self.pair.clone()}
+        return found
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        if prefix + "count" in state:
+            self.count, self.pair = int(state.pop(prefix + "count")), state.pop(prefix + "pair").clone()
+            assert prefix + "bank" in state
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def counting(taken: bool, count: int) -> nn.Sequential:
+    """``taken``: by the module's own method, and by a hook of the whole; otherwise a state has what nobody takes."""
+    torch.manual_seed(count)
+    layer = Counts() if taken else nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    model.total = layer.count = count  # type: ignore[assignment]
+    if taken:
+        layer.pair, layer.bank = layer.pair + count, layer.bank + count
+
+    def save(_: nn.Module, state: State, prefix: str, _metadata: Any) -> None:
+        state[prefix + "1.total"] = torch.tensor([float(model.total)])
+
+    def take(_: nn.Module, state: State, prefix: str, *_rest: Any) -> None:
+        if prefix + "1.total" in state:
+            model.total = int(state.pop(prefix + "1.total"))  # type: ignore[assignment]
+
+    model.register_state_dict_post_hook(save)
+    if taken:
+        model.register_load_state_dict_pre_hook(take)
+    return model
+
+
+def resumed(stage: int, directory: str) -> None:
+    init_distributed()
+    for taken in (True, False):
+        model = counting(taken, 5)
+        path = f"{directory}/{stage}/{taken}"
+        session = shardwise.shard(model, sgd(model), stage=stage)
+        state = {name: value.clone() for name, value in session.module.state_dict().items()}
+        session.checkpoints.save(path, "a")
+        session.close()
+        for way in ("state", "checkpoint", "torch"):
+            model = counting(taken, 1)
+            if way == "torch":
+                saver = Checkpointer(TorchRun(model, sgd(model)))
+                load: Any = saver.load
+            else:
+                session = shardwise.shard(model, sgd(model), stage=stage)
+                load = session.checkpoints.load
+            before = session.module.state_dict() if way != "torch" else {}
+            if taken:
+                session.module.load_state_dict(state) if way == "state" else load(path, "a")
+                layer = model[1]
+                assert (layer.count, layer.pair.tolist(), layer.bank.tolist()) == (5, [5.0] * 2, [5.0] * 3), way
+                assert model.total == 5, way
+            else:
+                with pytest.raises(ValueError, match=r"1.total.*(is made anew|a hook of the model saves this)"):
+                    session.module.load_state_dict(state) if way == "state" else load(path, "a")
+            after = session.module.state_dict() if way != "torch" else {}
+            for name, value in after.items():  # a load that is refused has changed nothing
+                assert torch.equal(value, state[name] if taken else before[name]), (way, name)
+            if way != "torch":
+                session.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, resumed, stage, str(tmp_path))
+
+
+def test_rows_are_advised_for_parameters_alone(tmp_path: Path) -> None:
+    model = counting(True, 5)
+    with sharded(model, sgd(model), zero(1)) as session:
+        session.checkpoints.save(str(tmp_path), "a")
+    other = counting(True, 1)
+    other[1].bank, other[0] = torch.zeros(2), nn.Linear(4, 3)
+    with sharded(other, sgd(other), zero(1)) as session, pytest.raises(ValueError) as refused:
+        session.checkpoints.load(str(tmp_path), "a")
+    lines = str(refused.value).splitlines()
+    assert any("0.weight" in line and "rows=" in line for line in lines)
+    assert any("1.bank: (3,) in the checkpoint, (2,) in the model" in line and "rows=" not in line for line in lines)
