@@ -13,7 +13,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
-from shardwise.engine.others import is_one_kind
+from shardwise.names import is_one_kind
 from shardwise.printable import printable
 from shardwise.remarks import warn_user
 from shardwise.tensor import Part
@@ -160,7 +160,8 @@ class Match:
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
         there = self.facts[name].shape
-        rows = name.startswith("model/") and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
+        known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # no buffer
+        rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
         given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
         return f" ({given} takes the rows that both have)" if rows else ""
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardwise.checkpoint import tree
@@ -172,6 +173,9 @@ def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) ->
         if run.rank == 0:
             match.tell(what)
         agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
+        if match.wanted != "optimizer":
+            hooks = partial(match.held.loaded, match.missing, match.unexpected)
+            agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
@@ -198,6 +202,7 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
                     "in the model; nothing was loaded"
                 )
             others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+    held.check_others(others)
     return others
 
 

@@ -96,7 +96,11 @@ class Holding(Protocol):
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None: ...
+    def check_others(self, values: dict[str, Any]) -> None:
+        """Before anything is changed: no module has a way to take some of them."""
     def put_others(self, values: dict[str, Any]) -> None: ...
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """The module's own hooks for loads, once everything of it is there; they may change the lists of names."""
 
 
 class Run(Protocol):

@@ -21,7 +21,16 @@ from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.mesh.mesh import CALLS
-from shardwise.names import StateNames, is_extra, keeper, put_others
+from shardwise.names import (
+    StateNames,
+    call_load_hooks,
+    hand_back,
+    is_extra,
+    keeper,
+    put_others,
+    takers,
+    with_load_hooks,
+)
 from shardwise.optim.nested_state import flat, nested
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
@@ -333,31 +342,49 @@ class TorchHeld:
         groups = trainer.optimizer.state_dict()["param_groups"]
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def check_others(self, values: dict[str, Any]) -> None:
+        """Before anything is changed.
+
+        Raises:
+            ValueError: a hook of the module saves a tensor, and none takes it back.
+        """
+        self._check_taken(values, [name for name, chain in self._made(values).items() if not chain])
+
+    def _check_taken(self, values: dict[str, Any], refused: Sequence[str]) -> None:
+        lost = [name for name in refused if not _same(values[name], self.others[name])]
+        if lost:
+            raise ValueError(f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded")
+
+    def _made(self, values: dict[str, Any]) -> dict[str, list[str]]:
+        """What hooks of the module have made, each with the modules that may have another one to take it."""
+        if self.module is None:
+            return {}
+        modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
+
+        def is_made(name: str) -> bool:
+            held = self.others[name]
+            return not is_extra(name, held) and keeper(modules, name) is None and id(held) not in registered
+
+        return {name: takers(modules, name) for name in values if is_made(name)}
+
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers and extra state, by name.
 
         Raises:
-            ValueError: a hook of the module saves a tensor, and none takes it back.
+            ValueError: see :meth:`check_others`.
         """
         if self.module is None:
             return
-        modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
+        modules, made = dict(self.module.named_modules()), self._made(values)
+        kept = {name: value for name, value in values.items() if name not in made}
+        put_others(modules, self.others, kept, {chain[0] for chain in made.values() if chain})
+        self._check_taken(values, hand_back(modules, values, made))
 
-        def is_made(name: str) -> bool:
-            """By a hook of the module, which has another one to take it."""
-            held = self.others[name]
-            return not is_extra(name, held) and keeper(modules, name) is None and id(held) not in registered
-
-        made = {name: value for name, value in values.items() if is_made(name)}
-        put_others(modules, self.others, {name: value for name, value in values.items() if name not in made})
-        if made:
-            refused = set(self.module.load_state_dict(made, strict=False).unexpected_keys)
-            lost = [name for name in made if name in refused and not _same(made[name], self.others[name])]
-            if lost:
-                raise ValueError(
-                    f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded"
-                )
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """Hooks of the module's for loads, as torch calls them."""
+        for _, module in with_load_hooks(self.module) if self.module is not None else ():
+            call_load_hooks(module, missing, unexpected)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

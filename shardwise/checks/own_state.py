@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,7 +64,7 @@ class OwnState:
     ) -> None:
         self._model, self._params, self._pool = model, params, pool
         self._check, self._check_structure = check, structure
-        self._naming = self.kept = False
+        self._naming = self._giving = self.kept = False
         self._lacks: dict[int, str] = {}
         """By ``id`` of a parameter of which this rank has less than the whole even inside ``gathered()``: what."""
         self._transient: dict[int, tuple[int, str]] = {}
@@ -92,6 +93,19 @@ class OwnState:
             return StateNames.read(self._model, self._params)
         finally:
             self._naming = False
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Inside the block modules get what is no parameter, by their own methods."""
+        before, self._giving = self._giving, True
+        try:
+            yield
+        finally:
+            self._giving = before
+
+    def watches(self, hook: Any) -> bool:
+        """Whether a hook before loads is this one's."""
+        return getattr(getattr(hook, "hook", None), "__self__", None) is self
 
     def _missing(self, module: nn.Module) -> str:
         """What of a module's own parameters, of the whole model's all, this rank lacks; empty where nothing."""
@@ -129,7 +143,7 @@ class OwnState:
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
-        if self.kept and self._pool.blocks.all_held:
+        if self._giving or (self.kept and self._pool.blocks.all_held):
             return
         self._pool.settle()  # what a step has left under way would arrive over what is loaded
         missing = self._missing(module)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.chunk.layout import ParamFact
+from shardwise.deferred.construction import is_deferred
 from shardwise.engine.facts import all_names, parameter_facts, travelling
+from shardwise.engine.load_hooks import check_load_hooks
 from shardwise.mesh import Mesh
 from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
@@ -109,6 +111,7 @@ class Division:
                     f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
                     "None, and cast in the criterion"
                 )
+        self._check_hooks(model, plan, mesh)
         if mesh.ring is not None:
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
@@ -120,8 +123,20 @@ class Division:
             tuple(facts),
             tuple(place[id(param)] for param in self.params),
             tuple(tuple(map(tuple, each)) for each in groups),
-            _outlined(StateNames.read(model, every)) if self.staging is not None else None,
+            _names(model, every, staged=self.staging is not None),
         )
+
+    def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        """See :func:`check_load_hooks`."""
+        size, stages = mesh.tensor.size, mesh.pipeline.size
+        if self.cutting is not None:
+            cut, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
+            check_load_hooks(model, lambda params: any(cut(param) is not None for param in params), why)
+        if self.staging is not None:
+            ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
+            check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
+            if plan.tiers.param_disk_fraction or plan.tiers.state_disk_fraction:
+                check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank has any of it."""
@@ -160,6 +175,14 @@ class Division:
             self.shared.remove()
         if self.sequences is not None:
             self.sequences.remove()
+
+
+def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> StateNames | None:
+    """Of the whole model, where it is in stages. Hooks are tried here, since what they give may be refused; without
+    values of their own they are tried at the first state."""
+    hooked = any(module._state_dict_hooks for module in model.modules()) and not is_deferred(model)
+    found = StateNames.read(model, every) if staged or hooked else None
+    return _outlined(found) if staged and found is not None else None
 
 
 def _outlined(names: StateNames) -> StateNames:

@@ -18,8 +18,9 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact
 from shardwise.engine import optimizer_state
 from shardwise.engine.engine import Engine
+from shardwise.engine.load_hooks import run_load_hooks
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.others import put_others
+from shardwise.engine.others import check_others, put_others
 from shardwise.engine.whole import state_names
 from shardwise.names import is_extra
 from shardwise.optim.nested_state import flat, nested
@@ -428,10 +429,18 @@ class Held:
             states.append(nested(state))
         optimizer._updates.replace(position, states)
 
+    def check_others(self, values: dict[str, Any]) -> None:
+        """See :func:`~shardwise.engine.others.check_others`."""
+        check_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers (tensors of the same shape, cast) and extra state, by name."""
         put_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """See :func:`~shardwise.engine.load_hooks.run_load_hooks`. Collective."""
+        run_load_hooks(self.engine, missing, unexpected)
 
 
 @dataclass(frozen=True)

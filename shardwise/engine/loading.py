@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,11 @@ from shardwise.checks.agreement import Description, agreed_load
 from shardwise.checks.description import described
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checksum import sample_words
-from shardwise.engine.others import is_one_kind, put_others
+from shardwise.engine.load_hooks import run_load_hooks
+from shardwise.engine.others import check_others, put_others
 from shardwise.engine.whole import state_names
 from shardwise.engine.writer import ValueWriter
-from shardwise.names import StateNames
+from shardwise.names import StateNames, is_one_kind
 from shardwise.torch_internals import incompatible_keys
 
 if TYPE_CHECKING:
@@ -47,20 +49,24 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
-        names = state_names(engine)
+        names = _loadable(engine)
         # A tied parameter may be given under one of its names only.
         tied = names.of_parameter.values()
         missing += [name for name in names.others if name not in state_dict]
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
-        unexpected += [name for name in state_dict if name not in names.order]
+        known = names.order.keys() | {name for own in tied for name in own}
+        unexpected += [name for name in state_dict if name not in known]
         wrong = _wrong(engine, names, state_dict)
         if wrong or (strict and (missing or unexpected)):
             raise RuntimeError(
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
                 f"{wrong}"
             )
+        check_others(engine, *_others_of(engine, names, state_dict))
     _load(engine, state_dict, names)
-    if not missing:
+    whole = not missing
+    run_load_hooks(engine, missing, unexpected)
+    if whole:
         engine.unfinished.end(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
@@ -71,8 +77,15 @@ def compare_given(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError, PeerError: as :func:`load_whole`.
     """
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(state_names(engine), state_dict)):
+    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
+
+
+def _loadable(engine: Engine) -> StateNames:
+    """What a state may have: a parameter that a hook of the model leaves out of what is saved (a frozen backbone) is
+    loaded under the names that it has in the model, as by plain torch."""
+    names, facts = state_names(engine), engine.division.census.facts
+    return replace(names, of_parameter={at: names.of_parameter.get(at, fact.names) for at, fact in enumerate(facts)})
 
 
 def _described(names: StateNames, state: Mapping[str, Any]) -> Description:
@@ -114,6 +127,13 @@ def _wrong(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[
     ]
 
 
+def _others_of(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """What this rank's modules have beside parameters, and what a state has of that."""
+    # All stages' names are not those of this rank's modules.
+    others = (names if engine.division.census.names is None else engine.attachment.own_state.names()).others
+    return others, {name: state[name] for name in others if name in state}
+
+
 @torch.no_grad()
 def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
     engine.values.discard_early(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
@@ -125,9 +145,7 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
             given = _given_name(own_names, state)
             if given is not None and place in engine.division.census.index:
                 writer.store(engine.division.census.index[place], state[given])
-    # All stages' names are not those of this rank's modules.
-    others = (names if engine.division.census.names is None else engine.attachment.own_state.names()).others
-    put_others(engine, others, {name: state[name] for name in others if name in state})
+    put_others(engine, *_others_of(engine, names, state))
     engine.values.publish(everything=True)
     if was_whole:
         engine.unfinished.end(PARAMETERS)

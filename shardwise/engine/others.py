@@ -8,31 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise import names
-from shardwise.names import keeper
+from shardwise.names import hand_back, keeper, takers
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["is_one_kind", "put_others"]
+__all__ = ["check_others", "put_others"]
 
 
-def is_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether parameters of ``one`` may be loaded into some of ``other``: packed numbers mean nothing as others."""
-    return one is other or (one.is_floating_point and other.is_floating_point)
-
-
-@torch.no_grad()
-def put_others(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Take ``values`` over: tensors of the same shapes, cast, and extra state.
+def check_others(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Before anything is loaded: what modules make anew for each state, and may take back.
 
     Args:
-        engine: of the model.
-        own: what the model has now, by the name it is saved under.
-        values: some of that, anew.
+        engine, own, values: see :func:`put_others`.
+
+    Returns:
+        By name, which modules may take it; nothing where all of it is what they make now.
 
     Raises:
-        ValueError: a module makes a tensor of its state anew each time, and what it makes is another (scales that are
-            packed into bytes); nothing has changed.
+        ValueError: a module makes a tensor of its state anew each time, what it makes is another (scales that are
+            packed into bytes), and no module has a method or a hook that could take it.
     """
     modules = dict(engine.model.named_modules())
     # What no module has under its name: most models have nothing such, and are not asked for their state again.
@@ -42,12 +37,47 @@ def put_others(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]
         if isinstance(own[name], torch.Tensor) and own[name].numel() and keeper(modules, name) is None
     ]
     now = engine.attachment.own_state.names().others if unkept else {}
+    made, other = dict[str, list[str]](), False
     for name in unkept:
-        there, again, value = own[name], now.get(name), values[name]
-        anew = isinstance(again, torch.Tensor) and there.data_ptr() != again.data_ptr()
-        if anew and not torch.equal(there.cpu(), value.to(there.dtype).cpu()):
-            raise ValueError(
-                f"{name} is made anew whenever the model is saved, so it cannot be loaded into this one, which has "
-                "other values: build the model from those weights (from_pretrained), and shard that"
-            )
-    names.put_others(modules, own, values)
+        there, again = own[name], now.get(name)
+        if isinstance(again, torch.Tensor) and there.data_ptr() != again.data_ptr():
+            made[name] = takers(modules, name, engine.attachment.own_state.watches)
+            if not _same(there, values[name]):
+                other = True
+                if not made[name]:
+                    raise _unknown(name)
+    return {name: chain for name, chain in made.items() if chain} if other else {}
+
+
+def _same(there: torch.Tensor, value: torch.Tensor) -> bool:
+    return torch.equal(there.cpu(), value.to(there.dtype).cpu())
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is made anew whenever the model is saved, so it cannot be loaded into this one, which has other "
+        "values and takes none back (_load_from_state_dict, a hook before loads): build the model from those weights "
+        "(from_pretrained), and shard that"
+    )
+
+
+@torch.no_grad()
+def put_others(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Take ``values`` over: tensors of the same shapes, cast, extra state, and what modules take by methods or hooks.
+
+    Args:
+        engine: of the model.
+        own: what the model has now, by the name it is saved under.
+        values: some of that, anew.
+
+    Raises:
+        ValueError: see :func:`check_others`, and nothing has changed then; or no module has taken it.
+    """
+    modules, made = dict(engine.model.named_modules()), check_others(engine, own, values)
+    before = {name: own[name].clone() for name in made}
+    with engine.attachment.own_state.giving():
+        kept = {name: value for name, value in values.items() if name not in made}
+        names.put_others(modules, own, kept, {chain[0] for chain in made.values()})
+        lost = [name for name in hand_back(modules, values, made) if not _same(before[name], values[name])]
+    if lost:
+        raise _unknown(lost[0])

@@ -1,0 +1,277 @@
+"""Models whose hooks change their ``state_dict()``: states and loads as in plain torch, or an error that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import sharded
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.checkpoint import Checkpointer, TorchRun
+from shardwise.mesh import init_distributed
+from shardwise.plan import zero
+from shardwise.testing import assert_close, run_ranks
+
+State = dict[str, Tensor]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+class Adapted(nn.Module):
+    """Saves its adapter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+        self.register_state_dict_post_hook(Adapted.drop)
+
+    @staticmethod
+    def drop(_: nn.Module, state: State, prefix: str, _metadata: Any) -> None:
+        for name in ("base.weight", "base.bias"):
+            state.pop(prefix + name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.adapter(self.base(x))
+        return out
+
+
+def adapted(seed: int) -> Adapted:
+    torch.manual_seed(seed)
+    return Adapted()
+
+
+def values(model: nn.Module) -> State:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def left_out(stage: int) -> list[State]:
+    init_distributed()
+    found, pretrained = [], values(adapted(7))
+    for strict in (True, False):
+        model = adapted(1)
+        with pytest.raises(RuntimeError, match=r"base.weight"):  # as plain torch, which misses it, too
+            model.load_state_dict(model.state_dict())
+        session = shardwise.shard(model, sgd(model), stage=stage)
+        state = session.module.state_dict()
+        assert sorted(state) == ["adapter.bias", "adapter.weight"]
+        with pytest.raises(RuntimeError, match=r"missing \['base.weight', 'base.bias'\]"):
+            session.module.load_state_dict(state)
+        assert session.module.load_state_dict(state, strict=False).missing_keys == ["base.weight", "base.bias"]
+        keys = session.module.load_state_dict(pretrained, strict=strict)
+        assert not keys.missing_keys and not keys.unexpected_keys
+        with pytest.raises(RuntimeError, match=r"base.weight: \(3, 4\) instead of \(4, 4\)"):
+            session.module.load_state_dict(pretrained | {"base.weight": torch.ones(3, 4)})
+        with session.module.gathered():
+            found.append(values(model))
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
+    """By the names that they have in the model; strict loading misses them."""
+    plain = adapted(1)
+    plain.load_state_dict(values(adapted(7)))
+    for states in run_ranks(2, left_out, stage):
+        for state in states:
+            assert state.keys() == values(plain).keys()
+            assert all(torch.equal(value, state[name]) for name, value in values(plain).items())
+
+
+class Copied(nn.Linear):
+    """Saves its weight in another form, and its bias as a copy."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(4, 4)
+        self.form = form
+        self.register_state_dict_post_hook(Copied.copied)
+
+    @staticmethod
+    def copied(module: Any, state: State, prefix: str, _metadata: Any) -> None:
+        weight, bias = state[prefix + "weight"], state[prefix + "bias"]
+        state[prefix + "bias"] = bias.clone()
+        forms = {"half": weight.half, "turned": lambda: weight[:2], "counted": weight.int, "copy": weight.clone}
+        state[prefix + "weight"] = forms[module.form]()
+
+
+class Whole(nn.Module):
+    """Its state is made by a method without arguments."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), Copied(form))
+
+    def state_dict(self) -> State:  # type: ignore[override]
+        return {f"net.{name}": value for name, value in self.net.state_dict().items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def copied(form: str, whole: bool, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Whole(form)
+    return model if whole else model.net
+
+
+def train(model: nn.Module, backward: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        backward(model(torch.ones(2, 4)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copies(stage: int, precision: str, directory: str) -> list[State]:
+    """A state, and what is trained from it, and from a checkpoint of it."""
+    init_distributed()
+    found = []
+    for form, whole in (("copy", False), ("half", False), ("copy", True)):
+        model = copied(form, whole, 7)
+        state = values(model)
+        session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
+        found.append(session.module.state_dict())
+        session.checkpoints.save(f"{directory}/{stage}/{form}/{whole}", "a")
+        session.close()
+        for way in ("state", "checkpoint"):
+            model = copied(form, whole, 1)
+            session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
+            if way == "state":
+                session.module.load_state_dict(state)
+            else:
+                session.checkpoints.load(f"{directory}/{stage}/{form}/{whole}", "a")
+            train(session.module, session.backward, session.optimizer)
+            found.append(session.module.state_dict())
+            session.close()
+    return found
+
+
+def expected(form: str, whole: bool) -> list[State]:
+    model = copied(form, whole, 7)
+    before = values(model)
+    train(model, lambda loss: loss.backward(), sgd(model))
+    return [before, values(model), values(model)]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
+def test_what_a_hook_makes_of_a_parameter_is_saved_and_loaded_as_the_parameter(
+    tmp_path: Path, stage: int, precision: str
+) -> None:
+    """In full precision: masters start from it, and files have it."""
+    right = [state for each in (("copy", False), ("half", False), ("copy", True)) for state in expected(*each)]
+    for states in run_ranks(2, copies, stage, precision, str(tmp_path)):
+        for number, (state, other) in enumerate(zip(states, right, strict=True)):
+            assert_close(state, other, (2e-2 if precision == "bf16" else 1e-6) if number % 3 else 0.0, str(number))
+
+
+def refused() -> None:
+    init_distributed()
+    for form, kind in (("turned", r"torch.float32 of shape \(2, 4\)"), ("counted", r"torch.int32 of shape \(4, 4\)")):
+        model = copied(form, False, 1)
+        with pytest.raises(ValueError, match=rf"has {kind} under '1.weight', and no parameter: the parameter is"):
+            shardwise.shard(model, sgd(model), stage=3)
+        model(torch.ones(2, 4)).sum().backward()  # it is what it was
+
+
+def test_something_else_under_a_parameters_name_is_refused_when_it_is_sharded() -> None:
+    run_ranks(2, refused)
+
+
+class Counts(nn.Linear):
+    """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.count, self.pair = 0, torch.zeros(2)
+        self.register_buffer("bank", torch.zeros(3))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> State:
+        found: State = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        found |= {prefix + "count": torch.tensor(self.count), prefix + "pair": self.pair.clone()}
+        return found
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        if prefix + "count" in state:
+            self.count, self.pair = int(state.pop(prefix + "count")), state.pop(prefix + "pair").clone()
+            assert prefix + "bank" in state
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def counting(taken: bool, count: int) -> nn.Sequential:
+    """``taken``: by the module's own method, and by a hook of the whole; otherwise a state has what nobody takes."""
+    torch.manual_seed(count)
+    layer = Counts() if taken else nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    model.total = layer.count = count  # type: ignore[assignment]
+    if taken:
+        layer.pair, layer.bank = layer.pair + count, layer.bank + count
+
+    def save(_: nn.Module, state: State, prefix: str, _metadata: Any) -> None:
+        state[prefix + "1.total"] = torch.tensor([float(model.total)])
+
+    def take(_: nn.Module, state: State, prefix: str, *_rest: Any) -> None:
+        if prefix + "1.total" in state:
+            model.total = int(state.pop(prefix + "1.total"))  # type: ignore[assignment]
+
+    model.register_state_dict_post_hook(save)
+    if taken:
+        model.register_load_state_dict_pre_hook(take)
+    return model
+
+
+def resumed(stage: int, directory: str) -> None:
+    init_distributed()
+    for taken in (True, False):
+        model = counting(taken, 5)
+        path = f"{directory}/{stage}/{taken}"
+        session = shardwise.shard(model, sgd(model), stage=stage)
+        state = {name: value.clone() for name, value in session.module.state_dict().items()}
+        session.checkpoints.save(path, "a")
+        session.close()
+        for way in ("state", "checkpoint", "torch"):
+            model = counting(taken, 1)
+            if way == "torch":
+                saver = Checkpointer(TorchRun(model, sgd(model)))
+                load: Any = saver.load
+            else:
+                session = shardwise.shard(model, sgd(model), stage=stage)
+                load = session.checkpoints.load
+            before = session.module.state_dict() if way != "torch" else {}
+            if taken:
+                session.module.load_state_dict(state) if way == "state" else load(path, "a")
+                layer = model[1]
+                assert (layer.count, layer.pair.tolist(), layer.bank.tolist()) == (5, [5.0] * 2, [5.0] * 3), way
+                assert model.total == 5, way
+            else:
+                with pytest.raises(ValueError, match=r"1.total.*(is made anew|a hook of the model saves this)"):
+                    session.module.load_state_dict(state) if way == "state" else load(path, "a")
+            after = session.module.state_dict() if way != "torch" else {}
+            for name, value in after.items():  # a load that is refused has changed nothing
+                assert torch.equal(value, state[name] if taken else before[name]), (way, name)
+            if way != "torch":
+                session.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, resumed, stage, str(tmp_path))
+
+
+def test_rows_are_advised_for_parameters_alone(tmp_path: Path) -> None:
+    model = counting(True, 5)
+    with sharded(model, sgd(model), zero(1)) as session:
+        session.checkpoints.save(str(tmp_path), "a")
+    other = counting(True, 1)
+    other[1].bank, other[0] = torch.zeros(2), nn.Linear(4, 3)
+    with sharded(other, sgd(other), zero(1)) as session, pytest.raises(ValueError) as refused:
+        session.checkpoints.load(str(tmp_path), "a")
+    lines = str(refused.value).splitlines()
+    assert any("0.weight" in line and "rows=" in line for line in lines)
+    assert any("1.bank: (3,) in the checkpoint, (2,) in the model" in line and "rows=" not in line for line in lines)
