@@ -3,7 +3,8 @@ numbers that ride on what a step exchanges anyway.
 
 Where the shard group is the whole mesh it rides on the norm, which :meth:`ShardedOptimizer.step` takes right before it
 updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used and that of
-steps: replicas exchange nothing in one, so a rank that steps after fewer passes would be one apart ever after.
+steps: replicas exchange nothing in one, so a rank that steps after fewer passes would be one apart ever after. What is
+told there has happened already: the replicas differ, and until they are loaded nothing goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from shardwise.checks.agreement import Description, differences, digest
 from shardwise.checks.description import called, group_values
 from shardwise.checks.param_groups import ParamGroups
+from shardwise.checks.unfinished import PARAMETERS, Unfinished, state_of
 from shardwise.comm import Group
 from shardwise.mesh import Mesh
 
@@ -45,6 +47,7 @@ class HyperParameters:
         mesh: the ranks whose updates have to be alike.
         asked: what the next step was told besides, by calls that every rank makes (clipping).
         held: what this rank's gradients are made of; other only on ranks that hold other parts of the model.
+        unfinished: takes what replicas have updated differently.
     """
 
     def __init__(
@@ -55,9 +58,10 @@ class HyperParameters:
         mesh: Mesh,
         asked: Callable[[], Sequence[tuple[str, float]]],
         held: Callable[[], Mapping[str, float]],
+        unfinished: Unfinished,
     ) -> None:
         self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
-        self._groups, self._held = groups, held
+        self._groups, self._held, self._unfinished = groups, held, unfinished
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
         self._steps = 0
@@ -95,17 +99,19 @@ class HyperParameters:
         """Some rank's number differs. Every rank of ``group`` (of the data-parallel ones) calls it.
 
         Raises:
-            ValueError: says which rank differs in what, with both values.
-            RuntimeError: replicas that meet in a pass have made different numbers of steps; or some ranks have dropped
-                gradients that others hold, or multiplied them by another loss scale.
+            ValueError: says which rank differs in what, with both values. If that is in the last step, replicas have
+                made it: parameters and state are unfinished.
+            RuntimeError: replicas that meet in a pass have made different numbers of steps (the same); or some ranks
+                have dropped gradients that others hold, or multiplied them by another loss scale.
         """
         made_of = {f"the gradients of {called(self._index)}": self._held() if group is None else {}}
-        told = (self._steps, made_of, {**self._describe(""), **self._used[1]})
+        told = (self._steps, made_of, {**self._describe(""), **self._used[1]}, self._used[0])
         found: list[Any] = (group or self._mesh.world).exchange_object(told, "hyper-parameters")
-        steps, grads, described = ([each[place] for each in found] for place in range(3))
+        steps, grads, described, used = ([each[place] for each in found] for place in range(4))
+        if self._replicated and (len(set(steps)) > 1 or len(set(used)) > 1):
+            self._differ()
         if self._replicated and len(set(steps)) > 1:
             by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
-            self._steps = 0  # told once: they may go on from a checkpoint
             raise RuntimeError(
                 f"ranks that meet in a backward pass have made different numbers of steps ({by_rank}): every rank has "
                 "to make as many passes before each step() (under no_sync() all but the last may differ in number). "
@@ -120,6 +126,11 @@ class HyperParameters:
             raise ValueError(
                 f"the ranks would update with different settings: {differences(described)}; set the same on every rank"
             )
+
+    def _differ(self) -> None:
+        """The replicas are not the same model any more, and are told so; they may go on from what they load."""
+        self._unfinished.begin("steps that not all ranks made alike", PARAMETERS, state_of(self._index))
+        self._steps, self._used = 0, (0.0, {})
 
     def _describe(self, when: str) -> Description:
         optimizer = self._optimizer

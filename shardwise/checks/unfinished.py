@@ -1,4 +1,5 @@
-"""What was being changed when it was interrupted, and must be loaded before anything goes on."""
+"""What was being changed when it was interrupted, or was changed otherwise on other ranks, and must be loaded before
+anything goes on."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ def state_of(optimizer: int) -> str:
 # point was at which the change ended. Forward passes, steps and saves look here first; a load of the part strikes it
 # off. Where what was changed can be put back exactly (a disk before the ranks have agreed, guesses, state that a load
 # gives new tensors in one process), it is put back instead. What belongs to a part (rates and counts to a state)
-# changes before the part is struck off. Where two such changes are nested the outer one strikes it off.
+# changes before the part is struck off. Where two such changes are nested the outer one strikes it off. Replicas which
+# learn that they have not made the same steps are noted down as well: each is whole, and together they are no model.
 class Unfinished:
-    """Parts of a run that are neither those before a change nor those after it.
+    """Parts of a run that are neither those before a change nor those after it, on all ranks alike.
 
     A part is noted down before its first value changes and struck off when the last one has, so that an interrupt at
     any point between (Ctrl-C, an exception in the user's optimizer) leaves it here.
@@ -72,6 +74,6 @@ class Unfinished:
         if self._by:
             left = "; ".join(f"{part} by {by}" for part, by in self._by.items())
             raise RuntimeError(
-                f"{what}: an update was interrupted and has left half-changed {left}: load a checkpoint, or what is "
-                "named here by load_state_dict(), before going on"
+                f"{what}: an update was interrupted, or made differently on the ranks, and has left half-changed {left}"
+                ": load a checkpoint, or what is named here by load_state_dict(), before going on"
             )

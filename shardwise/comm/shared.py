@@ -42,6 +42,21 @@ from shardwise.comm.shared_buffer import (
     REDUCTIONS,
     SharedBuffer,
 )
+from shardwise.comm.slots import (
+    ARRIVED,
+    BARRIER,
+    CONTROL_BYTES,
+    EXCHANGE,
+    FENCE,
+    KINDS,
+    SLOT_VALUES,
+    SLOT_WORDS,
+    SLOTS,
+    STATE,
+    WRITTEN,
+    settle,
+    wait_for_all,
+)
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedGroup"]
@@ -52,19 +67,7 @@ NAP_FIRST_S = 10e-6
 NAP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-# The control segment: line 1 holds the count of synchronisations, the state, and of how many updates this rank has
-# written what peers read; two slots follow, used in turn. A rank that writes slot s again has seen all peers arrive at
-# s + 1, so nobody reads it then.
-ARRIVED = LINE_WORDS
-STATE = LINE_WORDS + 1
-WRITTEN = LINE_WORDS + 2
 OPEN, CLOSED, FAILED = 0, 1, 2
-SLOT_VALUES = 256
-SLOT_WORDS = LINE_WORDS + SLOT_VALUES
-SLOTS = 2 * LINE_WORDS
-CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
-SYNCS = ("exchange", "fence", "barrier")
-EXCHANGE, FENCE, BARRIER = range(3)
 RAGGED = -1
 """In the place of a number of values that is the same on all ranks."""
 
@@ -335,32 +338,34 @@ class SharedGroup(Group):
         return self._control.exchange_bytes(data, lengths)
 
     def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
-        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks."""
+        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks. It is met by all of
+        them or by none ([Note: Exchanges that are given up])."""
         self._arrived += 1
         arrived = self._arrived
         slot = SLOTS + (arrived & 1) * SLOT_WORDS
         body = slot + LINE_WORDS
         mine = self._words[self.rank]
-        mine[slot] = kind
+        head = arrived * KINDS + kind
+        mine[slot] = 0  # until all of it is there: an interrupt may leave it so
         mine[slot + 1] = total
         if values:
             self._values[self.rank][body : body + len(values)] = memoryview(array("d", values))
+        mine[slot] = head
         mine[ARRIVED] = arrived
 
         def missing() -> list[int]:
             return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
 
         if missing():
-            self.wait_until(missing, f"{SYNCS[kind]} number {arrived}" + (f" ({purpose})" if purpose else ""))
-        for rank, words in enumerate(self._words):
-            if words[slot] != kind or words[slot + 1] != total:
-                self.fail()
-                raise PeerError(
-                    f"group {self.name!r}: rank {self.rank} is at {_sync_name(kind, total)} and rank {rank} at "
-                    f"{_sync_name(words[slot], words[slot + 1])}; all must come to the same operations in order"
-                    + self._control.around([rank])
-                )
-        return [list(map(float, row[body : body + len(values)])) for row in self._values]
+            wait_for_all(self, self._words, missing, slot, head, purpose)
+        rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
+        # Heads are read behind the values: who writes a slot again takes its head away first.
+        for words in self._words:
+            if words[slot] != head or words[slot + 1] != total:
+                settle(self, self._words, slot, head, total, purpose)
+                break
+        mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
+        return rows
 
     def has_written(self, updates: int) -> None:
         """Tell the peers that this rank is through with so many updates of what they read."""
@@ -383,8 +388,14 @@ class SharedGroup(Group):
 
     # Waiting
 
-    def wait_until(self, missing: Callable[[], list[int]], what: str) -> None:
+    def wait_until(self, missing: Callable[[], list[int]], what: str, meeting: bool = False) -> None:
         """Return when ``missing()`` names no rank; finish what can be finished of the own reductions meanwhile.
+
+        Args:
+            missing: the ranks that are waited for.
+            what: for messages.
+            meeting: they are to come to an exchange, in which ranks that have failed may find each other again: one
+                that has failed itself waits for those that have.
 
         Raises:
             PeerError: a missing rank is gone, or none came in time.
@@ -403,14 +414,15 @@ class SharedGroup(Group):
             now = time.monotonic()
             if now - checked >= CHECK_S:
                 checked = now
-                self._check(missing, what, now - started)
+                self._check(missing, what, now - started, meeting)
 
     def _progress(self) -> None:
         for reduction in list(self._unfinished):
             reduction.advance()
 
-    def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float) -> None:
-        fate = {rank: self.fate(rank) for rank in missing()}
+    def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float, meeting: bool) -> None:
+        together = meeting and self._words[self.rank][STATE] == FAILED
+        fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
         lost = {rank: told for rank, told in fate.items() if told}
         if not lost and waited_s < self.timeout_s:
             return
@@ -423,22 +435,29 @@ class SharedGroup(Group):
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
             f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self.timeout_s:g} s"
-            + self._control.around(waited_for)
+            + self.around(waited_for)
         )
 
-    def fate(self, rank: int) -> str:
-        """What has become of a peer; empty while it lives and may still come."""
+    def around(self, ranks: Sequence[int]) -> str:
+        """See :meth:`Control.around`."""
+        return self._control.around(ranks)
+
+    def fate(self, rank: int, failed: bool = True) -> str:
+        """What has become of a peer; empty while it lives and may still come, as one that has ``failed`` does not."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
             return f"(process {pid}) died"
-        return {CLOSED: "has closed the group", FAILED: "has failed in this group"}.get(self._words[rank][STATE], "")
+        state = self._words[rank][STATE]
+        if state == FAILED:
+            return "has failed in this group" if failed else ""
+        return "has closed the group" if state == CLOSED else ""
 
     def forget(self, reduction: _Reduction) -> None:
         """Keep a finished reduction, and so its output, alive no longer."""
         self._unfinished.remove(reduction)
 
     def fail(self) -> None:
-        """Let the peers know that this rank will not come any more."""
+        """Let the peers know that this rank will not come, until it has met them again."""
         self._words[self.rank][STATE] = FAILED
 
     def _mine(self, buffer: Buffer) -> SharedBuffer:
@@ -449,9 +468,3 @@ class SharedGroup(Group):
     def _from_own(self) -> list[int]:
         """All ranks beginning with this one, so that not all ranks read the same memory first."""
         return [(self.rank + step) % self.size for step in range(self.size)]
-
-
-def _sync_name(kind: int, total: int) -> str:
-    if kind == FENCE:
-        return f"{SYNCS[kind]} {PHASES[total]}".rstrip()
-    return f"{SYNCS[kind]} ({total} values)"

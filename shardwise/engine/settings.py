@@ -31,6 +31,6 @@ def compared_settings(
         limit = [("max_norm", engine.limits[index])] if index in engine.limits else []
         return [*limit, *engine.visible.asked.get(index, ())]
 
-    settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held)
+    settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held, engine.unfinished)
     engine.reducer.riders.append(settings)
     return settings

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from shardwise.build import Session, build
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.param_groups import ParamGroups
+from shardwise.checks.unfinished import Unfinished
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
@@ -108,8 +110,9 @@ def drift(plan: str) -> list[tuple[str, bool]]:
                     backward(session)  # replicas compare at the end of a pass
             except ValueError as error:
                 told = str(error)
-            after = session.module.state_dict()
-            found.append((told, all(torch.equal(after[name], before[name]) for name in before)))
+            # What was updated otherwise is given to nobody.
+            after = {} if " at the last step" in told else session.module.state_dict()
+            found.append((told, all(torch.equal(after[name], before[name]) for name in after)))
             session.close()
     return found
 
@@ -160,7 +163,7 @@ def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() 
     optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
     groups = ParamGroups(optimizer)
     mesh = Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm)
-    settings = HyperParameters(optimizer, groups, 0, mesh, lambda: (), dict)
+    settings = HyperParameters(optimizer, groups, 0, mesh, lambda: (), dict, Unfinished())
     words = {settings.word()}
     for number in (0, 150, 299):
         optimizer.param_groups[number]["lr"] = 0.5
@@ -168,11 +171,45 @@ def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() 
     assert len(words) == 4 and all(word == int(word) < 2**48 for word in words)
 
 
-def uneven(plan: str, counts: list[list[int]]) -> str:
-    """What ends a rank that makes so many passes before each of its steps; then all train on together."""
+DIFFERENT = " by steps that not all ranks made alike"
+PARTS = ["the model's parameters" + DIFFERENT, "the state of optimizer 0" + DIFFERENT]
+CALLS: dict[str, Change] = {
+    "a forward pass": backward,
+    "step()": lambda session: session.optimizer.step(),  # type: ignore[union-attr]
+    "a checkpoint": lambda session: session.checkpoints.save("nowhere", "x"),
+    "a state": lambda session: session.module.state_dict(),
+}
+
+
+def not_refused(session: Session, parts: Sequence[str] = PARTS) -> list[str]:
+    """Calls that go on with what there is, of those that should not since these parts differ."""
+    passed = []
+    for name, call in CALLS.items():
+        session.module.zero_grad()
+        try:
+            call(session)
+            passed.append(name)
+        except RuntimeError as error:
+            if f"made differently on the ranks, and has left half-changed {'; '.join(parts)}: load" not in str(error):
+                passed.append(f"{name}: {error}")
+    return passed
+
+
+def alike_after(session: Session) -> bool:
+    """Whether all ranks have the same parameters after two more steps."""
+    for _ in range(2):
+        step(session)
+    own = [value.tolist() for value in session.module.state_dict().values()]
+    return all(each == own for each in session.mesh.world.exchange_object(own))
+
+
+def uneven(plan: str, counts: list[list[int]], folder: str) -> tuple[str, list[str], bool]:
+    """What ends a rank that makes so many passes before each of its steps; which calls go on then; and whether a load
+    makes the ranks alike."""
     with one_mesh(PLANS[plan]) as mesh:
         session = made(mesh, plan)
         assert session.optimizer is not None
+        session.checkpoints.save(folder, "first")
         message = "nothing"
         try:
             for count in counts[mesh.rank]:
@@ -182,19 +219,52 @@ def uneven(plan: str, counts: list[list[int]]) -> str:
                 session.optimizer.zero_grad()
         except RuntimeError as error:
             message = str(error)
-        session.module.zero_grad()
-        for _ in range(2):
-            backward(session)
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+        passed = not_refused(session) if message != "nothing" else []
+        session.checkpoints.load(folder, "first")
+        alike = alike_after(session)
         session.close()
-        return message
+        return message, passed, alike
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("ddp", 2), ("hybrid", 4)])
-def test_replicas_that_step_after_different_numbers_of_passes(plan: str, ranks: int) -> None:
+def test_replicas_that_step_after_different_numbers_of_passes_go_on_after_a_load(
+    plan: str, ranks: int, tmp_path: Path
+) -> None:
     """As many passes in sum, so that nobody waits in vain: they were a pass apart for as long as it takes."""
     counts = [[1, 1, 2, 2]] * (ranks // 2) + [[1, 2, 1, 2]] * (ranks // 2)
-    for message in run_ranks(ranks, uneven, plan, counts):
+    for message, passed, alike in run_ranks(ranks, uneven, plan, counts, str(tmp_path / "uneven")):
         assert "have made different numbers of steps (rank 0 2" in message and f"rank {ranks - 1} 1)" in message
-    assert run_ranks(ranks, uneven, plan, [[1, 2, 1]] * ranks) == ["nothing"] * ranks
+        assert passed == [] and alike
+    even = run_ranks(ranks, uneven, plan, [[1, 2, 1]] * ranks, str(tmp_path / "even"))
+    assert even == [("nothing", [], True)] * ranks
+
+
+def updated_otherwise() -> tuple[str, list[str], bool]:
+    """As :func:`uneven`, of replicas that have made a step with different rates, and load by parts."""
+    with one_mesh(PLANS["ddp"]) as mesh:
+        session = made(mesh, "ddp")
+        assert session.optimizer is not None
+        step(session)
+        model, optimizer = session.module.state_dict(), session.optimizer.state_dict()
+        backward(session)
+        groups(session)[1]["lr"] = 0.25 + mesh.rank
+        session.optimizer.step()
+        groups(session)[1]["lr"] = 0.25
+        message = "nothing"
+        try:
+            backward(session)
+        except ValueError as error:
+            message = str(error)
+        passed = not_refused(session)
+        session.module.load_state_dict(model)
+        passed += not_refused(session, PARTS[1:])
+        session.optimizer.load_state_dict(optimizer)
+        alike = alike_after(session)
+        session.close()
+        return message, passed, alike
+
+
+def test_replicas_that_have_updated_with_different_settings_go_on_after_a_load() -> None:
+    for message, passed, alike in run_ranks(2, updated_otherwise):
+        assert "lr of group 1 of optimizer 0 at the last step is 1.25 on rank 1 and 0.25 on rank 0" in message
+        assert passed == [] and alike

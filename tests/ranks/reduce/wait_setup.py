@@ -84,10 +84,10 @@ class Watch:
     def installed(self) -> Iterator[Watch]:
         wait_until, finish_through = SharedGroup.wait_until, GlooGroup.finish_through
 
-        def waiting(group: SharedGroup, missing: Callable[[], list[int]], what: str) -> None:
+        def waiting(group: SharedGroup, missing: Callable[[], list[int]], what: str, meeting: bool = False) -> None:
             if self.inside and not what.startswith(("exchange", "fence", "barrier")):
                 self.seen.append(what)
-            wait_until(group, missing, what)
+            wait_until(group, missing, what, meeting)
 
         def finishing(group: GlooGroup, last: Reduction) -> None:
             if self.inside and not group.finished_through(last):

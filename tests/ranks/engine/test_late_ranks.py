@@ -1,0 +1,118 @@
+"""Ranks of one host of which one comes later than the time-out, or fails alone: all drop the same, and train on."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import PLANS, one_mesh, sharded
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.comm import PeerError, SharedGroup
+from shardwise.comm.shared import CHECK_S
+from shardwise.mesh import Mesh
+from shardwise.testing import run_ranks
+
+RATE, NEVER_S = 0.5, 600.0
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def patience(mesh: Mesh, timeout_s: float) -> None:
+    for group in (mesh.shard, mesh.replicate, mesh.world, mesh.everyone):
+        if isinstance(group, SharedGroup):
+            group.timeout_s = timeout_s
+
+
+def train(mesh: Mesh, session: Session, step: int) -> None:
+    session.backward(session.module(batch(mesh.rank, step)).square().mean())
+    assert session.optimizer is not None
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def too_late(mesh: Mesh, session: Session) -> None:
+    """The second rank comes to the end of a pass when the first has given it up, and both drop it."""
+    patience(mesh, 0.3)
+    if mesh.rank:
+        dist.barrier()
+    with pytest.raises(PeerError, match="waited" if mesh.rank == 0 else "gave it up before all had come"):
+        train(mesh, session, 100)
+    if not mesh.rank:
+        dist.barrier()
+    patience(mesh, NEVER_S)
+
+
+def one_pass_too_late(plan: str) -> dict[str, Tensor]:
+    with one_mesh(PLANS[plan]) as mesh:
+        model = made()
+        with sharded(model, torch.optim.SGD(model.parameters(), RATE), PLANS[plan], mesh) as session:
+            train(mesh, session, 0)
+            too_late(mesh, session)
+            session.module.zero_grad()
+            for step in range(1, 5):
+                if step % 2 == mesh.rank:
+                    time.sleep(3 * CHECK_S)
+                train(mesh, session, step)
+            return {name: value.clone() for name, value in session.module.state_dict().items()}
+
+
+def plain() -> dict[str, Tensor]:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.cat([batch(0, step), batch(1, step)])).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_pass_that_one_rank_has_given_up_counts_on_none(plan: str) -> None:
+    """Within 1e-5 of plain training without that pass; the replicas are the same bit for bit."""
+    first, second = run_ranks(2, one_pass_too_late, plan)
+    for name, expected in plain().items():
+        torch.testing.assert_close(first[name], expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(first[name], second[name])
+
+
+def block_of_one(plan: str) -> dict[str, Tensor]:
+    """The program's own error in a block, on one rank; a loop that catches errors; and then batches that take long."""
+    with one_mesh(PLANS[plan]) as mesh:
+        patience(mesh, NEVER_S)
+        model = made()
+        with sharded(model, torch.optim.SGD(model.parameters(), RATE), PLANS[plan], mesh) as session:
+            train(mesh, session, 0)
+            with pytest.raises((ArithmeticError, PeerError)), session.module.gathered(write_back=True):
+                if mesh.rank:
+                    raise ArithmeticError("the program's own")
+            good = 0
+            while good < 3:  # the ranks are an operation apart, until what the one has begun the other ends, too
+                try:
+                    train(mesh, session, good)
+                    good += 1
+                except PeerError:
+                    with suppress(PeerError):
+                        session.module.zero_grad()
+            for step in range(4):
+                if step % 2 == mesh.rank:
+                    time.sleep(3 * CHECK_S)
+                train(mesh, session, step)
+            return {name: value.clone() for name, value in session.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_ranks_that_have_found_each_other_again_wait_for_slow_batches(plan: str) -> None:
+    first, second = run_ranks(2, block_of_one, plan)
+    assert all(torch.equal(first[name], second[name]) for name in first)
