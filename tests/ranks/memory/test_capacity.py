@@ -219,6 +219,35 @@ def test_optimizer_state_is_foreseen() -> None:
         assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
 
 
+def momentum_of(first: float, rest: float) -> dict[str, Any]:
+    """Whose group has momentum decides what is foreseen, not which group comes first."""
+    found: dict[str, Any] = {}
+    for room in (-1000, 1000):
+        model = Stack(PLAIN)
+        params = list(model.parameters())
+        groups = [{"params": params[:4], "momentum": first}, {"params": params[4:], "momentum": rest}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        need = 8 * BLOCK_BYTES + 2 * BLOCK_BYTES
+        state = BLOCK_BYTES if first else 7 * BLOCK_BYTES
+        try:
+            session = build(model, optimizer, plan_of(fixed(need + state + room)))
+        except DeviceMemoryError:
+            found[f"{room}"] = "refused"
+            continue
+        found[f"{room}"] = session.engine.accounts.foreseen_bytes(), state
+        session.close()
+        session.mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("first, rest", [(0.0, 0.9), (0.9, 0.0)])
+def test_state_is_foreseen_of_each_param_group(first: float, rest: float) -> None:
+    found = run_ranks(1, momentum_of, first, rest)[0]
+    assert found["-1000"] == "refused"
+    foreseen, state = found["1000"]
+    assert foreseen == state
+
+
 def ample(param: float, state: float) -> tuple[Found, Found]:
     plan = plan_of(fixed(None, param, state))
     limited = plan_of(fixed(40 * BLOCK_BYTES, param, state))
