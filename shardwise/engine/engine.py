@@ -98,15 +98,10 @@ class Engine:
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
         self.accounts = StateAccounts(self.storage)
-        # What stages of other ranks have is let go of by the build.
-        casts, whole = plan.precision.buffer_dtype, self.staging is None
-        self.buffers = HeldBuffers(model, mesh.device, self.ledger, casts, whole)
+        self.buffers = HeldBuffers(model, mesh.device, self.ledger, plan.precision.buffer_dtype, self.staging is None)
         self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounding)
         self.grads = self.storage.make_grads()
-        limited = self.ledger.capacity_bytes is not None
-        self.meter = (
-            MemoryMeter(self.ledger, mesh.device, plan.tiers.auto, self._foreseen_bytes) if limited else None
-        )
+        self.meter = self._make_meter()
         self.pool = self._make_pool()
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
@@ -190,6 +185,11 @@ class Engine:
                     f"tp={self.mesh.tensor.size} cuts {len(cut)} parameters ({cut[0]}, ...) that {name} needs whole: "
                     "use tp=1, or an element-wise optimizer (AdamW)"
                 )
+
+    def _make_meter(self) -> MemoryMeter | None:
+        if self.ledger.capacity_bytes is None:
+            return None
+        return MemoryMeter(self.ledger, self.mesh.device, self.plan.tiers.auto, self._foreseen_bytes)
 
     def _make_pool(self) -> ChunkPool:
         shard, comm, meter = self.plan.shard, self.plan.comm, self.meter

@@ -23,7 +23,8 @@ class HeldBuffers:
         device: where a build puts them.
         ledger: the device's accounts, which have them where there is a capacity.
         dtype: what those of floating numbers are cast to; ``None``: they are left as they are.
-        foreseen: they are all this rank's, so that they count before the build has put them on the device.
+        foreseen: they are all this rank's, so that they count before the build has put them on the device; those of
+            other ranks' stages are let go of there.
     """
 
     def __init__(
