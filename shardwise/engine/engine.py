@@ -18,6 +18,7 @@ from shardwise.engine.accounts import StateAccounts
 from shardwise.engine.aside import Aside
 from shardwise.engine.attachment import Attachment
 from shardwise.engine.division import Division
+from shardwise.engine.held_buffers import HeldBuffers
 from shardwise.engine.initial import load_initial_values
 from shardwise.engine.packed_weights import check_packed, follow
 from shardwise.engine.storage import Storage
@@ -96,13 +97,11 @@ class Engine:
         self.events = Events()
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
-        self.accounts = accounts = StateAccounts(self.storage)
+        self.accounts = StateAccounts(self.storage)
+        self.buffers = HeldBuffers(model, mesh.device, self.ledger, plan.precision.buffer_dtype, self.staging is None)
         self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounding)
         self.grads = self.storage.make_grads()
-        limited = self.ledger.capacity_bytes is not None
-        self.meter = (
-            MemoryMeter(self.ledger, mesh.device, plan.tiers.auto, accounts.foreseen_bytes) if limited else None
-        )
+        self.meter = self._make_meter()
         self.pool = self._make_pool()
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
@@ -130,6 +129,7 @@ class Engine:
         events, early, visible = self.events, self.early, self.visible
         events.backward_asked.listen(lambda: self.check_open("backward()"))
         if self.meter is not None:
+            events.forward_began.listen(lambda trains: self.buffers.look())
             events.unit_wanted.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
         if self.plan.grad.update == "backward":
@@ -158,7 +158,13 @@ class Engine:
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
         self.division.install()
+        if self.meter is not None:
+            self.buffers.look()
         self.guards = self.attachment.install()
+
+    def _foreseen_bytes(self) -> int:
+        """Of model data in the device's accounts, what is not made yet."""
+        return self.accounts.foreseen_bytes() + self.buffers.foreseen_bytes()
 
     def _check_whole(self) -> None:
         """Raises:
@@ -179,6 +185,11 @@ class Engine:
                     f"tp={self.mesh.tensor.size} cuts {len(cut)} parameters ({cut[0]}, ...) that {name} needs whole: "
                     "use tp=1, or an element-wise optimizer (AdamW)"
                 )
+
+    def _make_meter(self) -> MemoryMeter | None:
+        if self.ledger.capacity_bytes is None:
+            return None
+        return MemoryMeter(self.ledger, self.mesh.device, self.plan.tiers.auto, self._foreseen_bytes)
 
     def _make_pool(self) -> ChunkPool:
         shard, comm, meter = self.plan.shard, self.plan.comm, self.meter

@@ -30,6 +30,8 @@ class MemoryReport:
     """Exchange buffers and reduced shards."""
     master_bytes: int
     optimizer_bytes: int
+    buffers_bytes: int
+    """The model's buffers."""
     waiting_bytes: int
     """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
     by_tier: dict[str, dict[str, int]]
@@ -42,7 +44,8 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         parameters = self.parameters_bytes + self.secondary_bytes + self.copied_bytes + self.idle_bytes
-        return parameters + self.gradients_bytes + self.master_bytes + self.optimizer_bytes + self.waiting_bytes
+        state = self.master_bytes + self.optimizer_bytes + self.buffers_bytes
+        return parameters + self.gradients_bytes + state + self.waiting_bytes
 
     def tier_bytes(self, tier: str) -> int:
         """All model data in ``tier``."""
@@ -60,6 +63,7 @@ def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
         "gradients": engine.reducer.bytes(tier),
         "masters": masters,
         "optimizer state": state,
+        "buffers": engine.buffers.bytes(tier),
         "updated parameters": engine.storage.new_shard_bytes(tier),
     }
     return {kind: size for kind, size in kinds.items() if size}
@@ -83,6 +87,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         gradients_bytes=total("gradients"),
         master_bytes=total("masters"),
         optimizer_bytes=total("optimizer state"),
+        buffers_bytes=total("buffers"),
         waiting_bytes=total("updated parameters"),
         by_tier=by_tier,
         device_peak_bytes=engine.ledger.peak_bytes,

@@ -131,11 +131,14 @@ class TileUpdates:
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
-        numels: dict[int, tuple[Piece, int]] = {}  # what is kept of matrices may differ from what is of vectors
-        for piece in (piece for tile in own for piece in tile.pieces):
-            first, numel = numels.get(piece.value.dim(), (piece, 0))
-            numels[piece.value.dim()] = first, numel + piece.end - piece.start
-        return sum(self._stepper.element_bytes(first.value) * numel for first, numel in numels.values())
+        # What is kept of matrices may differ from what is of vectors, and in each param group by its options.
+        numels: dict[tuple[int, int, torch.dtype], tuple[Piece, int]] = {}
+        for group, piece in ((tile.group, piece) for tile in own for piece in tile.pieces):
+            kind = group, piece.value.dim(), piece.value.dtype
+            first, numel = numels.get(kind, (piece, 0))
+            numels[kind] = first, numel + piece.end - piece.start
+        kinds = numels.items()
+        return sum(self._stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
 
     def _give_back(self, optimizer: int) -> None:
         """Buffers that hold what was read ahead, if it is of this optimizer's."""

@@ -19,6 +19,7 @@ ADVICE = {
     "gathered parameters": "keep less gathered (shard_param_frac=1.0), in smaller units, and prefetch less",
     "gradients": "use smaller chunks, and keep state, with it reduced gradients, on the host (state_host_fraction)",
     "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",
+    "buffers": "make large masks and tables where they are used, and do not keep them (register_buffer)",
     REST: "use activation checkpointing or a smaller micro-batch",
 }
 

@@ -377,12 +377,12 @@ class TileStepper:
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
 
-    def element_bytes(self, like: torch.Tensor) -> int:
-        """Bytes of state that the optimizer keeps for each element of a parameter like ``like``."""
-        return sum(dtype.itemsize for dtype in self.element_dtypes(like).values())
+    def element_bytes(self, like: torch.Tensor, index: int) -> int:
+        """Bytes of state that the optimizer keeps for each element of a parameter like ``like`` in that param group."""
+        return sum(dtype.itemsize for dtype in self.element_dtypes(like, index).values())
 
-    def element_dtypes(self, like: torch.Tensor) -> dict[str, torch.dtype]:
-        """By key, the state that the optimizer keeps for each element of a parameter like ``like``.
+    def element_dtypes(self, like: torch.Tensor, index: int = 0) -> dict[str, torch.dtype]:
+        """By key, the state that the optimizer keeps for each element of a parameter like ``like`` in a param group.
 
         Asked of the optimizer itself: it steps a parameter of two elements a dimension, which is then forgotten.
         """
@@ -391,7 +391,7 @@ class TileStepper:
         probe = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
-            group = self._group_for(groups, 0, probe)
+            group = self._group_for(groups, index, probe)
             made = constructed_state(optimizer, group, probe)
             if made:
                 optimizer.state[probe] = made

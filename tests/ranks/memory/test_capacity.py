@@ -14,8 +14,9 @@ from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_
 from engine_setup import one_mesh, sharded
 
 from shardwise.build import Session, build
+from shardwise.deferred import deferred_init
 from shardwise.gather.hooks import in_backward
-from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.memory.ledger import REST, DeviceMemoryError
 from shardwise.memory.tier import Tier
 from shardwise.plan import TierPlan, on_device, zero
 from shardwise.testing import run_ranks
@@ -217,6 +218,134 @@ def test_optimizer_state_is_foreseen() -> None:
     for name in ("sgd", "adam"):
         assert found[f"{name} -1000"] == "refused"
         assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
+
+
+def momentum_of(first: float, rest: float) -> dict[str, Any]:
+    """Whose group has momentum decides what is foreseen, not which group comes first."""
+    found: dict[str, Any] = {}
+    for room in (-1000, 1000):
+        model = Stack(PLAIN)
+        params = list(model.parameters())
+        groups = [{"params": params[:4], "momentum": first}, {"params": params[4:], "momentum": rest}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        need = 8 * BLOCK_BYTES + 2 * BLOCK_BYTES
+        state = BLOCK_BYTES if first else 7 * BLOCK_BYTES
+        try:
+            session = build(model, optimizer, plan_of(fixed(need + state + room)))
+        except DeviceMemoryError:
+            found[f"{room}"] = "refused"
+            continue
+        found[f"{room}"] = session.engine.accounts.foreseen_bytes(), state
+        session.close()
+        session.mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("first, rest", [(0.0, 0.9), (0.9, 0.0)])
+def test_state_is_foreseen_of_each_param_group(first: float, rest: float) -> None:
+    found = run_ranks(1, momentum_of, first, rest)[0]
+    assert found["-1000"] == "refused"
+    foreseen, state = found["1000"]
+    assert foreseen == state
+
+
+class Buffered(Stack):
+    """Keeps a table (1 MiB) and, from its first pass on, what that has made in place of a number."""
+
+    def __init__(self, seen_twice: bool) -> None:
+        super().__init__(PLAIN)
+        table = torch.zeros(1 << 18)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("start", table.detach()[: 1 << 17] if seen_twice else torch.zeros(0), persistent=False)
+        self.register_buffer("last", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if self.last.numel() == 1:
+            self.last = output.detach().repeat(64, 1)
+        return output
+
+
+def with_buffers(deferred: bool) -> dict[str, Any]:
+    """The least capacity that some training fits in has the buffers in it, from the build on, each once."""
+    found: dict[str, Any] = {}
+    need = (8 + 2) * BLOCK_BYTES
+    for name, capacity in (("too small", need + (1 << 20) - 1000), ("enough", need + (1 << 20) + 12 * BLOCK_BYTES)):
+        with deferred_init() if deferred else contextlib.nullcontext():
+            model = Buffered(seen_twice=not deferred)
+        try:
+            session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_of(fixed(capacity)))
+        except DeviceMemoryError as error:
+            found[name] = str(error)
+            continue
+        ledger, steps = session.engine.ledger, []
+        for step in range(3):
+            one_step(session, step, rows=4)
+            session.optimizers[0].zero_grad()
+            ledger.require(0, "a look")
+            held = ledger.held()
+            steps.append((held["buffers"], held[REST]))
+        found[name] = steps, session.memory().buffers_bytes, session.memory().total_bytes
+        found["sum"] = sum(session.memory().by_tier["device"].values())
+        model.table = torch.zeros(1 << 19)  # of a program, between passes
+        with pytest.raises(DeviceMemoryError, match=r"buffers: [23].03 MiB"):
+            one_step(session, 3, rows=4)
+        session.close()
+        session.mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_buffers_are_in_the_accounts(deferred: bool) -> None:
+    found = run_ranks(1, with_buffers, deferred)[0]
+    last = 4 * 4 * 64 * 32
+    assert "buffers: 1 MiB" in found["too small"] and "register_buffer" in found["too small"], found["too small"]
+    steps, reported, total = found["enough"]
+    # What a pass has put in a place is with the rest until the next one begins; it is never counted twice.
+    assert [sum(each) for each in steps] == [(1 << 20) + last] * 3
+    assert reported == (1 << 20) + last
+    assert found["sum"] == total
+
+
+def loss_outside() -> dict[str, Any]:
+    """What a loss made behind the forward pass keeps, each thing once, and no weight: it was in no account."""
+    found: dict[str, Any] = {}
+    rows, size = 64, 4 * 64 * 32
+    torch.manual_seed(0)
+    model = Stack([range(2)])
+    plan = plan_of(fixed(9 * BLOCK_BYTES + 24 * size))
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        meter = session.engine.meter
+        assert meter is not None
+
+        def lossy(times: int) -> torch.Tensor:
+            y = session.module(x_of(0, 0, rows))
+            for _ in range(times):
+                y = y.sigmoid()  # keeps its result
+            return y.sum() + (y @ model.blocks[0].up.weight.t()).sum()
+
+        for times in (0, 1, 5):
+            loss = lossy(times)
+            before = session.ledger.held()[REST]
+            with meter.measuring(loss):
+                found[times] = (session.ledger.held()[REST] - before) / size
+            del loss
+        session.backward(lossy(5))
+        session.optimizers[0].step()
+        before = session.module.state_dict()
+        with pytest.raises(DeviceMemoryError, match="activations and the rest"):
+            session.backward(lossy(200))
+        session.optimizers[0].zero_grad()
+        after = session.module.state_dict()
+        found["same"] = all(torch.equal(before[name], after[name]) for name in before)
+        session.backward(lossy(5))
+        session.optimizers[0].step()
+    return found
+
+
+def test_what_a_loss_outside_keeps_is_counted() -> None:
+    found = run_ranks(1, loss_outside)[0]
+    assert (found[0], found[1], found[5], found["same"]) == (0, 1, 5, True), found
 
 
 def ample(param: float, state: float) -> tuple[Found, Found]:
