@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm import PeerError, Sent, Wire
 from shardwise.draws import Private
 from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
-from shardwise.pipeline.batch import MicroBatch
+from shardwise.pipeline.batch import MicroBatch, check_mergeable, detached
 from shardwise.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.pipeline.split import Passes, WeightGradients, WeightsApart
 from shardwise.pipeline.staging import Staging
@@ -440,7 +440,9 @@ class _Step:
         share = loss.reshape(()) * part.share
         self._losses[microbatch] = share.detach()
         if self._wants_outputs:
-            self._outputs[microbatch] = _detached(output)
+            for first in list(self._outputs.values())[:1]:
+                check_mergeable(first, output)
+            self._outputs[microbatch] = detached(output)
         return share
 
     def _go_back(self, action: Action, grad: Tensor | None) -> Tensor | None:
@@ -477,13 +479,3 @@ def _lane(action: Action) -> int:
 def _called(action: Action) -> str:
     what = "output" if action.kind is Kind.FORWARD else "gradient of the input"
     return f"the {what} of stage {action.stage}, micro-batch {action.microbatch}"
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {name: _detached(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_detached(each) for each in value]
-    return value
