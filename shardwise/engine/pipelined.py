@@ -94,6 +94,7 @@ class PipelineSteps:
             self._passes.forget()
             engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
+        engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:

@@ -1,0 +1,100 @@
+"""Between the passes of a pipeline and its step: gradients that are read and changed, steps that one rank refuses,
+losses that are NaN; against plain PyTorch in one process, fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hybrid_setup import Texts, made
+from test_hybrid_pipeline import exact
+from torch import Tensor, nn
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.pipeline import split_batch
+from shardwise.testing import assert_close, run_ranks
+
+ROWS, PARTS, RATE = 4, 4, 0.5
+Named = list[tuple[str, nn.Parameter]]
+
+
+def model_of() -> Any:
+    return made("llama", torch.float64, num_hidden_layers=2)
+
+
+def batch_of(call: int, replica: int) -> dict[str, Tensor]:
+    first = ROWS * (call * 2 + replica)
+    return {name: values[first : first + ROWS] for name, values in Texts(ROWS * 4).items.items()}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def boosted(model: Any, **given: Any) -> tuple[Booster, HybridParallelPlugin, Any, Any]:
+    defaults = {"tp_size": 1, "pp_size": 2, "precision": "fp32", "num_microbatches": PARTS}
+    plugin = HybridParallelPlugin(**defaults | given)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    return booster, plugin, model, optimizer
+
+
+def halve(params: Named) -> None:
+    for _, param in params:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def limit(params: Named) -> None:
+    torch.nn.utils.clip_grad_value_([param for _, param in params], 0.003)
+
+
+def norms(params: Named) -> None:
+    for _, param in params:
+        assert param.grad is not None and bool(param.grad.norm() > 0)
+
+
+def assign(params: Named) -> None:
+    for _, param in params:
+        param.grad = torch.full_like(param, 0.1)
+
+
+def drop(params: Named) -> None:
+    for name, param in params:
+        if "mlp" in name:
+            param.grad = None
+
+
+def _edited(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
+        replica, replicas = plugin.data_parallel()
+        whole = model_of()
+        plain = sgd(whole)
+        for edit, calls in ((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2)):
+            for call in range(calls):
+                booster.execute_pipeline(iter([batch_of(call, replica)]), model, exact, optimizer)
+                for each in range(replicas):
+                    for part in split_batch(batch_of(call, each), PARTS, None):
+                        (exact(whole(**part.kwargs), part.kwargs) * part.share / replicas).backward()
+                if call == 0:
+                    edit(list(model.named_parameters()))
+                    edit(list(whole.named_parameters()))
+            for stepped in (optimizer, plain):
+                stepped.step()
+                stepped.zero_grad()
+            own = {name.removeprefix("module."): param.detach() for name, param in model.named_parameters()}
+            expected = {name: param.detach() for name, param in whole.named_parameters() if name in own}
+            assert_close(own, expected, 1e-9, f"stage {stage}, {edit.__name__}, {calls} calls")
+        if stage < 2:
+            with booster.no_sync(model, optimizer):
+                booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
+            with pytest.raises(RuntimeError, match=r"after a pass under no_sync\(\)"):
+                norms(list(model.named_parameters()))
+        booster.close()
+
+
+def test_gradients_can_be_used_before_the_step() -> None:
+    run_ranks(4, _edited, (0, 1, 2))
