@@ -121,7 +121,25 @@ class PipelineSteps:
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
+        if train and self._engine.plan.shard.reduce == "every":
+            self._compare_number(len(parts))
         return parts
+
+    def _compare_number(self, microbatches: int) -> None:
+        """Where each micro-batch is reduced, the ranks that reduce with this one make as many. Collective over them.
+
+        Raises:
+            ValueError: they do not, on each.
+        """
+        world = self._engine.mesh.world
+        found = [int(post[0]) for post in world.exchange([float(microbatches)], "the number of micro-batches")]
+        if len({*found}) > 1:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(found))
+            raise ValueError(
+                f"data-parallel ranks divide their batches into different numbers of micro-batches ({by_rank}), and "
+                "ZeRO-2 reduces each one's gradients: give all of them batches of as many rows (drop_last=True), or "
+                "use zero_stage=0 or 1. No pass of the step was made, on any rank"
+            )
 
     def without_batch(self, error: Exception) -> None:
         """This rank was given no batch for a step that the others may begin: they are told. Collective, as

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.comm import PeerError
 from shardwise.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
@@ -98,3 +99,51 @@ def _edited(stages: tuple[int, ...]) -> None:
 
 def test_gradients_can_be_used_before_the_step() -> None:
     run_ranks(4, _edited, (0, 1, 2))
+
+
+def _refused() -> list[str]:
+    told = []
+    for precision in ("fp32", "fp16"):
+        model = made("llama", torch.float32, num_hidden_layers=2)
+        model.model.embed_tokens.requires_grad_(False)
+        booster, plugin, model, optimizer = boosted(model, precision=precision)
+        replica, _ = plugin.data_parallel()
+        for step in range(3):
+            model.model.embed_tokens.requires_grad_(step == 1)  # of the first stage
+            booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
+            if step == 1:
+                with pytest.raises((RuntimeError, PeerError)) as error:
+                    optimizer.step()
+                told.append(str(error.value))
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        booster.close()
+    return told
+
+
+def test_a_step_that_one_stage_refuses_is_an_error_on_all() -> None:
+    for rank, told in enumerate(run_ranks(2, _refused)):
+        for text in told:
+            assert "embed_tokens.weight has requires_grad=True but was frozen" in text
+            assert ("step() was refused on rank 0" in text) == (rank == 1)
+
+
+def _of_unequal_rows(stage: int) -> str:
+    booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
+    replica, _ = plugin.data_parallel()
+    batch = {name: values[: ROWS - 2 * replica] for name, values in batch_of(0, replica).items()}
+    try:
+        booster.execute_pipeline(iter([batch]), model, exact, optimizer)
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    finally:
+        booster.close()
+    return ""
+
+
+def test_other_numbers_of_micro_batches_are_refused_where_each_is_reduced() -> None:
+    for told in run_ranks(4, _of_unequal_rows, 2):
+        assert "different numbers of micro-batches (rank 0 4, rank 1 2)" in told and "drop_last=True" in told
+    assert run_ranks(4, _of_unequal_rows, 1) == [""] * 4
