@@ -15,6 +15,7 @@ from shardwise.comm import Group, PeerError
 from shardwise.device import Later, runs_ahead
 from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
+from shardwise.engine.not_finite import NanWatch
 from shardwise.pipeline import (
     MicroBatch,
     Outcome,
@@ -54,7 +55,7 @@ class PipelineSteps:
         self._sent: Later | None = None
         """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
         which are not waited for when the end of the step reads it."""
-        self._shared = engine.division.shared
+        self._shared, self._nan = engine.division.shared, NanWatch()
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
 
@@ -80,7 +81,9 @@ class PipelineSteps:
         schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
-                return self._run.step(schedule, parts, criterion, None, wants_outputs)
+                outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
+            self._nan.see(outcome.losses)
+            return outcome
         late, before = engine.plan.shard.reduce == "last", engine.passes.held()
         try:
             with engine.no_sync() if late else contextlib.nullcontext():
@@ -95,6 +98,7 @@ class PipelineSteps:
             engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
         engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
+        self._nan.see(outcome.losses)
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:

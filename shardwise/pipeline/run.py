@@ -43,10 +43,12 @@ class Outcome:
     Attributes:
         loss: the mean over the batch's rows, on the rank with the last stage; elsewhere ``None``.
         outputs: of the micro-batches, there, where they were asked for.
+        losses: of the micro-batches, there, each times its share of the rows: what ``loss`` is the sum of.
     """
 
     loss: Tensor | None
     outputs: list[Any]
+    losses: Tensor | None
 
 
 # [Note: A step that fails on one rank]
@@ -344,8 +346,9 @@ class _Step:
 
     def outcome(self) -> Outcome:
         losses = [self._losses[index] for index in sorted(self._losses)]
-        loss = torch.stack(losses).sum() if losses else None
-        return Outcome(loss, [self._outputs[index] for index in sorted(self._outputs)])
+        shares = torch.stack(losses) if losses else None
+        outputs = [self._outputs[index] for index in sorted(self._outputs)]
+        return Outcome(None if shares is None else shares.sum(), outputs, shares)
 
     # ---- between stages
 
