@@ -28,7 +28,8 @@ WORD = 2**32
 # made of a number that it drew itself and the rank, and what it was, behind that number, when the part ends: at the
 # layer cut by rows, or where the module that holds both is left, also by an error. Everything follows from the
 # generator's state before, so activation checkpointing draws the same once more by putting that back. The stages of a
-# pipeline, which hold other layers and begin with equal generators, draw apart in the same way.
+# pipeline, which hold other layers and begin with equal generators, draw apart in the same way: in every pass in
+# training, since what its layers draw has any name (stochastic depth, noise).
 class Private:
     """The random numbers of one rank of an axis, or of one stage; each thread enters and leaves by itself.
 
@@ -47,9 +48,9 @@ class Private:
     def inside(self) -> bool:
         return getattr(self._local, "before", None) is not None
 
-    def enter(self, device: torch.device, dropouts: Dropouts) -> None:
-        """From here on this rank's own numbers, if any of the rates is above 0."""
-        if self.inside or not any(getattr(owner, name) for owner, name in dropouts):
+    def enter(self, device: torch.device, dropouts: Dropouts | None) -> None:
+        """From here on this rank's own numbers, if any of the rates is above 0, or without rates (``None``)."""
+        if self.inside or not (dropouts is None or any(getattr(owner, name) for owner, name in dropouts)):
             return
         generator = default_generator(device)
         if device.type == "cuda":  # a number that it would draw is on the device, and reading it waits for all work
@@ -69,7 +70,7 @@ class Private:
             self._local.before = None  # last: an interrupt before it leaves again what is still to be left
 
     @contextmanager
-    def drawing(self, own: bool, device: torch.device, dropouts: Dropouts) -> Iterator[None]:
+    def drawing(self, own: bool, device: torch.device, dropouts: Dropouts | None) -> Iterator[None]:
         """Inside, this rank's own numbers or those of all, wherever it is."""
         if own == self.inside:
             yield

@@ -48,8 +48,10 @@ class Norms(Limited):
     def _reduced(self) -> list[torch.Tensor]:
         return [grad for state in self._states for grad in state.apart() or state.together()]
 
-    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
-        others = self._counting.others(self._settings) if self._counting is not None else None
+    def _global_norm(
+        self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
+    ) -> float:
+        others = self._counting.others(self._settings, refusal) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, others)
 
     def _ask(self, mine: float, largest: bool) -> float:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.device import runs_ahead
+from shardwise.device import Later, runs_ahead
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["LossWatch", "first_non_finite"]
+__all__ = ["LossWatch", "NanWatch", "first_non_finite"]
 
 
 def first_non_finite(engine: Engine, states: Iterable[ChunkGrads]) -> str:
@@ -62,3 +62,38 @@ class LossWatch:
                 "a loss takes one from the model by itself (a penalty over model.parameters(), a weight that is read "
                 "in the loop), make it inside `with model.gathered():` of what boost/build returned"
             )
+
+
+class NanWatch:
+    """Tells, once, of a micro-batch whose loss is NaN beside others that are not: the whole batch's may have none.
+
+    Those of a device are looked at a step later, when nothing has to be waited for.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._sent: tuple[Later, int] | None = None
+
+    def see(self, losses: torch.Tensor | None) -> None:
+        """A step's, by micro-batch; ``None``: another rank has them."""
+        if self._told or losses is None:
+            return
+        nan = losses.isnan()
+        place = torch.where(nan.all(), -1, torch.where(nan.any(), nan.int().argmax(), -1))
+        if not runs_ahead(losses.device):
+            self._tell(int(place), len(losses))
+            return
+        if self._sent is not None:
+            self._tell(int(self._sent[0].value()), self._sent[1])
+        self._sent = Later(place), len(losses)
+
+    def _tell(self, place: int, count: int) -> None:
+        if place < 0:
+            return
+        self._told = True
+        warn_user(
+            f"the loss of micro-batch {place} of {count} is NaN, and so is the batch's, while those of others are not. "
+            "Where all labels of a micro-batch are ignored (-100) their mean is 0/0: put the number of labels that "
+            "count into the batch as num_items_in_batch, by which models of transformers, or a criterion of yours, "
+            "divide the sum of the losses, or make fewer micro-batches"
+        )

@@ -173,10 +173,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             value = closure() if closure is not None else None
         if self.engine.attachment.hooks is not None:
             self.engine.attachment.hooks.unwind()
-        self.engine.unfinished.check("step()")
-        self.engine.guards.check()
-        self._updates.param_groups.check()
-        self.engine.values.take_edits(self.index)
+        refusal = self._refusal()
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
@@ -189,7 +186,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             factor = inverse * self._clip
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
-            norm = self._norm_of_step(inverse)
+            norm = self._norm_of_step(inverse, refusal)
             if self.scaler is not None and math.isfinite(norm) and self._hooks_run():
                 norm = self._norm_of_step(inverse)
             clip = self._clip
@@ -210,9 +207,27 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
 
-    def _norm_of_step(self, inverse: float) -> float:
+    def _refusal(self) -> Exception | None:
+        """Why this rank makes no step. Where others hold other parts of the model, which may have nothing to refuse,
+        they are told with the norm, which they are about to make; elsewhere it is raised here."""
+        self.engine.guards.check_held()
+        try:
+            self.engine.unfinished.check("step()")
+            self.engine.guards.check()
+            self._updates.param_groups.check()
+            self.engine.values.take_edits(self.index)
+        except Exception as error:
+            if self._counting is None:
+                raise
+            return error
+        return None
+
+    def _norm_of_step(self, inverse: float, refusal: Exception | None = None) -> float:
         known = self._early.norms if self._early is not None else ()
-        return self._global_norm(self.engine.plan.grad.norm_type, inverse, known)
+        norm = self._global_norm(self.engine.plan.grad.norm_type, inverse, known, refusal)
+        if refusal is not None:  # that of all ranks
+            raise refusal
+        return norm
 
     def _hooks_run(self) -> bool:
         """Run the step hooks under a loss scale, and say whether any rank has some. See [Note: When step hooks run]."""

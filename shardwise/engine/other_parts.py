@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.chunk.layout import Slot
+from shardwise.comm import PeerError
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import OtherParts
 from shardwise.remarks import warn_user
@@ -72,11 +73,11 @@ class Counting:
                 f"{' = '.join(MARKS)} = True): all are taken to be the same on its ranks, and count once in the norm"
             )
 
-    def others(self, settings: HyperParameters) -> OtherParts:
-        """For :func:`~shardwise.reduce.norm.global_norm`, now; with it the ranks compare what they will update with.
-        Collective."""
-        words: tuple[float, ...] = (settings.word(), *self._batches.words())
-        differ = partial(self._explain, settings)
+    def others(self, settings: HyperParameters, refusal: Exception | None = None) -> OtherParts:
+        """For :func:`~shardwise.reduce.norm.global_norm`, now; with it the ranks compare what they will update with,
+        and are told of a ``refusal`` to update. Collective."""
+        words: tuple[float, ...] = (settings.word(), *self._batches.words(), float(refusal is not None))
+        differ = partial(self._explain, settings, refusal)
         if self._draws is not None:
             self._draws.check()
             # The stages of a pipeline have passes of their own.
@@ -92,8 +93,18 @@ class Counting:
         ]
         return OtherParts(self._group, counted, words, differ)
 
-    def _explain(self, settings: HyperParameters) -> None:
+    def _explain(self, settings: HyperParameters, refusal: Exception | None) -> None:
         """Some of the words differ."""
+        text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        told = self._group.exchange_object(text, "a step that a rank refused")
+        if refusal is not None:
+            raise refusal
+        for rank, each in enumerate(told):
+            if each is not None:
+                raise PeerError(
+                    f"step() was refused on rank {rank} of the {self._group.size} that hold the model: {each}. Nothing "
+                    "was updated on this one"
+                )
         self._batches.explain(self._group)
         if self._draws is not None and self._alone:
             self._draws.explain(self._group)

@@ -15,6 +15,7 @@ from shardwise.comm import Group, PeerError
 from shardwise.device import Later, runs_ahead
 from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
+from shardwise.engine.not_finite import NanWatch
 from shardwise.pipeline import (
     MicroBatch,
     Outcome,
@@ -54,7 +55,7 @@ class PipelineSteps:
         self._sent: Later | None = None
         """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
         which are not waited for when the end of the step reads it."""
-        self._shared = engine.division.shared
+        self._shared, self._nan = engine.division.shared, NanWatch()
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
 
@@ -80,7 +81,9 @@ class PipelineSteps:
         schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
-                return self._run.step(schedule, parts, criterion, None, wants_outputs)
+                outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
+            self._nan.see(outcome.losses)
+            return outcome
         late, before = engine.plan.shard.reduce == "last", engine.passes.held()
         try:
             with engine.no_sync() if late else contextlib.nullcontext():
@@ -94,6 +97,8 @@ class PipelineSteps:
             self._passes.forget()
             engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
+        engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
+        self._nan.see(outcome.losses)
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:
@@ -120,7 +125,25 @@ class PipelineSteps:
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
+        if train and self._engine.plan.shard.reduce == "every":
+            self._compare_number(len(parts))
         return parts
+
+    def _compare_number(self, microbatches: int) -> None:
+        """Where each micro-batch is reduced, the ranks that reduce with this one make as many. Collective over them.
+
+        Raises:
+            ValueError: they do not, on each.
+        """
+        world = self._engine.mesh.world
+        found = [int(post[0]) for post in world.exchange([float(microbatches)], "the number of micro-batches")]
+        if len({*found}) > 1:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(found))
+            raise ValueError(
+                f"data-parallel ranks divide their batches into different numbers of micro-batches ({by_rank}), and "
+                "ZeRO-2 reduces each one's gradients: give all of them batches of as many rows (drop_last=True), or "
+                "use zero_stage=0 or 1. No pass of the step was made, on any rank"
+            )
 
     def without_batch(self, error: Exception) -> None:
         """This rank was given no batch for a step that the others may begin: they are told. Collective, as

@@ -138,7 +138,8 @@ class VisibleGrads:
         for state, places in self._by_state:
             for at in state.touched if reduced else state.touched | state.seen:
                 place = places[at]
-                self._in_order[place].grad = self._shown[place] = self._grads[place]
+                if self._in_order[place].grad is self._shown[place]:  # else put there between: reduce_rest()
+                    self._in_order[place].grad = self._shown[place] = self._grads[place]
 
     def _show(self, index: int) -> None:
         place = self._place[index]
@@ -181,9 +182,8 @@ class VisibleGrads:
 
     def clear(self, optimizer: int | None = None) -> None:
         """``zero_grad`` of one optimizer (of all): nothing is shown for its parameters and for those in none."""
-        owners = self._owned if optimizer is None else (optimizer, -1)
         shown = self._shown
-        for owner in owners:
+        for owner in self._owned if optimizer is None else (optimizer, -1):
             for param, place in self._owned.get(owner, ()):
                 param.grad = None
                 if place is not None:
@@ -252,10 +252,7 @@ class VisibleGrads:
                 "gradients have been used already; use update='step'"
             )
         self._replace(index, given)
-        if given is None:
-            self._hide(index)
-        else:
-            self._show(index)
+        (self._hide if given is None else self._show)(index)
 
     @torch.no_grad()
     def _replace(self, index: int, given: torch.Tensor | None) -> None:
@@ -314,8 +311,11 @@ class VisibleGrads:
         RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
         """
         self.check_caller(index, what)
-        why = self._why_not(index)
-        if why:
+        try:
+            self.engine.passes.reduce_due()
+        except PeerError as error:
+            raise PeerError(self._alone(index, what, error)) from error
+        if why := self._why_not(index):
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 
     def zeroed(self, index: int) -> bool:

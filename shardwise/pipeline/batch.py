@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatch", "merged", "split_batch"]
+__all__ = ["MicroBatch", "check_mergeable", "detached", "merged", "split_batch"]
 
 
 ITEMS = "num_items_in_batch"
@@ -132,13 +134,90 @@ def _rows_of(value: Any, start: int, size: int, total: int, name: str) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
+# [Note: Outputs of micro-batches as one]
+# What the last stage returns is joined place by place, in containers of the first one's own class. Tensors are rows one
+# behind the other; one without dimensions, and a Python number that is not the same in each, become a tensor with one
+# element a micro-batch, since nobody here knows whether it is a sum or a mean. What else differs has no meaning for the
+# batch: an error, raised as soon as it is there, in a pass, so that every rank is told.
 def merged(outputs: Sequence[Any]) -> Any:
-    """The micro-batches' outputs as one: tensors one behind the other, numbers in a tensor of one dimension."""
-    first = outputs[0]
+    """The micro-batches' outputs as one; see [Note: Outputs of micro-batches as one].
+
+    Raises:
+        TypeError: see :func:`check_mergeable`.
+    """
+    return _joined(outputs, lambda tensors: torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors), "")
+
+
+def detached(output: Any) -> Any:
+    """A micro-batch's output without graphs, in containers of its own classes."""
+    return _joined([output], lambda tensors: tensors[0].detach(), "")
+
+
+def check_mergeable(first: Any, other: Any) -> None:
+    """Of two micro-batches' outputs.
+
+    Raises:
+        TypeError: something in them cannot be made one.
+    """
+    _joined([first, other], lambda tensors: tensors[0], "")
+
+
+def _joined(values: Sequence[Any], join: Callable[[list[Tensor]], Tensor], name: str) -> Any:
+    first = values[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, Mapping):
-        return {name: merged([each[name] for each in outputs]) for name in first}
-    if isinstance(first, tuple | list):
-        return [merged(each) for each in zip(*outputs, strict=True)]
-    return first
+        if len({_sizes(each) for each in values}) == 1:
+            return join(list(values))
+    elif isinstance(first, Mapping):
+        if all(isinstance(each, Mapping) and each.keys() == first.keys() for each in values):
+            return _with_items(first, {key: _joined([v[key] for v in values], join, f"{name}.{key}") for key in first})
+    elif isinstance(first, tuple | list):
+        if all(isinstance(each, tuple | list) and len(each) == len(first) for each in values):
+            parts = [_joined(each, join, f"{name}[{at}]") for at, each in enumerate(zip(*values, strict=True))]
+            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    elif dataclasses.is_dataclass(first) and not isinstance(first, type):
+        if all(type(each) is type(first) for each in values):
+            names = [field.name for field in dataclasses.fields(first) if field.init]
+            fields = {each: _joined([getattr(v, each) for v in values], join, f"{name}.{each}") for each in names}
+            return dataclasses.replace(first, **fields)
+    elif all(_same(first, each) for each in values):
+        return first
+    elif all(isinstance(each, int | float) for each in values):
+        kind = torch.float64 if any(isinstance(each, float) for each in values) else None
+        return torch.tensor(values, dtype=kind, device="cpu")
+    other = next((each for each in values[1:] if not _same(_told(first), _told(each))), values[-1])
+    raise TypeError(
+        f"outputs{name} is {_told(first)} in one micro-batch and {_told(other)} in another, which cannot be made one "
+        "for return_outputs=True: have the model return tensors of as many dimensions and the same sizes "
+        "behind the first, numbers, or what is the same in each; or leave return_outputs away"
+    )
+
+
+def _with_items(first: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if not isinstance(first, MutableMapping):
+        return items
+    changed = copy.copy(first)
+    for key, item in items.items():
+        changed[key] = item
+    return changed
+
+
+def _same(first: Any, other: Any) -> bool:
+    try:
+        return first is other or bool(first == other)
+    except Exception:  # of arrays, which have no truth
+        return False
+
+
+def _sizes(value: Any) -> object:
+    """What tensors that are joined have in common."""
+    if not isinstance(value, Tensor):
+        return None
+    return (value.shape[1:],) if value.dim() else ()
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {[*value]!r:.60}"
+    return f"{value!r:.60}" if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"

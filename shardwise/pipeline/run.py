@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm import PeerError, Sent, Wire
 from shardwise.draws import Private
 from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
-from shardwise.pipeline.batch import MicroBatch
+from shardwise.pipeline.batch import MicroBatch, check_mergeable, detached
 from shardwise.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.pipeline.split import Passes, WeightGradients, WeightsApart
 from shardwise.pipeline.staging import Staging
@@ -43,10 +43,12 @@ class Outcome:
     Attributes:
         loss: the mean over the batch's rows, on the rank with the last stage; elsewhere ``None``.
         outputs: of the micro-batches, there, where they were asked for.
+        losses: of the micro-batches, there, each times its share of the rows: what ``loss`` is the sum of.
     """
 
     loss: Tensor | None
     outputs: list[Any]
+    losses: Tensor | None
 
 
 # [Note: A step that fails on one rank]
@@ -165,12 +167,16 @@ class StageRun:
                 "can be told apart; give larger ones (microbatch_rows), or a smaller batch"
             )
 
-    def own_numbers(self, stage: int) -> AbstractContextManager[None]:
-        """Around a forward pass: layers of another stage draw other numbers."""
+    @contextmanager
+    def own_numbers(self, stage: int) -> Iterator[None]:
+        """Around a forward pass, made or not: layers of another stage draw other numbers."""
         # The first stage's, too: all ranks draw equally many common ones, which samplers may be seeded with.
-        draws = self.staging.model.training and torch.is_grad_enabled()
-        device = self._wire.device if self._wire is not None else torch.device("cpu")
-        return Private(stage).drawing(draws, device, self.staging.rates)
+        cpu = torch.device("cpu")  # whose numbers models draw on a GPU as well (which layers are left out)
+        device = self._wire.device if self._wire is not None else cpu
+        with ExitStack() as drawing:
+            for each in {cpu, device} if self.staging.model.training else ():
+                drawing.enter_context(Private(stage).drawing(True, each, None))
+            yield
 
     # ---- messages
 
@@ -306,6 +312,9 @@ class _Step:
                 self._error, self._where = error, f"{_named(action.kind)} of stage {action.stage}, micro-batch "
                 self._where += str(action.microbatch)
                 self._fail()
+        elif action.kind is Kind.FORWARD:
+            with self._run.own_numbers(action.stage):
+                pass  # so that generators stay as those of ranks that made the pass
         if self._run.trace is not None:
             self._run.trace.append(Span(began, time.monotonic(), action))
         self._give(action, made)
@@ -337,8 +346,9 @@ class _Step:
 
     def outcome(self) -> Outcome:
         losses = [self._losses[index] for index in sorted(self._losses)]
-        loss = torch.stack(losses).sum() if losses else None
-        return Outcome(loss, [self._outputs[index] for index in sorted(self._outputs)])
+        shares = torch.stack(losses) if losses else None
+        outputs = [self._outputs[index] for index in sorted(self._outputs)]
+        return Outcome(None if shares is None else shares.sum(), outputs, shares)
 
     # ---- between stages
 
@@ -405,29 +415,38 @@ class _Step:
         part = self._parts[action.microbatch]
         if arrived is not None:
             arrived.requires_grad_(self._backward is not None and arrived.is_floating_point())
-        with self._run.own_numbers(stage), self._apart or nullcontext():
-            output: Any = staging.run(stage, arrived, part.args, part.kwargs)
-        if stage == staging.stages - 1:
-            loss = self._criterion(output, part.inputs)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"criterion(outputs, inputs) returned {loss!r:.80}: give a tensor of one element")
-            if self._backward is not None and not loss.requires_grad:
-                raise RuntimeError(
-                    f"the loss of micro-batch {action.microbatch} does not require grad, so nothing would be trained: "
-                    "the criterion has to return it undetached; for forward passes alone use train=False "
-                    "(Booster.execute_pipeline: torch.no_grad())"
-                )
-            output_loss = loss.reshape(()) * part.share
-            self._losses[action.microbatch] = output_loss.detach()
-            if self._wants_outputs:
-                self._outputs[action.microbatch] = _detached(output)
-            output = output_loss
-        else:
+        last = stage == staging.stages - 1
+        with self._run.own_numbers(stage):  # the criterion too: no other rank draws what it does
+            with self._apart or nullcontext():
+                output: Any = staging.run(stage, arrived, part.args, part.kwargs)
+            if last:
+                output = self._judged(output, action.microbatch)
+        if not last:
             self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
             self._kept[stage, action.microbatch] = arrived, output
         made: Tensor = output
         return made
+
+    def _judged(self, output: Any, microbatch: int) -> Tensor:
+        """The share of a micro-batch's loss in the batch's, of what the last stage made of it."""
+        part = self._parts[microbatch]
+        loss = self._criterion(output, part.inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"criterion(outputs, inputs) returned {loss!r:.80}: give a tensor of one element")
+        if self._backward is not None and not loss.requires_grad:
+            raise RuntimeError(
+                f"the loss of micro-batch {microbatch} does not require grad, so nothing would be trained: "
+                "the criterion has to return it undetached; for forward passes alone use train=False "
+                "(Booster.execute_pipeline: torch.no_grad())"
+            )
+        share = loss.reshape(()) * part.share
+        self._losses[microbatch] = share.detach()
+        if self._wants_outputs:
+            for first in list(self._outputs.values())[:1]:
+                check_mergeable(first, output)
+            self._outputs[microbatch] = detached(output)
+        return share
 
     def _go_back(self, action: Action, grad: Tensor | None) -> Tensor | None:
         assert self._backward is not None
@@ -463,13 +482,3 @@ def _lane(action: Action) -> int:
 def _called(action: Action) -> str:
     what = "output" if action.kind is Kind.FORWARD else "gradient of the input"
     return f"the {what} of stage {action.stage}, micro-batch {action.microbatch}"
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {name: _detached(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_detached(each) for each in value]
-    return value

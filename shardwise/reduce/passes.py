@@ -57,6 +57,7 @@ class BackwardPasses:
         own_divisor: gradients of passes that the program makes itself are to be divided by it.
         sync: whether passes are reduced now.
         unreduced: whether the last pass was not.
+        due: set where that was not asked for by the program: who uses its gradients has them reduced.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class BackwardPasses:
         """Passes whose gradients were held when the running pass began."""
         self._gathering = False
         """The peers that gather with this rank may still be in a pass that this one has begun."""
-        self.unreduced = False
+        self.unreduced = self.due = False
         self._tasks: dict[int, weakref.ref[partial[None]]] = {}
         """Of autograd, begun and not ended, with what each will call at its end; one that failed has dropped that."""
 
@@ -283,6 +284,12 @@ class BackwardPasses:
                 self._pool.taking_part.take_back()
             self._failed = self.unreduced = False
             self._events.backward_ended()
+
+    def reduce_due(self) -> None:
+        """:meth:`reduce_rest` before a use of gradients, of passes that the program did not make under
+        :meth:`no_sync` itself. Collective."""
+        if self.due and self.unreduced and not self.running:
+            self.reduce_rest()
 
     def backward(self, loss: torch.Tensor, tokens: float | None, loss_scale: float, retain_graph: bool) -> None:
         """Backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from torch import nn
 
 from shardwise.pipeline import Body, layers_of_stages, merged, split_batch, stage_model
+from shardwise.pipeline.batch import check_mergeable, detached
 from shardwise.plan import PipelinePlan
 
 
@@ -74,6 +76,44 @@ def test_outputs_are_put_together() -> None:
     found = merged(outputs)
     assert found["loss"].tolist() == [1.0, 2.0] and found["logits"].tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
     assert found["more"][0].shape == (4,) and found["more"][1] is None
+
+
+@dataclass
+class Made:
+    logits: torch.Tensor
+    pair: Pair
+    count: int
+    kept: str = "kept"
+
+
+def test_outputs_keep_their_classes_and_numbers_that_differ_are_a_tensor() -> None:
+    def made(rows: int, **own: Any) -> Made:
+        x = torch.ones(rows, 2, requires_grad=True)
+        return Made(x * rows, Pair(x, "x"), own.pop("count", 5), **own)
+
+    one = detached(made(2))
+    assert type(one) is Made and not one.logits.requires_grad and not one.pair.x.requires_grad
+    found = merged([made(2), made(1)])
+    assert type(found) is Made and found.logits.tolist() == [[2.0, 2.0]] * 2 + [[1.0, 1.0]]
+    assert type(found.pair) is Pair and found.pair.x.shape == (3, 2) and found.pair.name == "x"
+    assert found.count == 5 and found.kept == "kept"
+    counts = merged([made(2, count=7), made(1, count=9)]).count
+    assert counts.tolist() == [7, 9] and counts.dtype == torch.int64
+    assert merged([0.1, 3]).tolist() == [0.1, 3.0] and merged([3, 3]) == 3 and merged([(1, [2])] * 2) == (1, [2])
+    causal = transformers.modeling_outputs.CausalLMOutputWithPast(logits=torch.ones(2, 3))
+    both = merged([causal, causal])
+    assert type(both) is type(causal) and both.logits.shape == both["logits"].shape == (4, 3) and both.loss is None
+    assert causal.logits.shape == (2, 3)
+    for other, told in (
+        (made(1, kept="other"), r"outputs.kept is 'kept' in one micro-batch and 'other' in another"),
+        (made(1, count=None), r"outputs.count is 5 in one .* and None in another"),
+        (replace(made(1), pair=Pair(torch.ones(2, 3), "x")), r"outputs.pair\[0\] is a tensor of .*\(2, 2\) .*\(2, 3\)"),
+        (made(1).pair, r"outputs is a Made in one micro-batch and a Pair in another"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            check_mergeable(made(2), other)
+        with pytest.raises(TypeError, match=told):
+            merged([made(2), other])
 
 
 class Tower(nn.Module):

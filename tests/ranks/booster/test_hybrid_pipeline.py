@@ -116,7 +116,7 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
             assert not found["loss"].requires_grad
             assert_close(wide(loss=found["loss"].item()), wide(loss=losses[replica]), 1e-10, f"step {step}")
         if found["outputs"] is not None:
-            assert found["outputs"]["logits"].shape[0] == ROWS
+            assert found["outputs"].logits.shape[0] == found["outputs"]["logits"].shape[0] == ROWS
         assert_close(wide(norm=optimizer.get_grad_norm()), wide(norm=norm), 1e-10, f"step {step}")
         state = model.state_dict()
         assert_close({name: state[name] for name in values}, values, 1e-9, f"parameters after step {step}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
-from shardwise.comm import GroupMaker, Sent, Wire
+from shardwise.comm import GroupMaker, PeerError, Sent, Wire
 from shardwise.comm.link import Link
 from shardwise.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
@@ -152,8 +153,58 @@ def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
-    (first, _), (second, _) = run_ranks(2, dropped, checkpointing)
-    assert first != second and 0.3 < sum(first) / len(first) < 0.7
+    (first, same), (second, _) = run_ranks(2, dropped, checkpointing)
+    assert first != second and 0.3 < sum(first) / len(first) < 0.7 and same
+
+
+def noisy() -> tuple[list[list[float]], list[bool]]:
+    """What layers of this rank draw in which nothing is called a dropout, the second one's twice as often; and whether
+    all ranks' generators are equal behind each step: in training, without gradients, and of one that fails."""
+    torch.manual_seed(7)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, **off)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    staging = stage_model(model, rank, ranks)
+    staging.install()
+    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    drawn: list[list[float]] = []
+    fails = False
+
+    def draw(*_: Any) -> None:
+        drawn.extend(torch.rand(3).tolist() for _ in range(rank + 1))
+        if fails:
+            raise ArithmeticError("one rank's layer")
+
+    def judge(outputs: Any, inputs: Any) -> Tensor:
+        drawn.append(torch.rand(3).tolist())
+        return criterion(outputs, inputs)
+
+    model.transformer.h[rank].mlp.register_forward_hook(draw)
+    ids = torch.arange(12).view(2, 6)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
+    schedule, same = make_schedule("1f1b", ranks, 1, 2), []
+    for backward in (Passes(), None, Passes()):
+        fails = len(same) == 2 and rank == 1
+        with contextlib.ExitStack() as context:
+            if len(same) == 2:
+                context.enter_context(pytest.raises((ArithmeticError, PeerError)))
+            if backward is None:
+                context.enter_context(torch.no_grad())
+            run.step(schedule, parts, judge, backward)
+        states = [None] * ranks
+        dist.all_gather_object(states, torch.get_rng_state().tolist())
+        same.append(states[0] == states[1])
+    maker.close()
+    return drawn, same
+
+
+def test_stages_draw_different_numbers_whatever_they_draw_them_for() -> None:
+    (first, same), (second, _) = run_ranks(2, noisy)
+    drawn = [tuple(each) for each in (*first, *second)]
+    assert len(drawn) > 12 and len({*drawn}) == len(drawn)
+    assert same == [True, True, True]
 
 
 def in_order(name: str, chunks: int) -> int:
