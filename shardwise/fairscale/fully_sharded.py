@@ -342,22 +342,26 @@ class FullyShardedDataParallel(TransparentModule):
             )
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's part: of every entry a range of its elements, flat, by which the ranks divide it. Collective."""
+        """This rank's part: of every parameter a range of its elements, flat, by which the ranks divide it; and this
+        rank's buffers, whole. Collective."""
         self._only_whole("local_state_dict()")
-        whole = self.session.module.full_state()
-        return {name: own_part(value, self.rank, self.world_size) for name, value in whole}
+        shapes, state = self._shapes(), self.session.module.full_state()
+        return {name: own_part(value, self.rank, self.world_size, name in shapes) for name, value in state}
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of parameters, by all their names."""
+        layout = self.session.module.state_layout()
+        return {name: value.shape for name, value in layout.items() if isinstance(value, nn.Parameter)}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Take over what every rank's own :meth:`local_state_dict` gave, at the same number of ranks. Collective."""
         self._only_whole("load_local_state_dict()")
-        layout = self.session.module.state_layout()
-        return self.load_state_dict(joined(state_dict, layout, self.process_group, self.world_size), strict)
+        shapes = self._shapes()
+        return self.load_state_dict(joined(state_dict, shapes, self.process_group, self.world_size), strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs beside this rank's part."""
-        shapes = {
-            n: list(v.shape) for n, v in self.session.module.state_layout().items() if isinstance(v, torch.Tensor)
-        }
+        shapes = {name: list(shape) for name, shape in self._shapes().items()}
         return {"rank": self.rank, "world_size": self.world_size, "shapes": shapes}
 
     @staticmethod
@@ -372,7 +376,7 @@ class FullyShardedDataParallel(TransparentModule):
         Args:
             shard_weights: each rank's :meth:`local_state_dict`.
             shard_metadata: each rank's :meth:`local_metadata_dict`, in the same order.
-            with_module_buffers: no effect: they are parts as well.
+            with_module_buffers: no effect: buffers are there, and are rank 0's.
             strict: no effect: all parts have to be there.
 
         Raises:

@@ -152,6 +152,36 @@ def fully_sharded() -> None:
             model.close()
 
 
+def own_buffers() -> None:
+    """Running statistics are each rank's own, in its part of the state and back, as plain BatchNorm has them there."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()  # noqa: E731
+    torch.manual_seed(3)
+    plain_model = made()
+    model = FSDP(copy.deepcopy(plain_model))
+    for step in range(2):  # without updates: what a rank has seen is all that its statistics follow from
+        with torch.no_grad():
+            model(batch(rank, step)[0])
+            plain_model(batch(rank, step)[0])
+    same(model.state_dict(), plain_model)
+    part = model.local_state_dict()
+    assert torch.equal(part["1.running_mean"], model.module[1].running_mean) and part["1.running_mean"].shape == (6,)
+    assert part["0.weight"].shape == (-(-36 // ranks),)
+    others = FSDP(made())
+    adam(others.parameters())
+    assert not any(others.load_local_state_dict(part))
+    for each in (others, model):
+        each.load_local_state_dict(part)
+        same(each.state_dict(), plain_model)
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, (part, model.local_metadata_dict(), plain_model.state_dict()))
+    whole = FSDP.consolidate_shard_weights([each[0] for each in parts], [each[1] for each in parts])
+    assert whole.keys() == plain_model.state_dict().keys()
+    assert all(float((value - parts[0][2][name]).abs().max()) <= EXACT for name, value in whole.items())
+    others.close()
+    model.close()
+
+
 def summoned() -> None:
     """What a wrapper inside has is all that its block gathers."""
     outer, _, _ = nested()
@@ -371,6 +401,10 @@ def test_programs_equal_plain_pytorch(ranks: int) -> None:
     """Weights, states and norms within 1e-11 of one process, wrapped in each way that there is."""
     for run in (fully_sharded, what_else, sharded_ddp, scaled, recomputed):
         run_ranks(ranks, run)
+
+
+def test_a_rank_keeps_its_own_buffers() -> None:
+    run_ranks(2, own_buffers)
 
 
 def test_wrappers_inside_gather_their_own() -> None:
