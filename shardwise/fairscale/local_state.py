@@ -1,7 +1,7 @@
-"""A rank's own part of a state: of each parameter one of as many ranges of elements as there are ranks, and its buffers.
+"""A rank's own part of a state: of each parameter one of as many ranges of elements as there are ranks, and buffers.
 
-Ranks hold parameters together, so that a part of each is enough. What else a state has is each rank's own, such as running
-statistics of the samples that it saw.
+Ranks hold parameters together, so that a part of each is enough. What else a state has is each rank's own, such as
+running statistics of the samples that it saw.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def own_part(value: Any, rank: int, ranks: int, divided: bool) -> Any:
 def joined(
     parts: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], group: dist.ProcessGroup | None, ranks: int
 ) -> dict[str, Any]:
-    """The full state of what every rank has, of parameters (``shapes``), and this rank's own of all else. Collective over
-    ``group``."""
+    """The full state of what every rank has, of parameters (``shapes``), and this rank's own of all else. Collective
+    over ``group``."""
     everybody: list[Any] = [dict(parts)]
     if ranks > 1:
         everybody = [None] * ranks
