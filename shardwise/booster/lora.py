@@ -18,7 +18,7 @@ from shardwise.booster.packing import pack, packing
 from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import write_peft
-from shardwise.checkpoint.settings import adapter_settings
+from shardwise.checkpoint.settings import adapter_settings, vocabulary_of
 from shardwise.remarks import warn_user
 
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
@@ -121,10 +121,12 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
     if not isinstance(configs, dict) or not hasattr(model, "base_model"):
         raise ValueError(f"{type(model).__name__} has no adapter; call booster.enable_lora before boost")
     settings = {name: adapter_settings(model, config) for name, config in configs.items()}
+    vocabulary = vocabulary_of(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def write(source: CheckpointSource) -> None:
         for name, config in settings.items():
             place = path if name == "default" else path / name
-            write_peft(source, place, config, name, use_safetensors)
+            write_peft(source, place, config, name, use_safetensors, vocabulary=vocabulary, trained=trained)
 
     return write

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["adapter_settings", "configurations", "own_class", "plain", "saved_settings"]
+__all__ = ["adapter_settings", "configurations", "own_class", "plain", "saved_settings", "vocabulary_of"]
 
 
 def own_class(module: nn.Module) -> type:
@@ -41,8 +41,23 @@ def adapter_settings(model: Any, config: Any) -> dict[str, Any]:
     return settings
 
 
+def vocabulary_of(model: Any) -> dict[str, Any] | None:
+    """Of a transformers model, or an adapter of one: its vocabulary's ``size``, and where its ``embeddings`` are (names
+    of modules); ``None`` for other modules. It tells whether an adapter needs embeddings beside it."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(size, int) or not hasattr(model, "get_input_embeddings"):
+        return None
+    try:
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except (AttributeError, NotImplementedError):  # a model without
+        layers = []
+    names = [name for name, each in model.named_modules() if any(each is layer for layer in layers)]
+    return {"size": size, "embeddings": names}
+
+
 def saved_settings(module: nn.Module | None) -> dict[str, Any]:
-    """What of them goes into the state of a checkpoint: ``config`` and ``generation_config``, and ``adapters`` by name.
+    """What of them goes into the state of a checkpoint: ``config`` and ``generation_config``, and ``adapters`` by name
+    with the model's ``vocabulary``.
 
     What JSON cannot hold is left out: a save does not fail for it.
     """
@@ -55,6 +70,7 @@ def saved_settings(module: nn.Module | None) -> dict[str, Any]:
     adapters = getattr(module, "peft_config", None)
     if isinstance(adapters, dict) and hasattr(module, "base_model"):
         found["adapters"] = {str(name): plain(adapter_settings(module, each)) for name, each in adapters.items()}
+        found["vocabulary"] = vocabulary_of(module)
     return {key: value for key, value in found.items() if value is not None and _is_json(value)}
 
 

@@ -112,5 +112,11 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "extra": _by_name,
     "config": _by_name,
     "generation_config": _by_name,
+    "vocabulary": lambda value: (
+        _by_name(value)
+        and _is_count(value.get("size"))  # type: ignore[attr-defined]
+        and isinstance(names := value.get("embeddings"), list)  # type: ignore[attr-defined]
+        and all(map(_is_text, names))
+    ),
     "adapters": lambda value: _by_name(value) and all(_by_name(each) for each in value.values()),  # type: ignore[attr-defined]
 }

@@ -31,11 +31,17 @@ def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "
         path: of the value, for names and messages.
 
     Raises:
-        TypeError: something in it is neither a number, string, None, tensor, list, tuple nor dict; the path is named.
+        TypeError: something in it is neither a number, string, None, tensor, list, tuple nor dict, or is a sparse
+            tensor; the path is named.
     """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(
+                f"{path or 'the state'} is a tensor {tuple(value.shape)} of layout {value.layout}, which a checkpoint "
+                "cannot hold; keep its indices and values, or to_dense()"
+            )
         if tensors is None:
             return _in_place(value)
         while path in tensors:  # {"a": {"b": ...}, "a/b": ...}, or the keys 1 and "1"

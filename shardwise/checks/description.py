@@ -19,6 +19,7 @@ from shardwise.checks.agreement import Description
 from shardwise.chunk.layout import ParamFact
 from shardwise.plan import ByModule, Plan
 from shardwise.printable import class_name
+from shardwise.sparse import SPARSE, parts_of
 
 __all__ = ["describe_build", "described", "group_values", "plain"]
 
@@ -53,10 +54,19 @@ def describe_build(
     found |= _parameters(optimizers, every)
     if plan.comm.sync_init:
         found |= {
-            f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)}
+            f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} | _of_sparse(value)
             for name, value in model.named_buffers()
         }
     return found | _modules(model, plan)
+
+
+def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
+    """Of a sparse tensor also how its parts look, one by one of which rank 0's are taken."""
+    if value.layout not in SPARSE:
+        return {}
+    shapes = [[list(part.shape), str(part.dtype)] for part in parts_of(value)]
+    sums = value.is_coalesced() if value.layout is torch.sparse_coo else True
+    return {"layout": str(value.layout), "indices and values": shapes, "coalesced": sums}
 
 
 def called(optimizer: int, group: int | None = None) -> str:

@@ -17,6 +17,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.device import runs_ahead
 from shardwise.gather.pool import ChunkPool
+from shardwise.sparse import SPARSE
 from shardwise.torch_internals import running_ddp
 
 __all__ = ["Guards", "check_shardable", "refusals_of_wrappers"]
@@ -32,7 +33,8 @@ def check_shardable(model: nn.Module) -> None:
     Raises:
         ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
             already (torch's ``FullyShardedDataParallel`` included), a module of it makes gradients alike by itself
-            (``DistributedDataParallel``, ``DataParallel``), or a parameter or buffer of it is a ``DTensor``.
+            (``DistributedDataParallel``, ``DataParallel``), a parameter or buffer of it is a ``DTensor``, a parameter
+            is sparse, or a buffer that belongs to its state.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import takes long, and nobody has such a model before
     for name, module in model.named_modules():
@@ -54,6 +56,7 @@ def check_shardable(model: nn.Module) -> None:
                 f"{name} {tuple(tensor.shape)} is a DTensor, which fully_shard, parallelize_module or "
                 "distribute_tensor divided already: give the model as it was before, and this divides it"
             )
+    _check_layouts(model)
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
@@ -64,6 +67,22 @@ def check_shardable(model: nn.Module) -> None:
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
             )
     check_apart(model)
+
+
+def _check_layouts(model: nn.Module) -> None:
+    """Checkpoints hold ordinary tensors, and chunks."""
+    for path, module in model.named_modules():
+        own = {**module._parameters, **module._buffers}
+        for leaf, tensor in own.items():
+            if tensor is None or tensor.layout is torch.strided:
+                continue
+            if leaf in module._non_persistent_buffers_set and tensor.layout in SPARSE:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} has the layout {tensor.layout}, which no checkpoint can hold: make it "
+                "dense (to_dense()), or register it with persistent=False and build it anew with the model"
+            )
 
 
 # [Note: What torch would put around a sharded model]

@@ -207,7 +207,8 @@ def _slots(model: nn.Module) -> dict[nn.Module, list[_Slot]]:
         found = tuple(dict.fromkeys(names.pop(id(tensor), ())))
         with no_torch_function():
             bare = tensor.device == META and tape_of(tensor) is None
-            geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+            stride = tensor.stride() if tensor.layout is torch.strided else ()
+            geometry = (tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
         slots[module].append(_Slot(module, leaf, tensor, found, is_parameter, bare, *geometry))
     return slots
 

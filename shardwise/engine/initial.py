@@ -12,6 +12,7 @@ from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.sparse import parts_of
 from shardwise.torch_internals import point
 
 __all__ = ["load_initial_values"]
@@ -31,8 +32,9 @@ def load_initial_values(model: nn.Module, division: Division, storage: Storage, 
     with ValueWriter(storage) as writer:
         for names, held, value, is_parameter in initial_values(model, mesh.device):
             if sync:
-                value = value.contiguous()
-                mesh.everyone.broadcast(value, 0)
+                value = value.contiguous() if value.layout is torch.strided else value
+                for part in parts_of(value):  # of the same shapes on all ranks: describe_build compares them
+                    mesh.everyone.broadcast(part, 0)
             if not is_parameter:
                 dtype = plan.precision.buffer_dtype
                 cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -20,7 +20,10 @@ from shardwise.fairscale.arguments import NUMERIC, FullyShardedOptions, plan_of_
 from shardwise.fairscale.local_state import consolidated, joined, own_part
 from shardwise.late import LateSession, drive, optimizers_of
 from shardwise.mesh import Mesh, init_distributed
+from shardwise.plan import Plan
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.published import picked
+from shardwise.remarks import warn_user
 
 __all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
 
@@ -98,7 +101,8 @@ class FullyShardedDataParallel(TransparentModule):
         own["rank"] = dist.get_rank(process_group) if dist.is_initialized() else 0
         own["world_size"] = dist.get_world_size(process_group) if dist.is_initialized() else 1
         own["_outer"], own["_summoned"] = None, frozenset[int]()
-        own["late"] = LateSession(module, self._shard)
+        own["late"] = LateSession(module, self._shard, self._make_whole)
+        own["_rounded"] = False
         self.module = module
         for inner in get_fsdp_instances(module):
             self._take_in(inner)
@@ -143,14 +147,52 @@ class FullyShardedDataParallel(TransparentModule):
         session: Session = root.late.session
         return session
 
-    def _shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+    def _plan(self, module: nn.Module) -> Plan:
         inner = {id(each.module) for each in get_fsdp_instances(module)}
         units = tuple(name for name, each in module.named_modules() if id(each) in inner and name)
-        plan = plan_of_fully_sharded(self.options, units)
-        session = build(module, optimizers, plan, Mesh.create(plan.mesh, self._device, plan.comm, self.process_group))
+        return plan_of_fully_sharded(self.options, units)
+
+    def _build(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan) -> Session:
+        return build(module, optimizers, plan, Mesh.create(plan.mesh, self._device, plan.comm, self.process_group))
+
+    def _shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+        plan = self._plan(module)
+        narrow, wide = plan.precision.param_dtype in HALF_DTYPES, (torch.float32, torch.float64)
+        self.__dict__["_rounded"] = (
+            narrow and not optimizers and any(p.requires_grad and p.dtype in wide for p in module.parameters())
+        )
+        session = self._build(module, optimizers, plan)
         for optimizer, sharded in zip(optimizers, session.optimizers, strict=True):
             drive(optimizer, sharded)
         return session
+
+    def _make_whole(self, session: Session) -> None:
+        """For an optimizer that came after the first use."""
+        if self.__dict__["_rounded"] and session.mesh.first:
+            warn_user(
+                f"the {type(self.module).__name__} was used before there was an optimizer, when nobody keeps the "
+                f"values that its weights had before they became {session.plan.precision.param_dtype}: what follows "
+                "starts from the rounded ones. Make the optimizer before the first use, or load the weights again"
+            )
+        session.unshard()
+
+    # [Note: Loading before there is an optimizer]
+    # Masters belong to what an optimizer trains, and a session without one has none: what it loads is rounded to 16
+    # bits. Where an optimizer may still come, values are loaded by a session in the model's own numbers, which leaves
+    # the model whole. A model without memory of its own is taken to be too large for that.
+    def _load(self, use: Callable[[Session], Any]) -> Any:
+        root = self._root
+        root._look_for_optimizers()
+        late: LateSession = root.late
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        if late.built or late.optimizers or not self.options.mixed_precision or any(each.is_meta for each in tensors):
+            return use(self.session)
+        homes = {param: param.device for param in self.module.parameters()}
+        found = late.once(lambda module, _: self._build(module, (), _unrounded(self._plan(module))), use)
+        for param, device in homes.items():
+            if param.device != device:
+                param.data = param.data.to(device)
+        return found
 
     def _look_for_optimizers(self) -> None:
         """Before the model is used: optimizers that were made of its parameters."""
@@ -333,7 +375,7 @@ class FullyShardedDataParallel(TransparentModule):
             RuntimeError: names or shapes do not fit, or called on a wrapper inside.
         """
         self._only_whole("load_state_dict()")
-        return self.session.module.load_state_dict(state_dict, strict, assign)
+        return self._load(lambda session: session.module.load_state_dict(state_dict, strict, assign))
 
     def _only_whole(self, call: str) -> None:
         if self._root is not self:
@@ -342,10 +384,11 @@ class FullyShardedDataParallel(TransparentModule):
             )
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's part: of every entry a range of its elements, flat, by which the ranks divide it. Collective."""
+        """This rank's part: of every parameter a range of its elements, flat, by which the ranks divide it; and this
+        rank's buffers, whole. Collective."""
         self._only_whole("local_state_dict()")
-        whole = self.session.module.full_state()
-        return {name: own_part(value, self.rank, self.world_size) for name, value in whole}
+        shapes, state = _shapes(self.session), self.session.module.full_state()
+        return {name: own_part(value, self.rank, self.world_size, name in shapes) for name, value in state}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Take over what every rank's own :meth:`local_state_dict` gave, at the same number of ranks. Collective.
@@ -354,17 +397,20 @@ class FullyShardedDataParallel(TransparentModule):
             TypeError: this rank's is no dict; nothing was loaded, and the others have a PeerError.
         """
         self._only_whole("load_local_state_dict()")
-        layout, mesh = self.session.module.state_layout(), self.session.mesh
-        with mesh.doing("load_local_state_dict()"):
-            with agreed_load(mesh.everyone, "the model", dict):
-                as_mapping("state_dict", state_dict, "what local_state_dict() gave on this rank")
-            return self.load_state_dict(joined(state_dict, layout, self.process_group, self.world_size), strict)
+
+        def load(session: Session) -> Any:
+            mesh = session.mesh
+            with mesh.doing("load_local_state_dict()"):
+                with agreed_load(mesh.everyone, "the model", dict):
+                    as_mapping("state_dict", state_dict, "what local_state_dict() gave on this rank")
+                whole = joined(state_dict, _shapes(session), self.process_group, self.world_size)
+                return session.module.load_state_dict(whole, strict)
+
+        return self._load(load)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs beside this rank's part."""
-        shapes = {
-            n: list(v.shape) for n, v in self.session.module.state_layout().items() if isinstance(v, torch.Tensor)
-        }
+        shapes = {name: list(shape) for name, shape in _shapes(self.session).items()}
         return {"rank": self.rank, "world_size": self.world_size, "shapes": shapes}
 
     @staticmethod
@@ -379,7 +425,7 @@ class FullyShardedDataParallel(TransparentModule):
         Args:
             shard_weights: each rank's :meth:`local_state_dict`.
             shard_metadata: each rank's :meth:`local_metadata_dict`, in the same order.
-            with_module_buffers: no effect: they are parts as well.
+            with_module_buffers: no effect: buffers are there, and are rank 0's.
             strict: no effect: all parts have to be there.
 
         Raises:
@@ -436,6 +482,17 @@ class FullyShardedDataParallel(TransparentModule):
     def close(self) -> None:
         """Remove what sharding put on the model. Call :meth:`state_dict` before."""
         self._root.late.close()
+
+
+def _shapes(session: Session) -> dict[str, torch.Size]:
+    """Of parameters, by all their names."""
+    layout = session.module.state_layout()
+    return {name: value.shape for name, value in layout.items() if isinstance(value, nn.Parameter)}
+
+
+def _unrounded(plan: Plan) -> Plan:
+    """The same in the model's own numbers."""
+    return plan.but(param_dtype=None, buffer_dtype=None, reduce_dtype=None, accumulate_dtype=None, master_weights=False)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

@@ -98,6 +98,24 @@ class LateSession:
         self._optimizers.append(optimizer)
         return LateOptimizer(self, optimizer)
 
+    def once(self, make: Make, use: Callable[[Session], Any]) -> Any:
+        """``use`` of a session that lasts only for it: the model is whole before and after. Collective.
+
+        Raises:
+            RuntimeError: there is a session, or an optimizer.
+        """
+        if self.built or self._optimizers:
+            raise RuntimeError(f"the {type(self.module).__name__} has a session or an optimizer: use these")
+        self._unwatch()
+        try:
+            session = make(self.module, ())
+            try:
+                return use(session)
+            finally:
+                session.unshard()
+        finally:
+            self._watch()
+
     def close(self) -> None:
         """Remove what sharding put on the model; see :meth:`~shardwise.build.Session.close`."""
         self._unwatch()

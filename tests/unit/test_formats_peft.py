@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ NAMES = [
     (f"{START}.embed.lora_embedding_A", f"{START}.embed.lora_embedding_A.default"),
     (f"{START}.q_proj.lora_magnitude_vector", f"{START}.q_proj.lora_magnitude_vector.default.weight"),
     (f"{START}.layernorm.weight", f"{START}.layernorm.modules_to_save.default.weight"),
+    (f"{START}.e.token_adapter.trainable_tokens_delta", f"{START}.e.token_adapter.trainable_tokens_delta.default"),
     (f"{START}.classifier.dense.bias", f"{START}.classifier.modules_to_save.default.dense.bias"),
 ]
 NOT_PART = [
@@ -67,6 +69,8 @@ def test_an_adapter_is_written_and_read(use_safetensors: bool, tmp_path: Path) -
 def test_biases_follow_the_configuration() -> None:
     name = f"{START}.q_proj.base_layer.bias"
     assert name_in_file(name, CONFIG) is None and name_in_file(name, {**CONFIG, "bias": "all"}) == name
+    only = {**CONFIG, "bias": "lora_only"}
+    assert name_in_file(name, only) == name and name_in_file(f"{START}.k_proj.bias", only) is None
 
 
 def test_errors_say_what_is_missing(tmp_path: Path) -> None:
@@ -75,6 +79,9 @@ def test_errors_say_what_is_missing(tmp_path: Path) -> None:
         write_peft(source, tmp_path / "out")
     with pytest.raises(CheckpointError, match="'PREFIX_TUNING'"):
         write_peft(source, tmp_path / "out", {"peft_type": "PREFIX_TUNING"})
+    with pytest.raises(CheckpointError, match=r"q_proj\.strange\.default: trained parameters of the adapter 'default'"):
+        write_peft(source, tmp_path / "out", CONFIG, trained=[f"{START}.q_proj.strange.default", NAMES[0][1]])
+    assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="no parameters of an adapter 'mine'"):
         write_peft(source, tmp_path / "out", CONFIG, adapter="mine")
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -88,6 +95,11 @@ LORA: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
     "bias": {"target_modules": ["q_proj"], "bias": "all"},
+    "own bias": {"target_modules": ["q_proj"], "bias": "lora_only"},
+    "head": {"target_modules": r".*(q_proj|lm_head)"},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 3]}},
+    "resized": {"target_modules": ["q_proj"]},
+    "resized tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 33]},
 }
 
 
@@ -96,11 +108,18 @@ LORA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", LORA)
 def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    seeds = itertools.count()
 
     def base() -> Any:
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, attention_bias=True, **sizes))
+        if "resized" in kind:
+            made.config.save_pretrained(tmp_path / "base")
+            made.name_or_path = str(tmp_path / "base")
+            torch.manual_seed(next(seeds))  # the new rows are others each time
+            made.resize_token_embeddings(35, mean_resizing=False)
+        return made
 
     model = peft.get_peft_model(base(), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **LORA[kind]))
     for parameter in model.parameters():
@@ -114,5 +133,6 @@ def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
     assert all(same_bits(tensor(theirs, name), state[name.removeprefix("model/")]) for name in theirs.tensors())
     source = LazySource("m", {f"model/{name}": entry_of_tensor(value) for name, value in state.items()})
     write_peft(source, tmp_path / "ours", model.peft_config["default"], use_safetensors=use_safetensors)
+    assert differing(theirs, open_checkpoint(tmp_path / "ours")) == []
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").state_dict()
     assert set(loaded) == set(state) and all(same_bits(loaded[name], state[name]) for name in state)

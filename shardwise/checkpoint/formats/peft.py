@@ -1,14 +1,15 @@
 """PEFT adapters: ``adapter_config.json`` with ``adapter_model.safetensors`` or ``adapter_model.bin``.
 
 In a model an adapter's parameters carry its name (``…lora_A.default.weight``); in the file they do not. Both
-directions follow what peft does for LoRA, DoRA, LoRA on embeddings and ``modules_to_save``.
+directions follow what peft does for LoRA, DoRA, LoRA on embeddings, ``trainable_token_indices`` and
+``modules_to_save``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.indexed import Shards
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.output import output_directory, write_text, write_torch
+from shardwise.checkpoint.formats.peft_embeddings import embedding_weights
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.settings import plain
 from shardwise.checkpoint.source import CheckpointSource
@@ -27,7 +29,9 @@ __all__ = ["CONFIG", "WEIGHTS", "name_in_file", "name_in_model", "open_peft", "w
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_LORA = re.compile(r"(.*\.)?(lora_[A-Za-z_]+)(\..*)?")
+_DELTA = "trainable_tokens_delta"
+_OWN = rf"lora_[A-Za-z_]+|{_DELTA}"
+_LORA = re.compile(rf"(.*\.)?({_OWN})(\..*)?")
 
 
 def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default") -> str:
@@ -53,13 +57,13 @@ def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default")
         return f"{kept[1]}.{kept[2]}"
     if re.search(r"\.modules_to_save\.|\.original_module\.", name):
         return None
-    found = re.fullmatch(rf"(.*\.)?(lora_[A-Za-z_]+)\.{re.escape(adapter)}(\..*)?", name)
+    found = re.fullmatch(rf"(.*\.)?({_OWN})\.{re.escape(adapter)}(\..*)?", name)
     if found is not None:
         rest = "" if found[2] == "lora_magnitude_vector" else found[3] or ""
         return f"{found[1] or ''}{found[2]}{rest}"
-    if ".lora_" in name or not name.endswith(".bias") or config.get("bias", "none") == "none":
-        return None
-    return name
+    # Of all layers, or of those alone that LoRA stands around.
+    bias = {"all": ".bias", "lora_only": ".base_layer.bias"}.get(config.get("bias", "none"))
+    return name if bias is not None and name.endswith(bias) and not re.search(rf"\.({_OWN})\.", name) else None
 
 
 def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
@@ -90,6 +94,8 @@ def write_peft(
     adapter: str = "default",
     use_safetensors: bool = True,
     dtype: torch.dtype | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    trained: Collection[str] = (),
 ) -> list[Path]:
     """Write the adapter in ``source`` so that ``PeftModel.from_pretrained`` loads it.
 
@@ -100,20 +106,34 @@ def write_peft(
         adapter: the adapter's name in the model.
         use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
         dtype: of floating-point tensors; ``None``: as stored.
+        vocabulary: that of the model, as :func:`shardwise.checkpoint.settings.vocabulary_of` has it; ``None``: what the
+            run that saved had. It says whether embeddings belong into the file, see :func:`embedding_weights`.
+        trained: names in the model of what is trained.
 
     Raises:
-        CheckpointError: no configuration, no parameters of that adapter, or an adapter type other than LoRA.
+        CheckpointError: no configuration, no parameters of that adapter, an adapter type other than LoRA, or something
+            of the adapter is ``trained`` and has no place in the file.
         NotADirectoryError: ``path`` is a file.
     """
     kept = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
     settings = _settings(config if config is not None else kept, path)
     if settings.get("peft_type") != "LORA":
         raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} are not written; LORA is")
+    found, aliases = model_entries(source, dtype, tied=True), source.state().get("aliases") or {}
     entries: dict[str, Entry] = {}
-    for name, entry in model_entries(source, dtype, tied=True).items():
+    for name, entry in found.items():
         own = name_in_file(name, settings, adapter)
-        if own is not None:
+        if own is not None and not (name in aliases and _DELTA in name):  # peft ties those of a tied head itself
             entries[own] = entry
+    left = [name for name in trained if f".{adapter}." in f"{name}." and name_in_file(name, settings, adapter) is None]
+    if left:
+        raise CheckpointError(
+            f"{', '.join(left[:4])}{' and others' if len(left) > 4 else ''}: trained parameters of the adapter "
+            f"{adapter!r} of a kind that is not written to {path}; save the whole model (save_model)"
+        )
+    known = vocabulary if vocabulary is not None else source.state().get("vocabulary")
+    for name in embedding_weights({name: entry.fact for name, entry in found.items()}, settings, known):
+        entries[name] = found[name]
     if not any("lora_" in name for name in entries):
         raise CheckpointError(f"nothing to write to {path}: the checkpoint has no parameters of an adapter {adapter!r}")
     file = WEIGHTS[0] if use_safetensors else WEIGHTS[1]

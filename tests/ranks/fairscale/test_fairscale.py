@@ -152,6 +152,77 @@ def fully_sharded() -> None:
             model.close()
 
 
+def own_buffers() -> None:
+    """Running statistics are each rank's own, in its part of the state and back, as plain BatchNorm has them there."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()  # noqa: E731
+    torch.manual_seed(3)
+    plain_model = made()
+    model = FSDP(copy.deepcopy(plain_model))
+    for step in range(2):  # without updates: what a rank has seen is all that its statistics follow from
+        with torch.no_grad():
+            model(batch(rank, step)[0])
+            plain_model(batch(rank, step)[0])
+    same(model.state_dict(), plain_model)
+    part = model.local_state_dict()
+    assert torch.equal(part["1.running_mean"], model.module[1].running_mean) and part["1.running_mean"].shape == (6,)
+    assert part["0.weight"].shape == (-(-36 // ranks),)
+    others = FSDP(made())
+    adam(others.parameters())
+    assert not any(others.load_local_state_dict(part))
+    for each in (others, model):
+        each.load_local_state_dict(part)
+        same(each.state_dict(), plain_model)
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, (part, model.local_metadata_dict(), plain_model.state_dict()))
+    whole = FSDP.consolidate_shard_weights([each[0] for each in parts], [each[1] for each in parts])
+    assert whole.keys() == plain_model.state_dict().keys()
+    assert all(float((value - parts[0][2][name]).abs().max()) <= EXACT for name, value in whole.items())
+    others.close()
+    model.close()
+
+
+def loaded_before_the_optimizer() -> None:
+    """Masters are loaded as they were saved, whether the optimizer is made before or after: the same bits later."""
+    made = lambda: FSDP(Net(dtype=torch.float32), mixed_precision=True, compute_dtype=torch.bfloat16)  # noqa: E731
+    model = made()
+    optimizer = adam(model.parameters())
+    train(model, optimizer, 2)
+    state, moments = model.state_dict(), optimizer.state_dict()
+    part = model.local_state_dict()
+    assert not torch.equal(state["head.weight"], state["head.weight"].bfloat16().float())
+    train(model, optimizer, 2, start=2)
+    expected = model.state_dict()
+    for early, local in ((True, False), (False, False), (False, True)):
+        other = made()
+        optim = adam(other.parameters()) if early else None
+        with torch.no_grad():
+            for param in other.module.parameters():
+                param.zero_()
+        found = other.load_local_state_dict(part) if local else other.load_state_dict(state)
+        assert found.missing_keys == found.unexpected_keys == []
+        optim = adam(other.parameters()) if optim is None else optim
+        optim.load_state_dict(copy.deepcopy(moments))
+        train(other, optim, 2, start=2)
+        assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items()), (early, local)
+        other.close()
+    model.close()
+    other = made()
+    with pytest.raises(RuntimeError, match=r"missing \['head.bias'\]"):
+        other.load_state_dict({name: value for name, value in state.items() if name != "head.bias"})
+    same({name: param.detach() for name, param in other.named_parameters()}, Net(dtype=torch.float32), 0.0)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        other(batch(0, 0, torch.float32)[0])
+    adam_of_late = adam(other.parameters())
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match="Net was used before there was an optimizer.*became torch.bfloat16"):
+            train(other, adam_of_late, 1)
+    else:
+        train(other, adam_of_late, 1)
+    other.close()
+
+
 def summoned() -> None:
     """What a wrapper inside has is all that its block gathers."""
     outer, _, _ = nested()
@@ -371,6 +442,14 @@ def test_programs_equal_plain_pytorch(ranks: int) -> None:
     """Weights, states and norms within 1e-11 of one process, wrapped in each way that there is."""
     for run in (fully_sharded, what_else, sharded_ddp, scaled, recomputed):
         run_ranks(ranks, run)
+
+
+def test_masters_are_loaded_before_there_is_an_optimizer() -> None:
+    run_ranks(2, loaded_before_the_optimizer)
+
+
+def test_a_rank_keeps_its_own_buffers() -> None:
+    run_ranks(2, own_buffers)
 
 
 def test_wrappers_inside_gather_their_own() -> None:
