@@ -351,6 +351,20 @@ class _Away(nn.Module):
         staging, name, _ = self._stage
         return staging.stand_in(name, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_stage" not in vars(self):
+                raise
+        staging, own_name, stage = self._stage
+        raise AttributeError(
+            f"the {type(staging.model).__name__} asks {own_name} for {name!r} in stage {staging.active}: that "
+            f"{self._instead_of} is in stage {stage}, on another rank, and can be called here alone. Where a weight of "
+            "it is used once more give that use a module of its own and tie the two (head.weight = embed.weight): each "
+            "rank has it then, and its gradients are added up"
+        )
+
     def extra_repr(self) -> str:
         return f"a {self._instead_of} of stage {self._stage[2]}"
 

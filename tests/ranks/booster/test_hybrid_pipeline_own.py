@@ -123,6 +123,7 @@ class OwnShared(OwnNet):
 REFUSED: dict[type[OwnNet], tuple[int, type[Exception], str]] = {
     OwnScaled: (1, RuntimeError, "changes hidden states between layers.0 and layers.1"),
     OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed again"),
+    OwnTiedByUse: (1, AttributeError, "asks embed for 'weight' in stage 1: that Embedding is in stage 0"),
     OwnDict: (0, TypeError, "calls layers.0 with a dict for its hidden state: have each layer take and return one"),
     OwnPair: (0, TypeError, "returns a tuple, and stages pass a hidden state of one tensor: have each layer take"),
     OwnTuples: (1, TypeError, "of what layers.0 returns stage 1 has the hidden state, one tensor: have each layer"),
