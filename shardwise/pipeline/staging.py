@@ -92,6 +92,7 @@ class Staging:
         self._fresh: Tensor | None = None
         self._passage = Passage(type(model).__name__, f"{type(self.body).__name__}.{body.tokens}")
         self._units = self._find_units(counts)
+        self._check_apart()
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._stage_of_param = self._find_params()
@@ -117,6 +118,21 @@ class Staging:
                 units[full] = (0, roles[full]) if full in roles else (last, "after")
         units |= {f"{layers}.{index}": (stage, "layer") for index, stage in enumerate(stage_of)}
         return units
+
+    def _check_apart(self) -> None:
+        """Raises:
+        ValueError: one module is in several stages of a rank, which could not tell whose turn it is.
+        """
+        found: dict[tuple[int, nn.Module], tuple[str, int]] = {}
+        for name, (stage, _) in self._units.items():
+            rank = self.rank_of_stage(stage)
+            first, its = found.setdefault((rank, self.model.get_submodule(name)), (name, stage))
+            if its != stage:
+                raise ValueError(
+                    f"{first} and {name} of the {type(self.model).__name__} are one module, in stages {its} and "
+                    f"{stage} of rank {rank}: make it two modules with the same parameters ({name}.weight = "
+                    f"{first}.weight, and so on), or give each rank one stage (chunks=1; pp_style='1f1b')"
+                )
 
     def _find_params(self) -> dict[int, set[int]]:
         found: dict[int, set[int]] = {}

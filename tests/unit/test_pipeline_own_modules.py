@@ -276,3 +276,12 @@ def test_one_hidden_state_is_exact(case: str, style: str) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert_close({"loss": staged(model, train=False)}, {"loss": expected.detach()}, 1e-13, "forward alone")
+
+
+def test_a_module_that_is_several_layers_of_a_rank_is_refused_by_its_names() -> None:
+    model = Net(EXACT["plain"])
+    model.layers[2] = model.layers[0]
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the Net are one module, in stages 0"):
+            stage_model(model, rank, 2, 2, None, Body(tokens="embed"))
+        stage_model(model, rank, 2, 1, None, Body(tokens="embed"))

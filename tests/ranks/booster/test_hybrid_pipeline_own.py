@@ -196,6 +196,10 @@ def _refused() -> None:
             booster.execute_pipeline(iter([batch_of(0)]), model, criterion, optimizer)
         assert told in str(found.value), f"{kind.__name__}: {found.value}"
         booster.close()
+    booster = booster_of(pp_style="interleaved", num_model_chunks=2)
+    with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the OwnShared are one module, in stages 0 and 2"):
+        boosted(booster, OwnShared)
+    booster.close()
 
 
 def test_what_is_not_one_hidden_state_is_an_error_on_both_ranks() -> None:
