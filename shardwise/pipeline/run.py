@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import PeerError, Sent, Wire
+from shardwise.comm import PeerError, Sent, Wire, check_sent
 from shardwise.draws import Private
 from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
 from shardwise.pipeline.batch import MicroBatch
@@ -423,6 +423,7 @@ class _Step:
                 self._outputs[action.microbatch] = _detached(output)
             output = output_loss
         else:
+            check_sent(output)  # here, where it fails on all ranks
             self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
             self._kept[stage, action.microbatch] = arrived, output

@@ -125,6 +125,7 @@ REFUSED: dict[type[OwnNet], tuple[int, type[Exception], str]] = {
     OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed again"),
     OwnTiedByUse: (1, AttributeError, "asks embed for 'weight' in stage 1: that Embedding is in stage 0"),
     OwnDict: (0, TypeError, "calls layers.0 with a dict for its hidden state: have each layer take and return one"),
+    OwnComplex: (0, TypeError, "a tensor of torch.complex128 between stages"),
     OwnPair: (0, TypeError, "returns a tuple, and stages pass a hidden state of one tensor: have each layer take"),
     OwnTuples: (1, TypeError, "of what layers.0 returns stage 1 has the hidden state, one tensor: have each layer"),
 }
