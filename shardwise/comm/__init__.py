@@ -15,7 +15,7 @@ from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
 from shardwise.comm.hosts import HostsGroup
-from shardwise.comm.link import Sent, Wire
+from shardwise.comm.link import Sent, Wire, check_sent
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.meeting import Summary, ranks_text
 from shardwise.comm.members import Members, ranks_of, timeout_s
@@ -57,6 +57,7 @@ __all__ = [
     "Summary",
     "Traffic",
     "Wire",
+    "check_sent",
     "compressed",
     "destroy",
     "let_go_with",

@@ -16,7 +16,7 @@ from shardwise.comm.block_formats import GRADIENTS, VALUES, BlockFormat
 from shardwise.comm.errors import PeerError
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["Link", "Message", "Sent", "Wire"]
+__all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
 
 # gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
 # buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
@@ -327,9 +327,20 @@ class Wire:
         self._under_way.clear()
 
 
-def _header(x: Tensor) -> Tensor:
+def check_sent(x: Tensor) -> None:
+    """Raises:
+    TypeError: its dtype is none that can be sent.
+    ValueError: it has too many dimensions.
+    """
+    if x.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"a tensor of {x.dtype} between stages: one of {names} can be sent (torch.view_as_real)")
     if x.dim() > HEADER - 2:
         raise ValueError(f"a tensor of {x.dim()} dimensions between stages: at most {HEADER - 2} can be sent")
+
+
+def _header(x: Tensor) -> Tensor:
+    check_sent(x)
     numbers = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device="cpu")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import PeerError, Sent, Wire
+from shardwise.comm import PeerError, Sent, Wire, check_sent
 from shardwise.draws import Private
 from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
 from shardwise.pipeline.batch import MicroBatch, check_mergeable, detached
@@ -422,6 +422,7 @@ class _Step:
             if last:
                 output = self._judged(output, action.microbatch)
         if not last:
+            check_sent(output)  # here, where it fails on all ranks
             self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
             self._kept[stage, action.microbatch] = arrived, output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.checked import UnknownModelError
 from shardwise.draws import dropouts_of
+from shardwise.pipeline.passing import ONE_TENSOR, Passage
 from shardwise.pipeline.schedule import rank_of_stage
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
 
@@ -50,8 +51,8 @@ def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = Non
 # through. Before the last stage the pass ends behind the stage's last layer: at the stand-in for the next one. Where a
 # rank has several stages the modules of those that do not run stand aside in the same way. Until install() nothing is
 # changed. What a model computes between its own modules before the layers is thus computed in every stage: that what
-# has arrived comes to the layers as it was is looked at, and a module of the last stage that is called before them is
-# an error.
+# has arrived comes to the layers as it was, and nowhere else, is looked at ([Note: Hidden states that are passed by]),
+# and a module of the last stage that is called before them is an error.
 class Staging:
     """Of one model over the ranks of a pipeline.
 
@@ -89,9 +90,9 @@ class Staging:
         self.arrived: Tensor | None = None
         self._running = False
         self._fresh: Tensor | None = None
-        self._seen: set[object] = set()
-        """Where what had arrived was looked at, and its shapes."""
+        self._passage = Passage(type(model).__name__, f"{type(self.body).__name__}.{body.tokens}")
         self._units = self._find_units(counts)
+        self._check_apart()
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._stage_of_param = self._find_params()
@@ -117,6 +118,21 @@ class Staging:
                 units[full] = (0, roles[full]) if full in roles else (last, "after")
         units |= {f"{layers}.{index}": (stage, "layer") for index, stage in enumerate(stage_of)}
         return units
+
+    def _check_apart(self) -> None:
+        """Raises:
+        ValueError: one module is in several stages of a rank, which could not tell whose turn it is.
+        """
+        found: dict[tuple[int, nn.Module], tuple[str, int]] = {}
+        for name, (stage, _) in self._units.items():
+            rank = self.rank_of_stage(stage)
+            first, its = found.setdefault((rank, self.model.get_submodule(name)), (name, stage))
+            if its != stage:
+                raise ValueError(
+                    f"{first} and {name} of the {type(self.model).__name__} are one module, in stages {its} and "
+                    f"{stage} of rank {rank}: make it two modules with the same parameters ({name}.weight = "
+                    f"{first}.weight, and so on), or give each rank one stage (chunks=1; pp_style='1f1b')"
+                )
 
     def _find_params(self) -> dict[int, set[int]]:
         found: dict[int, set[int]] = {}
@@ -163,14 +179,14 @@ class Staging:
 
     def install(self) -> None:
         """From here on the model is that of this rank's stages, and has their parameters alone."""
-        for name, (stage, _) in self._units.items():
+        for name, (stage, role) in self._units.items():
             parent_name, _, child = name.rpartition(".")
             parent = self.model.get_submodule(parent_name)
             module = parent.get_submodule(child)
             if stage not in self.own:
                 self._undo.append((parent, child, module))
                 setattr(parent, child, _Away(self, name, stage, module))
-            elif len(self.own) > 1:
+            elif (len(self.own) > 1 or role == "layer") and "_stage" not in vars(module):
                 self._classes.append((module, type(module)))
                 module.__dict__["_stage"] = self, name, stage
                 module.__class__ = _staged(type(module))
@@ -214,6 +230,7 @@ class Staging:
     def enter(self, stage: int, arrived: Tensor | None) -> None:
         """``stage`` is the one that runs, or whose backward pass recomputes."""
         self.active, self.arrived = stage, arrived
+        self._passage.enter(stage, arrived)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._running:
@@ -224,18 +241,31 @@ class Staging:
             )
         check_of_all_layers(kwargs, type(self.model).__name__)
         self._fresh = self.arrived
+        self._passage.begin()
         if "use_cache" in self._model_names:
             kwargs["use_cache"] = False
-        if self.active == self.stages - 1:
-            output = type(self.model).forward(self.model, *args, **kwargs)
-            self._check_taken()
-            return output
+        output: Any = None
         try:
-            type(self.model).forward(self.model, *args, **kwargs)
+            output = type(self.model).forward(self.model, *args, **kwargs)
         except _Enough as found:
-            self._check_taken()
-            return found.hidden
-        raise RuntimeError(f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this")
+            output, ended = found.hidden, True
+        except (ValueError, IndexError) as error:
+            behind, text = self._passage.on_the_way, str(error)
+            if not behind or ("values to unpack" not in text and "tuple index" not in text):
+                raise
+            raise TypeError(
+                f"{text}: of what {behind} returns stage {self.active} has the hidden state, one tensor: {ONE_TENSOR}"
+            ) from error
+        else:
+            ended = self.active == self.stages - 1
+        finally:
+            self._passage.end()
+        if not ended:
+            raise RuntimeError(
+                f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this"
+            )
+        self._check_taken()
+        return output
 
     def _check_taken(self) -> None:
         """Raises:
@@ -258,7 +288,7 @@ class Staging:
         if role == "tokens":
             fresh, self._fresh = self._fresh, None
             if fresh is not None:
-                return fresh
+                return self._passage.first()
         if role in ("tokens", "zeros"):  # embeddings of something else are in what has arrived
             if self.arrived is None:
                 raise RuntimeError(f"stage {self.active} was given nothing, and is not the first; report this")
@@ -272,34 +302,41 @@ class Staging:
             )
         hidden = args[0] if args else next(iter(kwargs.values()))
         if role == "layer" and stage > self.active:
-            raise _Enough(hidden)
+            raise _Enough(self._taken(name, hidden, ()))
         if role == "layer":
-            self._check_unchanged(name, hidden)
+            self._check_taken()
+            hidden = self._passage.through(name, hidden, self.model.training)
         return (hidden,) if role == "layer" and self.table.tuples else hidden
 
-    def _check_unchanged(self, name: str, hidden: Tensor) -> None:
-        """Values are looked at the first time of each shape.
+    def own_layer(self, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``call``, the layer ``name`` of the stage that runs, with the hidden state itself.
 
         Raises:
-            RuntimeError: the layer ``name`` of a stage before is called with something else than what has arrived.
+            TypeError: the hidden state is not one tensor.
+            RuntimeError: it is something else than what has arrived.
         """
-        arrived = self.arrived
-        if hidden is arrived or arrived is None:
-            return
-        self._check_taken()
-        where = self.active, name, hidden.shape, arrived.shape, self.model.training
-        if where in self._seen:
-            return
-        same = hidden.shape == arrived.shape and torch.allclose(hidden, arrived, rtol=0.0, atol=0.0, equal_nan=True)
-        if not same:
-            body = type(self.body).__name__
-            raise RuntimeError(
-                f"the {type(self.model).__name__} changes hidden states between {body}.{self.table.tokens} and {name} "
-                f"(it scales inputs_embeds, puts a prompt before them, or the like): stage {self.active} would do it "
-                f"again with what stage {self.active - 1} has sent. Do it inside of {self.table.tokens} or of a layer, "
-                "or in a module that is named in Body.before (shardwise.pipeline.register_body)"
+        if args:
+            args = self._taken(name, args[0], (args[1:], kwargs)), *args[1:]
+        elif kwargs:
+            first, *_ = kwargs
+            rest = {key: value for key, value in kwargs.items() if key != first}
+            kwargs = {first: self._taken(name, kwargs[first], rest), **rest}
+        made = call(*args, **kwargs)
+        hidden = made[0] if self.table.tuples and isinstance(made, tuple) and made else made
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"{name} of the {type(self.model).__name__} returns a {type(hidden).__name__}, and stages pass a "
+                f"hidden state of one tensor: {ONE_TENSOR}"
             )
-        self._seen.add(where)
+        return made
+
+    def _taken(self, name: str, hidden: Any, rest: Any) -> Tensor:
+        self._check_taken()
+        return self._passage.taken(name, hidden, rest, self.model.training)
+
+    def is_layer(self, name: str) -> bool:
+        """Whether the module ``name`` is one of the layers."""
+        return self._units[name][1] == "layer"
 
 
 class _Enough(BaseException):
@@ -330,6 +367,20 @@ class _Away(nn.Module):
         staging, name, _ = self._stage
         return staging.stand_in(name, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_stage" not in vars(self):
+                raise
+        staging, own_name, stage = self._stage
+        raise AttributeError(
+            f"the {type(staging.model).__name__} asks {own_name} for {name!r} in stage {staging.active}: that "
+            f"{self._instead_of} is in stage {stage}, on another rank, and can be called here alone. Where a weight of "
+            "it is used once more give that use a module of its own and tie the two (head.weight = embed.weight): each "
+            "rank has it then, and its gradients are added up"
+        )
+
     def extra_repr(self) -> str:
         return f"a {self._instead_of} of stage {self._stage[2]}"
 
@@ -349,6 +400,8 @@ def _staged(own: type[nn.Module]) -> type[nn.Module]:
             staging, name, stage = self._stage
             if staging.active != stage:
                 return staging.stand_in(name, args, kwargs)
+            if staging.is_layer(name):
+                return staging.own_layer(name, partial(own.__call__, self), args, kwargs)
             return own.__call__(self, *args, **kwargs)
 
         aside = property(lambda self: self._stage[0].active != self._stage[2])

@@ -1,0 +1,207 @@
+"""A user's own modules in a pipeline of two ranks, against plain PyTorch; what cannot be is one error on both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.comm import PeerError
+from shardwise.pipeline import Body, register_body, split_batch
+from shardwise.testing import assert_close, run_ranks
+
+VOCABULARY, WIDTH, ROWS, STEPS, PARTS = 17, 8, 4, 2, 2
+
+
+class Layer(nn.Module):
+    """Begins in place, as nothing but the residual needs what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = functional.relu_(x) + torch.tanh(self.f(x))
+        return made
+
+
+class OwnNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.double()
+
+    def hidden(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return self.head(self.hidden(self.embed(ids)))
+
+
+class OwnScaled(OwnNet):
+    def hidden(self, x: Any) -> Any:
+        for layer, scale in zip(self.layers, self.scale, strict=True):
+            x = layer(x) * scale
+        return x
+
+
+class OwnSkip(OwnNet):
+    def hidden(self, x: Any) -> Any:
+        return super().hidden(x) + x
+
+
+class OwnTiedByUse(OwnNet):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return functional.linear(self.hidden(self.embed(ids)), self.embed.weight)
+
+
+class Wrapped(nn.Module):
+    """Around what a layer takes and returns."""
+
+    def __init__(self, layer: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = layer, kind
+
+    def forward(self, x: Any, rest: Any = None) -> Any:
+        if self.kind == "dict":
+            return {"x": self.layer(x["x"])}
+        if self.kind == "complex":
+            return torch.complex(self.layer(x.real.clone()), x.imag)
+        return self.layer(x), x if rest is None else rest + x
+
+
+class OwnDict(OwnNet):
+    kind = "dict"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wrapped(layer, self.kind) for layer in self.layers)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return self.head(self.hidden({"x": self.embed(ids)})["x"])
+
+
+class OwnComplex(OwnDict):
+    kind = "complex"
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(ids)
+        return self.head(self.hidden(torch.complex(x, x)).real)
+
+
+class OwnPair(OwnDict):
+    kind = "pair"
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x, rest = self.embed(ids), None
+        for layer in self.layers:
+            x, rest = layer(x, rest)
+        return self.head(x + rest)
+
+
+class OwnTuples(OwnPair):
+    pass
+
+
+class OwnShared(OwnNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2], self.layers[3] = self.layers[0], self.layers[1]
+
+
+REFUSED: dict[type[OwnNet], tuple[int, type[Exception], str]] = {
+    OwnScaled: (1, RuntimeError, "changes hidden states between layers.0 and layers.1"),
+    OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed again"),
+    OwnTiedByUse: (1, AttributeError, "asks embed for 'weight' in stage 1: that Embedding is in stage 0"),
+    OwnDict: (0, TypeError, "calls layers.0 with a dict for its hidden state: have each layer take and return one"),
+    OwnComplex: (0, TypeError, "a tensor of torch.complex128 between stages"),
+    OwnPair: (0, TypeError, "returns a tuple, and stages pass a hidden state of one tensor: have each layer take"),
+    OwnTuples: (1, TypeError, "of what layers.0 returns stage 1 has the hidden state, one tensor: have each layer"),
+}
+"""The rank whose own error it is, and what it says."""
+
+
+def criterion(logits: Any, inputs: Any) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCABULARY, (ROWS, 5), generator=torch.Generator().manual_seed(step))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+def boosted(booster: Booster, kind: type[OwnNet]) -> tuple[Any, Any]:
+    register_body(kind.__name__, Body(tokens="embed", tuples=kind is OwnTuples))
+    own = kind()
+    model, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.5))
+    return model, optimizer
+
+
+def booster_of(**given: Any) -> Booster:
+    plugin = HybridParallelPlugin(
+        tp_size=1, pp_size=2, precision="fp32", num_microbatches=PARTS, max_norm=0.0, **given
+    )
+    return Booster(plugin=plugin)
+
+
+def _exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
+    plain = kind()
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.5), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = split_batch(batch_of(step), PARTS, None)
+        found = [criterion(plain(**part.kwargs), part.inputs) * part.share for part in parts]
+        for loss in found:
+            loss.backward()
+        optimizer.step()
+        losses.append(torch.stack(found).sum().detach())
+    booster = booster_of(**given)
+    model, ours = boosted(booster, kind)
+    for step in range(STEPS):
+        result = booster.execute_pipeline(iter([batch_of(step)]), model, criterion, ours, broadcast_loss=True)
+        assert_close({"loss": result["loss"]}, {"loss": losses[step]}, 1e-12, f"step {step}")
+        ours.step()
+        ours.zero_grad()
+    state = model.state_dict()
+    assert_close({n: state[n] for n, _ in plain.named_parameters()}, dict(plain.named_parameters()), 1e-11, "after")
+    booster.close()
+
+
+ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [(OwnNet, {"zero_stage": 1}), (OwnNet, ZBV), (OwnShared, {})], ids=["1f1b", "zbv", "shared"]
+)
+def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
+    run_ranks(2, _exact, kind, given)
+
+
+def _refused() -> None:
+    rank = dist.get_rank()
+    for kind, (where, error, told) in REFUSED.items():
+        booster = booster_of()
+        model, optimizer = boosted(booster, kind)
+        with pytest.raises(error if rank == where else PeerError) as found:
+            booster.execute_pipeline(iter([batch_of(0)]), model, criterion, optimizer)
+        assert told in str(found.value), f"{kind.__name__}: {found.value}"
+        booster.close()
+    booster = booster_of(pp_style="interleaved", num_model_chunks=2)
+    with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the OwnShared are one module, in stages 0 and 2"):
+        boosted(booster, OwnShared)
+    booster.close()
+
+
+def test_what_is_not_one_hidden_state_is_an_error_on_both_ranks() -> None:
+    run_ranks(2, _refused, timeout=120)

@@ -1,0 +1,287 @@
+"""Modules of a user's own in stages: what hands one hidden state on is exact, all else is named and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.pipeline import Body, Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.testing import assert_close
+
+VOCABULARY, WIDTH, LENGTH = 17, 8, 5
+IDS = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+Way = Callable[[Any, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, x0: Tensor | None = None, in_place: bool = False) -> Tensor:
+        if in_place:
+            x = functional.relu_(x)
+        made: Tensor = x + torch.tanh(self.f(x)) + (0.0 if x0 is None else 0.5 * x0)
+        return made
+
+
+class Net(nn.Module):
+    """``way`` makes of itself and of ids what the head gets."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.pos, self.scale = nn.Parameter(torch.zeros(1, LENGTH, WIDTH)), nn.Parameter(torch.ones(4))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.way(self, ids))
+        return logits
+
+
+def loss_of(logits: Any, ids: Any) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), (ids["ids"] if isinstance(ids, dict) else ids).flatten())
+
+
+def staged(model: Net, counts: Sequence[int] = (2, 2), train: bool = True, style: str = "interleaved") -> Tensor:
+    """The loss of one step of two stages on this rank; gradients are added up."""
+    staging = stage_model(model, 0, 1, 2, counts, Body(tokens="embed"), v_shaped=style == "zbv")
+    staging.install()
+    try:
+        schedule = make_schedule(style, 1, 2, 2)
+        parts = split_batch({"ids": IDS}, 2, None)
+        loss = StageRun(staging, None).step(schedule, parts, loss_of, Passes() if train else None).loss
+    finally:
+        staging.remove()
+    assert loss is not None
+    return loss
+
+
+def through(model: Any, x: Tensor, first: int = 0) -> Tensor:
+    for layer in model.layers[first:]:
+        x = layer(x)
+    return x
+
+
+def skip_to_layers(model: Any, ids: Tensor) -> Tensor:
+    x = x0 = model.embed(ids)
+    for layer in model.layers:
+        x = layer(x, x0)
+    return x
+
+
+def skip_to_end(model: Any, ids: Tensor) -> Tensor:
+    x0: Tensor = model.embed(ids)
+    return x0 + through(model, x0)
+
+
+def skip_over_layers(model: Any, ids: Tensor) -> Tensor:
+    a = model.layers[0](model.embed(ids))
+    b = model.layers[1](a)
+    last: Tensor = model.layers[3](model.layers[2](b) + a)
+    return last
+
+
+def mean_of_all(model: Any, ids: Tensor) -> Tensor:
+    x, seen = model.embed(ids), []
+    for layer in model.layers:
+        x = layer(x)
+        seen.append(x)
+    return torch.stack(seen).mean(0)
+
+
+def side_by_side(model: Any, ids: Tensor) -> Tensor:
+    x = model.embed(ids)
+    model.layers[0](x)
+    return through(model, x, 1)
+
+
+def twice(model: Any, ids: Tensor) -> Tensor:
+    return through(model, through(model, model.embed(ids)))
+
+
+def extrapolated(model: Any, ids: Tensor) -> Tensor:
+    """What stands for both is equal, so values say nothing."""
+    x0 = model.embed(ids)
+    x = model.layers[0](x0)
+    return through(model, x + (x - x0), 1)
+
+
+class Unseen(torch.autograd.Function):
+    """Operations inside of one are not seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad.sum(0, keepdim=True)
+
+
+def unseen(x: Tensor, y: Tensor) -> Tensor:
+    made: Tensor = Unseen.apply(x, y)  # type: ignore[no-untyped-call]
+    return made
+
+
+AGAIN = {
+    skip_to_layers: r"uses the output of Net\.embed again.*\(in layers\.2\): stage 1 has what stage 0 has sent alone",
+    skip_to_end: r"uses the output of Net\.embed again.*\(in add\).*pp=1",
+    skip_over_layers: r"uses the output of layers\.0 again.*\(in add\)",
+    mean_of_all: r"uses the output of layers\.0 again.*\(in stack\)",
+    side_by_side: r"uses the output of Net\.embed again.*\(in layers\.1\)",
+    extrapolated: r"uses the output of Net\.embed again.*\(in sub\)",
+    twice: r"calls layers\.0 behind layers of stage 1",
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("way", AGAIN)
+def test_what_earlier_modules_made_is_not_used_again(way: Way, train: bool) -> None:
+    with pytest.raises(RuntimeError, match=AGAIN[way]), torch.set_grad_enabled(train):
+        staged(Net(way), train=train)
+
+
+CHANGES: dict[str, tuple[Way, str]] = {
+    "scaled": (lambda m, ids: through(m, m.embed(ids) * 2.0), r"between Net\.embed and layers\.0"),
+    "in place": (lambda m, ids: through(m, m.embed(ids).mul_(2.0)), r"between Net\.embed and layers\.0"),
+    "in place of a copy": (lambda m, ids: through(m, m.embed(ids).clone().mul_(2.0)), r"between Net\.embed and layer"),
+    "between": (lambda m, ids: through(m, m.layers[0](m.embed(ids)) * 1.7, 1), r"between layers\.0 and layers\.1"),
+    "before the stage's own": (
+        lambda m, ids: m.layers[3](m.layers[2](m.layers[1](m.layers[0](m.embed(ids))) * 1.7)),
+        r"between layers\.1 and layers\.2",
+    ),
+    "cast": (lambda m, ids: through(m.float(), m.embed(ids).half().float()), r"between Net\.embed and layers\.0"),
+    "unseen": (lambda m, ids: through(m, unseen(m.embed(ids), m.pos + 1.0)), r"between Net\.embed and layers\.0"),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_anywhere_before_a_stages_own_layers_are_refused(case: str, train: bool) -> None:
+    way, told = CHANGES[case]
+    with pytest.raises(RuntimeError, match=f"Net changes hidden states {told}"), torch.set_grad_enabled(train):
+        staged(Net(way), train=train)
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, x: x + m.pos,
+        lambda m, x: x * m.scale[0],
+        lambda m, x: x.clone().add_(m.pos),
+        lambda m, x: unseen(x, m.pos),
+    ],
+    ids=["plus", "times", "in place", "unseen"],
+)
+def test_what_is_trained_and_changes_nothing_yet_is_refused(change: Any, between: bool) -> None:
+    def way(model: Any, ids: Tensor) -> Tensor:
+        x = model.embed(ids)
+        if between:
+            return through(model, change(model, model.layers[1](model.layers[0](x))), 2)
+        return through(model, change(model, x))
+
+    told = r"between (layers\.1|Net\.embed) and layers\.2" if between else r"between Net\.embed and layers\.0"
+    with pytest.raises(RuntimeError, match=rf"Net changes hidden states {told} \(.*adds a parameter"):
+        staged(Net(way))
+
+
+def test_values_that_decide_before_the_layers_are_refused() -> None:
+    def way(model: Any, ids: Tensor) -> Tensor:
+        x = model.embed(ids)
+        return through(model, x if x.mean() > 100.0 else x.clone())
+
+    with pytest.raises(RuntimeError, match=r"reads values of what Net\.embed has made \(__bool__\).* of stage 1"):
+        staged(Net(way))
+
+
+def test_an_output_that_holds_what_another_stage_made_cannot_be_computed_with() -> None:
+    class Both(Net):
+        def forward(self, ids: Tensor) -> Any:
+            x0 = self.embed(ids)
+            return self.head(through(self, x0)), x0
+
+    staging = stage_model(Both(through), 0, 1, 2, None, Body(tokens="embed"))
+    staging.install()
+    run, parts = StageRun(staging, None), split_batch({"ids": IDS}, 2, None)
+    schedule = make_schedule("interleaved", 1, 2, 2)
+    run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids), Passes())
+    told = r"uses the output of Both\.embed again"
+    with pytest.raises(RuntimeError, match=told):
+        run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids) + out[1].mean(), Passes())
+    with pytest.raises(RuntimeError, match=told), torch.no_grad():
+        run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids), None, wants_outputs=True)
+
+
+def only_shapes(model: Any, ids: Tensor) -> Tensor:
+    x = model.embed(ids)
+    mask = torch.zeros_like(x) + torch.ones(1, 1).to(x).expand_as(x) * x.new_zeros(x.shape[-1])
+    assert not mask.any() and len(x) == x.size(0) == x.shape[0]
+    x = through(model, x.to(x.dtype).contiguous() + torch.zeros(1, device="cpu"))
+    assert x.shape == mask.shape
+    return x
+
+
+def checkpointed(reentrant: bool) -> Way:
+    def way(model: Any, ids: Tensor) -> Tensor:
+        x = model.embed(ids)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    return way
+
+
+def in_place(model: Any, ids: Tensor) -> Tensor:
+    x = model.embed(ids)
+    for layer in model.layers:
+        x = layer(x, in_place=True)
+    return x
+
+
+EXACT: dict[str, Way] = {
+    "plain": lambda m, ids: through(m, m.embed(ids)),
+    "copied": lambda m, ids: through(m, m.embed(ids).clone() * 1.0),
+    "frozen and zero": lambda m, ids: through(m, m.embed(ids) + m.pos.detach()),
+    "only shapes": only_shapes,
+    "checkpointed": checkpointed(False),
+    "checkpointed, reentrant": checkpointed(True),
+    "begins in place": in_place,
+}
+
+
+@pytest.mark.parametrize("style", ["interleaved", "zbv"])
+@pytest.mark.parametrize("case", EXACT)
+def test_one_hidden_state_is_exact(case: str, style: str) -> None:
+    model = Net(EXACT[case])
+    expected = loss_of(model(IDS), IDS)
+    expected.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    counts = (3, 1) if case == "only shapes" else (2, 2)
+    loss = staged(model, counts, style=style)
+    assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-13, "loss")
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert_close(found, grads, 1e-12, "gradients", floor=1e-2)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_close({"loss": staged(model, train=False)}, {"loss": expected.detach()}, 1e-13, "forward alone")
+
+
+def test_a_module_that_is_several_layers_of_a_rank_is_refused_by_its_names() -> None:
+    model = Net(EXACT["plain"])
+    model.layers[2] = model.layers[0]
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the Net are one module, in stages 0"):
+            stage_model(model, rank, 2, 2, None, Body(tokens="embed"))
+        stage_model(model, rank, 2, 1, None, Body(tokens="embed"))
