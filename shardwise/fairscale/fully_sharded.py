@@ -399,9 +399,8 @@ class FullyShardedDataParallel(TransparentModule):
         self._only_whole("load_local_state_dict()")
 
         def load(session: Session) -> Any:
-            mesh = session.mesh
-            with mesh.doing("load_local_state_dict()"):
-                with agreed_load(mesh.everyone, "the model", dict):
+            with session.mesh.doing("load_local_state_dict()"):
+                with agreed_load(session.mesh.everyone, "the model", dict):
                     as_mapping("state_dict", state_dict, "what local_state_dict() gave on this rank")
                 whole = joined(state_dict, _shapes(session), self.process_group, self.world_size)
                 return session.module.load_state_dict(whole, strict)
