@@ -24,6 +24,7 @@ from shardwise.plan import Plan
 from shardwise.precision_plan import HALF_DTYPES
 from shardwise.published import picked
 from shardwise.remarks import warn_user
+from shardwise.torch_internals import point
 
 __all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
 
@@ -190,8 +191,7 @@ class FullyShardedDataParallel(TransparentModule):
         homes = {param: param.device for param in self.module.parameters()}
         found = late.once(lambda module, _: self._build(module, (), _unrounded(self._plan(module))), use)
         for param, device in homes.items():
-            if param.device != device:
-                param.data = param.data.to(device)
+            point(param, param.detach().to(device))
         return found
 
     def _look_for_optimizers(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.torch_internals import no_subclass_dispatch
+from shardwise.torch_internals import no_subclass_dispatch, version_of
 
 __all__ = ["Passage", "Passed"]
 
@@ -63,7 +63,7 @@ def plain(x: Tensor) -> Tensor:
 
 def _version(x: Tensor) -> int | None:
     with no_subclass_dispatch():
-        return None if x.is_inference() else x._version
+        return None if x.is_inference() else version_of(x)
 
 
 # [Note: Hidden states that are passed by]
@@ -157,7 +157,7 @@ class Passage:
         """What was handed out last."""
         self._now: Tensor | None = None
         """The same as an ordinary tensor, and its version then."""
-        self._version: int | None = None
+        self._written: int | None = None
         self._seen: set[object] = set()
         """Where values were looked at, on a GPU."""
 
@@ -260,7 +260,7 @@ class Passage:
 
     def _next(self, maker: str, now: Tensor) -> Passed:
         self._turn += 1
-        self._now, self._version = now, _version(now)
+        self._now, self._written = now, _version(now)
         self._latest = self._mark(now, self._turn, maker)
         self._latest.same = True
         return self._latest
@@ -280,7 +280,7 @@ class Passage:
             return hidden
         if hidden.reused or hidden.turn != self._turn or hidden.passage is not self or self._now is None:
             raise RuntimeError(hidden.reused or self._reuse(hidden.maker, f"in {name}"))
-        if hidden.trained or _version(self._now) != self._version:
+        if hidden.trained or _version(self._now) != self._written:
             raise RuntimeError(self._changed(name, hidden.maker))
         if hidden is self._latest:
             return self._now
