@@ -96,8 +96,7 @@ class MemoryMeter:
         for tensor in saved_outside(loss):
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
             if plain and storage_id(tensor.untyped_storage()) not in known:
-                # As torch tells of a tensor that comes from elsewhere: counted unless it is known already.
-                torch.ops.aten.lift_fresh.default(tensor)
+                self._tracker.include(tensor)
 
     def enter(self) -> None:
         """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left.

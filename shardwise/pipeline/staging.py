@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.checked import UnknownModelError
-from shardwise.draws import dropouts_of
 from shardwise.pipeline.passing import ONE_TENSOR, Passage
 from shardwise.pipeline.schedule import rank_of_stage
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
@@ -68,7 +67,6 @@ class Staging:
     Attributes:
         own: this rank's stages.
         stages: how many there are.
-        rates: of dropout, in all stages.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Staging:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._stage_of_param = self._find_params()
-        self.rates = dropouts_of(model.modules())
         self._check: RemovableHandle | None = None
         self._model_names = inspect.signature(type(model).forward).parameters
 

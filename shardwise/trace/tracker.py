@@ -54,6 +54,9 @@ class Tracker(Protocol):
     def exclude(self, tensor: Tensor) -> None:
         """Its storage is model data."""
 
+    def include(self, tensor: Tensor) -> None:
+        """Something made its storage while nobody counted, and keeps it."""
+
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
         """Call ``action`` when ``live_bytes`` is above ``limit_bytes``, where that can be noticed."""
 
@@ -314,6 +317,10 @@ class TensorTracker:
         for storage in storages(tensor):
             self._count.exclude(storage)
 
+    def include(self, tensor: Tensor) -> None:
+        """Count a storage that was made while this was not entered, unless it is known already."""
+        self._count.note(tensor, "new", (), {})
+
     def expire(self) -> None:
         """Nothing to do: every change is seen."""
 
@@ -406,6 +413,9 @@ class AllocatorTracker:
 
     def exclude(self, tensor: Tensor) -> None:
         """Nothing to do: ``model_bytes()`` says what is model data."""
+
+    def include(self, tensor: Tensor) -> None:
+        """Nothing to do: the allocator has it."""
 
 
 def make_tracker(device: torch.device, model_bytes: Callable[[], int]) -> TensorTracker | AllocatorTracker:
