@@ -138,7 +138,7 @@ def made_together(ranks: Sequence[int], backend: str | None) -> dist.ProcessGrou
     """
     group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend)
     if dist.get_rank() in ranks and _on_host(group):
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
     return group
 
 

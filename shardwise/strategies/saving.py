@@ -134,19 +134,19 @@ class Saving:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
             CheckpointError: on every rank, where an entry of the checkpoint cannot be saved, or a file not be written.
         """
+        if storage_options is not None and not self.one_file:
+            raise TypeError(
+                f"storage_options={storage_options!r}: ranks write files of their own; give the strategy a "
+                "checkpoint_io to use them"
+            )
         session: Session = self._strategy.session
         with saving_to(session, path) as path:
             if self.one_file:
                 one_file(checkpoint, path, storage_options)
             else:
-                self._save(session, checkpoint, path, storage_options)
+                self._save(session, checkpoint, path)
 
-    def _save(self, session: Session, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r}: ranks write files of their own; give the strategy a "
-                "checkpoint_io to use them"
-            )
+    def _save(self, session: Session, checkpoint: dict[str, Any], path: str) -> None:
         state = checkpoint.get("state_dict")
         if isinstance(state, _Outline) and state.changed:
             warn_user(

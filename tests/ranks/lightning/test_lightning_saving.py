@@ -276,11 +276,12 @@ def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
 
 
 class SavingAlone(Toy):
-    """Saves on the first rank alone, where every rank has to."""
+    """Saves on the first rank alone, where every rank has to. What follows on the others is ours: behind a batch
+    Lightning has a collective of its own, which nobody can tell of this."""
 
     path = ""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.is_global_zero:  # type: ignore[attr-defined]
             self.trainer.save_checkpoint(self.path)  # type: ignore[attr-defined]
 
