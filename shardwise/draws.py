@@ -53,7 +53,7 @@ class Private:
         if self.inside or not (dropouts is None or any(getattr(owner, name) for owner, name in dropouts)):
             return
         generator = default_generator(device)
-        if device.type == "cuda":  # a number that it would draw is on the device, and reading it waits for all work
+        if generator.device.type == "cuda":  # its number would be on the device, and reading it waits for all work
             common, drawn = generator.initial_seed(), generator.get_offset()
             generator.set_offset(drawn + 4)
             seed = (common + (drawn // 4 + 1) * (WORD + 1) + self.rank * SPREAD) % 2**63
