@@ -1,13 +1,14 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes as people write them; and which are alike enough to share memory."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from shardwise.checked import MOST_BYTES, whole
 
-__all__ = ["device_bytes", "parse_size", "size_text"]
+__all__ = ["device_bytes", "parse_size", "size_classes", "size_text"]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 FACTORS: dict[str, int] = {"": 1, "B": 1} | {
@@ -63,3 +64,13 @@ def size_text(size_bytes: float) -> str:
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     shown = f"{value:.{digits}f}"
     return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {BINARY[unit]}"
+
+
+def size_classes(sizes: Sequence[int]) -> list[list[int]]:
+    """Places in ``sizes``, the largest first, in classes: a class has what is more than half of its largest."""
+    classes: list[list[int]] = []
+    for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        if not classes or 2 * sizes[place] <= sizes[classes[-1][0]]:
+            classes.append([])
+        classes[-1].append(place)
+    return classes

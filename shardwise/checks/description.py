@@ -65,8 +65,8 @@ def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
     if value.layout not in SPARSE:
         return {}
     shapes = [[list(part.shape), str(part.dtype)] for part in parts_of(value)]
-    sums = value.is_coalesced() if value.layout is torch.sparse_coo else True
-    return {"layout": str(value.layout), "indices and values": shapes, "coalesced": sums}
+    coalesced = value.layout is not torch.sparse_coo or value.is_coalesced()
+    return {"layout": str(value.layout), "indices and values": shapes, "coalesced": coalesced}
 
 
 def called(optimizer: int, group: int | None = None) -> str:

@@ -9,13 +9,13 @@ may be; of a model that is there the sizes are seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from shardwise.checked import MOST_NUMEL, number, whole
-from shardwise.sizes import size_text
+from shardwise.sizes import size_classes, size_text
 
 __all__ = [
     "estimate_zero2_model_states_mem_needs",
@@ -74,15 +74,9 @@ class _Sizes:
         return _buffers((*larger, min(most, rest), min(most, max(rest - most, 0))))
 
 
-def _buffers(chunks: Iterable[int]) -> int:
-    """Two of the largest for chunks whose sizes lie within a factor of two, as ``reduce.grads.SlotPool`` has them."""
-    found = largest = users = 0
-    for numel in sorted(chunks, reverse=True):
-        if 2 * numel <= largest or not users:
-            largest, users = numel, 0
-        users += 1
-        found += largest if users <= 2 else 0
-    return found
+def _buffers(chunks: Sequence[int]) -> int:
+    """Two of the largest for chunks of a class of sizes, as ``reduce.grads.SlotPool`` has them."""
+    return sum(chunks[places[0]] * min(len(places), 2) for places in size_classes(chunks))
 
 
 def _host(sizes: _Sizes, ranks: int, state: bool, params: bool, built: int) -> float:

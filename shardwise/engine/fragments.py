@@ -436,7 +436,8 @@ class Held:
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers (tensors of the same shape, cast) and extra state, by name."""
-        put_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+        own = {name: value for name, value in values.items() if name in self.others}
+        put_others(self.engine, self.others, own, check_others(self.engine, self.others, own))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.engine.load_hooks.run_load_hooks`. Collective."""

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.torch_internals import no_torch_function, storage_id
-from shardwise.trace.tracker import storages
+from shardwise.trace.tracker import sizes_of, storages
 
 __all__ = ["HeldBuffers"]
 
@@ -39,19 +39,16 @@ class HeldBuffers:
             ledger.watch("buffers", self._device_bytes)
 
     def _foresee(self) -> int:
-        known, total = set[int](), 0
+        total, kept = 0, list[torch.Tensor]()
         with no_torch_function():  # those of a deferred construction have a shape, and no memory
             for buffer in self._model.buffers():
                 cast = self._dtype is not None and buffer.is_floating_point() and buffer.dtype != self._dtype
-                if cast or buffer.is_meta:
-                    itemsize = self._dtype.itemsize if cast and self._dtype is not None else buffer.element_size()
-                    total += buffer.numel() * itemsize
+                if not cast and not buffer.is_meta:
+                    kept.append(buffer)
                     continue
-                for storage in storages(buffer):
-                    if storage_id(storage) not in known:
-                        known.add(storage_id(storage))
-                        total += storage.nbytes()
-        return total
+                itemsize = self._dtype.itemsize if cast and self._dtype is not None else buffer.element_size()
+                total += buffer.numel() * itemsize
+            return total + sum(sizes_of(kept).values())
 
     def look(self) -> None:
         """Those of now are the ones that count: a program may have put others in their places.
@@ -77,9 +74,6 @@ class HeldBuffers:
 
     def bytes(self, tier: Tier) -> int:
         """Those in ``tier``, as they are now: what is not on the device is on the host."""
-        kept = {Tier.DEVICE: True, Tier.HOST: False}
-        found = dict[int, int]()
-        for buffer in self._model.buffers():
-            if not buffer.is_meta and (buffer.device == self._device) is kept.get(tier):
-                found.update((storage_id(storage), storage.nbytes()) for storage in storages(buffer))
-        return sum(found.values())
+        there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
+        buffers = (each for each in self._model.buffers() if not each.is_meta)
+        return sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values())

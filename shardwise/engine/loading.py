@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,9 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
                 f"{wrong}"
             )
-        check_others(engine, *_others_of(engine, names, state_dict))
-    _load(engine, state_dict, names)
+        others = _others_of(engine, names, state_dict)
+        made = check_others(engine, *others)
+    _load(engine, state_dict, names, lambda: put_others(engine, *others, made))
     whole = not missing
     run_load_hooks(engine, missing, unexpected)
     if whole:
@@ -135,7 +136,8 @@ def _others_of(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> t
 
 
 @torch.no_grad()
-def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
+def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, rest: Callable[[], None]) -> None:
+    """``rest`` puts what are no parameters."""
     engine.values.discard_early(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
     was_whole = PARAMETERS not in engine.unfinished
@@ -145,7 +147,7 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
             given = _given_name(own_names, state)
             if given is not None and place in engine.division.census.index:
                 writer.store(engine.division.census.index[place], state[given])
-    put_others(engine, *_others_of(engine, names, state))
+    rest()
     engine.values.publish(everything=True)
     if was_whole:
         engine.unfinished.end(PARAMETERS)

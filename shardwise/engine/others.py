@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,18 +62,21 @@ def _unknown(name: str) -> ValueError:
 
 
 @torch.no_grad()
-def put_others(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def put_others(
+    engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any], made: Mapping[str, Sequence[str]]
+) -> None:
     """Take ``values`` over: tensors of the same shapes, cast, extra state, and what modules take by methods or hooks.
 
     Args:
         engine: of the model.
         own: what the model has now, by the name it is saved under.
         values: some of that, anew.
+        made: what :func:`check_others` found of these.
 
     Raises:
-        ValueError: see :func:`check_others`, and nothing has changed then; or no module has taken it.
+        ValueError: no module has taken what it makes anew.
     """
-    modules, made = dict(engine.model.named_modules()), check_others(engine, own, values)
+    modules = dict(engine.model.named_modules())
     before = {name: own[name].clone() for name in made}
     with engine.attachment.own_state.giving():
         kept = {name: value for name, value in values.items() if name not in made}

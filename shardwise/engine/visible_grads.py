@@ -8,8 +8,8 @@ or step was put there by hand: it replaces what the engine holds, as it does in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,7 +252,10 @@ class VisibleGrads:
                 "gradients have been used already; use update='step'"
             )
         self._replace(index, given)
-        (self._hide if given is None else self._show)(index)
+        if given is None:
+            self._hide(index)
+        else:
+            self._show(index)
 
     @torch.no_grad()
     def _replace(self, index: int, given: torch.Tensor | None) -> None:
@@ -311,10 +314,8 @@ class VisibleGrads:
         RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
         """
         self.check_caller(index, what)
-        try:
+        with self._alike(index, what):
             self.engine.passes.reduce_due()
-        except PeerError as error:
-            raise PeerError(self._alone(index, what, error)) from error
         if why := self._why_not(index):
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 
@@ -415,13 +416,10 @@ class VisibleGrads:
             state, at = self._where[index]
             used = state.reduced is not None and at in state.touched
             parts.append(self._counted_part(index, state.reduced) if used else None)
-        facts = self.engine.layout.facts
         others = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
-        divided = [facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
-        try:
+        divided = [self.engine.layout.facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
+        with self._alike(asked, "the norm"):
             return each_norm(parts, p, mesh.shard, others, divided)
-        except PeerError as error:
-            raise PeerError(self._alone(asked, "the norm", error)) from error
 
     def _counted_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
         """As :meth:`_own_part`, without what a lower rank of the parameter's parts holds too."""
@@ -446,15 +444,12 @@ class VisibleGrads:
         reduced, param = state.reduced, self._params[index]
         kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
         part = self._own_part(index, reduced)
-        own = torch.empty(0, device="cpu") if part is None else part
-        own = own.to(param.device, kind)
+        own = (torch.empty(0, device="cpu") if part is None else part).to(param.device, kind)
         if group.size > 1:
-            try:
+            with self._alike(index, "reading"):
                 posts = group.exchange([float(index)], "which .grad is read")
                 if len({post[0] for post in posts}) == 1:
                     own = gather_parts(group, state.spec, slot, own)
-            except PeerError as error:
-                raise PeerError(self._alone(index, "reading", error)) from error
             if len({post[0] for post in posts}) > 1:
                 asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
                 raise RuntimeError(f"the ranks read .grad of different parameters: {asked}; read them alike on all")
@@ -466,8 +461,13 @@ class VisibleGrads:
         full = own.view(slot.shape)
         return full if wide else full.to(param.dtype)
 
-    def _alone(self, index: int, what: str, error: Exception) -> str:
-        return f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
+    @contextmanager
+    def _alike(self, index: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            told = f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
+            raise PeerError(told) from error
 
     def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
         """See :class:`~shardwise.reduce.sharded_grad.GradOwner`."""

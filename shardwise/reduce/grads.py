@@ -13,6 +13,7 @@ from shardwise.memory.host import host_block
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.modes import ordinary_tensors
+from shardwise.sizes import size_classes
 from shardwise.states import Table
 from shardwise.torch_internals import storage_id
 
@@ -406,21 +407,19 @@ class SlotPool:
     """
 
     def __init__(self, states: Sequence[ChunkGrads], depth: int, more_bytes: int = 0) -> None:
-        classes: list[tuple[int, torch.dtype, list[int]]] = []
-        for state in sorted(states, key=lambda s: (str(s.dtype), -s.spec.padded_numel, -s.spec.index)):
-            if not classes or classes[-1][1] != state.dtype or 2 * state.spec.padded_numel <= classes[-1][0]:
-                classes.append((state.spec.padded_numel, state.dtype, []))
-            classes[-1][2].append(state.spec.index)
         self.specs: list[tuple[int, torch.dtype]] = []
         self._slot: dict[int, int] = {}
-        for capacity, dtype, members in classes:
-            nbytes = capacity * dtype.itemsize
-            more = min(more_bytes // nbytes if nbytes else 0, max(len(members) - depth, 0))
-            more_bytes -= more * nbytes
-            first, count = len(self.specs), min(depth + more, len(members))
-            self.specs += [(capacity, dtype)] * count
-            # Neighbours in the layout finish one after the other, so they alternate.
-            self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(sorted(members))})
+        for dtype in sorted({state.dtype for state in states}, key=str):
+            own = [state.spec for state in states if state.dtype == dtype]
+            for places in size_classes([spec.padded_numel for spec in own]):
+                capacity, members = own[places[0]].padded_numel, sorted(own[at].index for at in places)
+                nbytes = capacity * dtype.itemsize
+                more = min(more_bytes // nbytes if nbytes else 0, max(len(members) - depth, 0))
+                more_bytes -= more * nbytes
+                first, count = len(self.specs), min(depth + more, len(members))
+                self.specs += [(capacity, dtype)] * count
+                # Neighbours in the layout finish one after the other, so they alternate.
+                self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(members)})
         self._buffers: list[Buffer] = []
         self._user: list[ChunkGrads | None] = [None] * len(self.specs)
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.device import total_bytes
-from shardwise.torch_internals import storage_id
 from shardwise.trace.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
-from shardwise.trace.tracker import Tracker, make_tracker, storages
+from shardwise.trace.tracker import Tracker, make_tracker, sizes_of
 
 __all__ = ["storage_bytes", "trace_memory"]
 
@@ -105,8 +104,7 @@ def _scalar(value: Any) -> Tensor:
 
 def storage_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
     """Bytes of the tensors' storages on ``device``, each storage once."""
-    found = {storage_id(s): s.nbytes() for t in tensors if t is not None and t.device == device for s in storages(t)}
-    return sum(found.values())
+    return sum(sizes_of(each for each in tensors if each is not None and each.device == device).values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -307,7 +305,7 @@ class _Run:
         gradient = parameter.grad
         if gradient is None or gradient.device != self.device:
             return
-        self._gradients[id(parameter)] = {storage_id(storage): storage.nbytes() for storage in storages(gradient)}
+        self._gradients[id(parameter)] = sizes_of([gradient])
         # The interval that ends now has the gradient in its peak; only then is it taken out of the count.
         self.recorder.end_interval()
         # Several parameters may have parts of one storage (``torch.cat`` of them hands out views of its gradient).

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from shardwise.device import allocator_bytes, reset_allocator_peak
+from shardwise.sparse import SPARSE, parts_of
 from shardwise.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
-__all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "storages"]
+__all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "sizes_of", "storages"]
 
 
 # Where an operation's outputs come from: inputs or views of them, new memory, or no word of it in the schema.
@@ -77,15 +78,14 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield from storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield from storages(tensor._indices())
-        yield from storages(tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
+    elif tensor.layout in SPARSE:
+        for part in parts_of(tensor):
             yield from storages(part)
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield from storages(part)
+
+
+def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the storages behind tensors, each once, by its number."""
+    return {storage_id(storage): storage.nbytes() for tensor in tensors for storage in storages(tensor)}
 
 
 def _parts(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
