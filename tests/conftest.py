@@ -1,11 +1,16 @@
-"""Shared by all tests: one thread, fixed seeds, no rank processes left when the session ends, and the slowest files."""
+"""Shared by all tests: the three sets, one thread, fixed seeds, how to repeat a failure, and the slowest files."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shlex
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import other_numbers
 import pytest
@@ -22,28 +27,40 @@ with suppress(ImportError):  # a GPU machine may have pytest alone, which is eno
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown."""
+SETS = {
+    "full": "pairs of factors and costly cases: --full runs them, and so does naming their file or test",
+    "campaign": "the larger sets, for hours: -m campaign selects them, nothing else does",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
     side_by_side.add_options(parser)
     other_numbers.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    text = "campaign: the larger sets; `pytest -m campaign` (hours) selects them, nothing else does"
-    config.addinivalue_line("markers", text)
+    for name, text in SETS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
     config.pluginmanager.register(Clock(), "seconds-by-file")
     side_by_side.configure(config)
     other_numbers.configure(config)
 
 
+def _is_selected(item: pytest.Item, full: bool, named_files: set[Path]) -> bool:
+    if item.get_closest_marker("campaign"):
+        return False
+    return full or item.path in named_files or not item.get_closest_marker("full")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "campaign" in config.getoption("markexpr"):
         return
-    left_out = [item for item in items if item.get_closest_marker("campaign")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+    named = {path.resolve() for arg in config.args if (path := Path(arg.split("::")[0])).is_file()}
+    selected = [item for item in items if _is_selected(item, config.getoption("full"), named)]
+    if len(selected) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+        items[:] = selected
 
 
 def pytest_collection_finish() -> None:
@@ -52,10 +69,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failed test prints the command that repeats it alone, and the seed of its ranks."""
+    report = yield
+    if report.failed:
+        options = ["-m", "campaign"] if item.get_closest_marker("campaign") else []
+        options += ["--seed-shift", str(other_numbers.shift())] if other_numbers.shift() else []
+        options += ["--rounding"] if item.config.getoption("rounding") else []
+        command = shlex.join([sys.executable, "-m", "pytest", *options, item.nodeid])
+        text = f"cd {shlex.quote(str(item.config.rootpath))} && {command}\ntorch seed: {other_numbers.shift()}"
+        report.sections.append(("Repeat this test alone", text))
+    return report
+
+
 class Clock:
     """Adds up the seconds of each test file, and shows the slowest at the end."""
 
     def __init__(self) -> None:
+        self.began = time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -63,7 +95,8 @@ class Clock:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if sum(self.seconds.values()) > QUIET_SECONDS:
-            terminalreporter.section("slowest files")
+            minutes = (time.monotonic() - self.began) / 60
+            terminalreporter.section(f"{minutes:.1f} minutes on {os.cpu_count()} cores; slowest files")
             slowest = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
             for name in slowest[:SHOWN_FILES]:
                 terminalreporter.write_line(f"{self.seconds[name]:5.0f} s  {name}")
