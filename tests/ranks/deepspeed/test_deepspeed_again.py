@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -71,7 +72,9 @@ def again(stages: tuple[int, int], half: bool) -> list[str]:
     return [str(each.message) for each in caught if "another engine" in str(each.message)]
 
 
-@pytest.mark.parametrize(("stages", "half"), [((1, 1), True), ((2, 3), False), ((3, 3), True), ((3, 0), False)])
+@pytest.mark.parametrize(
+    ("stages", "half"), [*full(((1, 1), True)), ((2, 3), False), *full(((3, 3), True)), ((3, 0), False)]
+)
 def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None:
     told, nothing = run_ranks(2, again, stages, half)
     assert nothing == [] and len(told) == 1
@@ -125,9 +128,16 @@ def destroyed(stage: int, half: bool, ends: bool) -> None:
         assert not model.inner.weight.any()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("stage", "half", "ends"), [(1, True, True), (2, True, False), (3, True, False)])
-def test_utilities_answer_for_the_newer_engine(ranks: int, stage: int, half: bool, ends: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "half", "ends", "ranks"),
+    [
+        *full((1, True, True, 1), (2, True, False, 1)),
+        (3, True, False, 1),
+        (1, True, True, 2),
+        *full((2, True, False, 2), (3, True, False, 2)),
+    ],
+)
+def test_utilities_answer_for_the_newer_engine(stage: int, half: bool, ends: bool, ranks: int) -> None:
     run_ranks(ranks, destroyed, stage, half, ends)
 
 

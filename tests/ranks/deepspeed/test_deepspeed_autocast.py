@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import campaign, full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -141,10 +142,22 @@ def trained(stage: int, dtype: str, safe: str) -> tuple[dict[str, Tensor], list[
     return state, losses, scales, skipped
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16"])
-@pytest.mark.parametrize("safe", SAFE)
-def test_as_plain_torch_under_autocast(stage: int, dtype: str, safe: str) -> None:
+KINDS = ["bfloat16", "torch.float16"]
+EVERY = [(safe, KINDS[(stage + place) % 2], stage) for place, safe in enumerate(SAFE) for stage in range(4)]
+"""Every pair of two of the three: each stage with each block, and dtypes take turns."""
+QUICK = [
+    ("unrounded", "bfloat16", 0),
+    ("default", "bfloat16", 1),
+    ("of the program", "torch.float16", 3),
+    ("none", "torch.float16", 2),
+]
+OTHERS = [(safe, KINDS[kind == KINDS[0]], stage) for safe, kind, stage in EVERY]
+
+
+@pytest.mark.parametrize(
+    ("safe", "dtype", "stage"), [*QUICK, *full(*(row for row in EVERY if row not in QUICK)), *campaign(*OTHERS)]
+)
+def test_as_plain_torch_under_autocast(safe: str, dtype: str, stage: int) -> None:
     found = run_ranks(RANKS, trained, stage, dtype, safe)
     kind, rounded = getattr(torch, dtype.removeprefix("torch.")), SAFE[safe][2]
     expected, losses, scales = plain(kind, 2.0**16, rounded, stage > 1)
@@ -178,7 +191,7 @@ def outside(stage: int) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [*full(1), 3])
 def test_an_autocast_of_the_program_has_no_say(stage: int) -> None:
     first, second = run_ranks(RANKS, outside, stage)
     assert len(first) == 2 and all("around a forward pass of the engine has no effect" in each for each in first)
@@ -229,9 +242,14 @@ def travelling(stage: int, safe: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("safe", SAFE)
-def test_what_is_said_to_travel_in_16_bits_does(stage: int, safe: str) -> None:
+@pytest.mark.parametrize(
+    ("safe", "stage"),
+    [
+        *((safe, stage) for safe, _, stage in QUICK),
+        *full(*((safe, stage) for safe, kind, stage in EVERY if (safe, kind, stage) not in QUICK)),
+    ],
+)
+def test_what_is_said_to_travel_in_16_bits_does(safe: str, stage: int) -> None:
     run_ranks(RANKS, travelling, stage, safe)
 
 

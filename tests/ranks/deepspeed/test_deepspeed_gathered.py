@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
@@ -64,7 +65,7 @@ def given_on_all_ways(ranks: int) -> None:
             given(stage, half, everywhere, ranks - 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*full(1), 2])
 def test_data_that_is_given_reaches_all_ranks(ranks: int) -> None:
     run_ranks(ranks, given_on_all_ways, ranks)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -63,11 +65,15 @@ def _initialized(stage: int, directory: Path, keys: dict[str, Any], mesh_param: 
     engine.destroy()
 
 
-def test_stages_with_tensor_parallelism(tmp_path: Path) -> None:
-    for stage in (0, 1, 2, 3):
-        run_ranks(RANKS, _initialized, stage, tmp_path / str(stage), CUT, None)
+@pytest.mark.parametrize("stage", [*full(0, 1, 2), 3])
+def test_stages_with_tensor_parallelism(stage: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, _initialized, stage, tmp_path, CUT, None, timeout=120.0)
 
 
-def test_stages_with_sequence_parallelism(tmp_path: Path) -> None:
-    run_ranks(RANKS, _initialized, 1, tmp_path / "1", {"sequence_parallel_size": TP}, None)
-    run_ranks(RANKS, _initialized, 3, tmp_path / "3", {}, (RANKS // TP, TP))
+@pytest.mark.parametrize(
+    ("stage", "keys", "mesh_param"), [(1, {"sequence_parallel_size": TP}, None), *full((3, {}, (RANKS // TP, TP)))]
+)
+def test_stages_with_sequence_parallelism(
+    stage: int, keys: dict[str, Any], mesh_param: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    run_ranks(RANKS, _initialized, stage, tmp_path, keys, mesh_param, timeout=120.0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -110,8 +111,13 @@ def trained(stage: int, method: str, mark: bool, path: str) -> tuple[dict[str, T
     return state, marked
 
 
-@pytest.mark.parametrize("method", ["gram", "standard"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+QUICK = [(1, "gram"), (2, "gram"), (3, "standard")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "method"),
+    [*QUICK, *full(*((stage, how) for stage in range(4) for how in LIMIT if (stage, how) not in QUICK))],
+)
 def test_as_torch(stage: int, method: str, tmp_path: Any) -> None:
     mark = stage == 2
     matrices = ["wide.weight", *(["lm_head.weight"] if mark else ["tall.weight"])]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import textwrap
+import os
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from launching import SECONDS, forked
+from launching import start as start_process
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -80,37 +81,40 @@ def passes_that_stay(stage: int) -> str:
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*full(0), 1, *full(2), 3])
 def test_no_sync_where_there_are_no_whole_gradients(stage: int) -> None:
     found = set(run_ranks(2, passes_that_stay, stage))
     told = f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: no_sync()"
     assert found == {"nothing is exchanged"} if stage < 2 else all(each.startswith(told) for each in found)
 
 
-def test_a_launched_process_meets_the_others_in_zero_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = """
-        import torch, torch.distributed as dist
-        import shardwise.deepspeed as deepspeed
+def meets_in_init(variables: dict[str, str]) -> None:
+    """A process of its own, with a launcher's variables."""
+    os.environ.update(variables)
+    warnings.simplefilter("ignore")
+    assert not dist.is_initialized()
+    with deepspeed.zero.Init(enabled=False):
         assert not dist.is_initialized()
-        with deepspeed.zero.Init(enabled=False):
-            assert not dist.is_initialized()
-        with deepspeed.zero.Init():
-            assert dist.is_initialized() and dist.get_world_size() == 1
-        dist.destroy_process_group()
-        print("met")
-    """
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    assert "met" in subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
+    with deepspeed.zero.Init():
+        assert dist.is_initialized() and dist.get_world_size() == 1
+    dist.destroy_process_group()
+    raise SystemExit(7)
+
+
+def test_a_launched_process_meets_the_others_in_zero_init() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a free port
+    process = start_process(forked(meets_in_init, variables | place))
+    process.join(SECONDS)
+    assert process.exitcode == 7
 
 
 def test_processes_of_a_host_are_its_devices_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = deepspeed.get_accelerator()
     if accelerator.device_name() != "cpu":
         pytest.skip("there is a GPU")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     assert accelerator.device_count() == 1
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
@@ -159,9 +163,10 @@ def passes_apart(stage: int, half: str) -> list[Tensor]:
     return [*found, averaged, engine.state_dict()["weight"]]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("half", ["fp32", "fp16", "bf16"])
-def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(stage: int, half: str) -> None:
+@pytest.mark.parametrize(
+    ("half", "stage"), [("fp32", 0), ("fp16", 1), *full(("fp32", 1), ("fp16", 0), ("bf16", 0), ("bf16", 1))]
+)
+def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, stage: int) -> None:
     every, alone = run_ranks(2, passes_apart, stage, half), run_ranks(1, passes_apart, stage, half)[0]
     limit = 1e-6 if half == "fp32" else 3e-2
     sums = []
@@ -215,7 +220,7 @@ def unused(stage: int) -> tuple[str, float]:
     return str(caught.value), same + engine.global_steps - 1
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*full(0), 1, *full(2), 3])
 def test_parameters_that_no_rank_uses_are_an_error_where_that_is_asked_for(stage: int) -> None:
     for told, moved in run_ranks(2, unused, stage):
         assert "ignore_unused_parameters=False: use them" in told and moved == 0.0
@@ -248,7 +253,7 @@ def kept(live: int, ahead: int) -> tuple[list[int], list[int], Tensor]:
     return held, shown, engine.state_dict()["4.weight"]
 
 
-@pytest.mark.parametrize("ahead", [0, 50_000_000])
+@pytest.mark.parametrize("ahead", [*full(0), 50_000_000])
 def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) -> None:
     none, some = run_ranks(2, kept, 0, ahead), run_ranks(2, kept, 1000, ahead)
     for (held, shown, weight), (most, _, other) in zip(none, some, strict=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from sets import full
 from shardwise.deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
@@ -63,6 +65,7 @@ def config(stage: int, accumulation: int, precision: str, clip: float) -> dict[s
     }
 
 
+@functools.cache
 def plain(ranks: int, accumulation: int, precision: str, clip: float) -> PlainRun:
     """The mean over ranks of losses that are ``ranks`` times as large."""
     recipe = PlainRecipe(max_norm=clip, param_dtype=DTYPES[precision], loss_scale=SCALE if precision == "fp16" else 1.0)
@@ -100,12 +103,13 @@ def summed(cases: Sequence[Case]) -> list[Found]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_equal_plain_torch(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "turn"), [(2, 0), *full((2, 1), (2, 2), (3, None))])
+def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
+    """On two ranks every stage has another precision each turn; on three, fp32 alone."""
     cases: list[Case] = [
-        (stage, 1 + (stage + place) % 2, precision, CLIP if clipped else 0.0)
+        (stage, 1 + (stage + place) % 2, list(DTYPES)[place], CLIP if clipped else 0.0)
         for stage in range(4)
-        for place, precision in enumerate(DTYPES if ranks == 2 else ["fp32"])
+        for place in ([0] if turn is None else [(stage + turn) % len(DTYPES)])
         for clipped in (False, True)
     ]
     for found in run_ranks(ranks, summed, cases, timeout=120.0):

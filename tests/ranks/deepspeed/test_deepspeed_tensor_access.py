@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -195,21 +196,33 @@ def statuses() -> list[list[Any]]:
     return [seen, found, len(numbers) == len(found), marked]
 
 
-def everything() -> list[Any]:
-    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
-    for stage in range(4):
-        as_plain({"stage": stage}, {})
-        masters(stage)
-    for stage in (1, 2, 3):
-        as_plain({"stage": stage, "offload_optimizer": host}, {})
-    as_plain({"stage": 3, "offload_optimizer": host, "offload_param": host}, {})
-    as_plain({"stage": 3, "offload_optimizer": disk, "offload_param": disk}, {})
-    as_plain({"stage": 3, "stage3_param_persistence_threshold": 30}, {})
-    return statuses()
+PLACES: dict[str, list[dict[str, Any]]] = {
+    "stages": [{"stage": 1}, {"stage": 3}],
+    "other stages": [{"stage": 0}, {"stage": 2}],
+    "optimizer on the host": [{"stage": stage, "offload_optimizer": {"device": "cpu"}} for stage in (1, 2, 3)],
+    "all on the host": [{"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}],
+    "all on a disk": [{"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}],
+    "some stay gathered": [{"stage": 3, "stage3_param_persistence_threshold": 30}],
+}
 
 
-def test_tensors_of_one_parameter_are_those_of_plain_training() -> None:
+def all_as_plain(places: list[dict[str, Any]], folder: str) -> None:
+    for zero in places:
+        for device in zero.values():
+            if isinstance(device, dict) and device["device"] == "nvme":
+                device["nvme_path"] = folder
+        as_plain(zero, {})
+        if len(zero) == 1:
+            masters(zero["stage"])
+
+
+@pytest.mark.parametrize("name", ["stages", *full(*(name for name in PLACES if name != "stages"))])
+def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
+    assert run_ranks(RANKS, all_as_plain, PLACES[name], str(tmp_path)) == [None] * RANKS
+
+
+def test_status_of_parameters() -> None:
     here, gone = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
-    for seen, found, distinct, marked in run_ranks(RANKS, everything):
+    for seen, found, distinct, marked in run_ranks(RANKS, statuses):
         assert seen == [gone, here, gone, here, gone, gone, here]
         assert all(found) and distinct and not marked

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -132,7 +133,7 @@ def trained(stage: int, tiles: bool) -> tuple[dict[str, Tensor], int]:
     return state, peak
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*full(1, 2), 3])
 def test_trained_as_layers_in_a_tiles_memory(stage: int) -> None:
     model = Net(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.0)

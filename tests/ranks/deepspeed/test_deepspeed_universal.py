@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -106,7 +107,7 @@ def continued(root: str, stage: int, precision: str) -> tuple[dict[str, Tensor],
 
 
 @pytest.mark.parametrize(
-    ("stages", "precision"), [((1, 3), "fp32"), ((3, 2), "bf16"), ((2, 3), "fp16"), ((0, 1), "fp32")]
+    ("stages", "precision"), [((1, 3), "fp32"), ((2, 3), "fp16"), *full(((3, 2), "bf16"), ((0, 1), "fp32"))]
 )
 def test_training_goes_on_bit_for_bit(stages: tuple[int, int], precision: str, tmp_path: Path) -> None:
     expected, counted = run_ranks(RANKS, goes_on, str(tmp_path), stages, precision)[0]
