@@ -17,7 +17,7 @@ import pytest
 import side_by_side
 import torch
 
-from shardwise.testing import close_pools, run_ranks
+from shardwise.testing import close_pools, pool, run_ranks
 
 # No test asks how long something took; on a busy machine the first example takes seconds.
 with suppress(ImportError):  # a GPU machine may have pytest alone, which is enough for tests/gpu
@@ -27,6 +27,8 @@ with suppress(ImportError):  # a GPU machine may have pytest alone, which is eno
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown."""
+PRELOADED = {"accelerate", "bitsandbytes", "lightning", "peft", "pytorch_lightning", "transformers", "trl"}
+"""What takes seconds to import: ranks get what collecting the tests has imported of it."""
 SETS = {
     "full": "pairs of factors and costly cases: --full runs them, and so does naming their file or test",
     "campaign": "the larger sets, for hours: -m campaign selects them, nothing else does",
@@ -106,6 +108,8 @@ class Clock:
 def rank_pools() -> Iterator[None]:
     """The pools behind run_ranks live for the whole session."""
     torch.set_num_threads(1)
+    # Ranks are forked from a process that imports once what each of them would import by itself.
+    pool._PRELOAD.extend(name for name in list(sys.modules) if name.split(".")[0] in PRELOADED)
     if shift := other_numbers.shift():
         assert run_ranks(2, other_numbers.shift) == [shift, shift], "ranks use other seeds than their caller"
     yield
