@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shlex
 import sys
 import time
@@ -37,6 +38,7 @@ SETS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
     side_by_side.add_options(parser)
     other_numbers.add_options(parser)
 
@@ -55,7 +57,21 @@ def _is_selected(item: pytest.Item, full: bool, named_files: set[Path]) -> bool:
     return full or item.path in named_files or not item.get_closest_marker("full")
 
 
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    generator = random.Random(seed)
+    files: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    groups = list(files.values())
+    generator.shuffle(groups)
+    for group in groups:
+        generator.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shuffle") is not None:
+        _shuffle(items, config.getoption("--shuffle"))
     if "campaign" in config.getoption("markexpr"):
         return
     named = {path.resolve() for arg in config.args if (path := Path(arg.split("::")[0])).is_file()}
