@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from alike_setup import PLANS, WIDTH, Blocks, made, real_native
 from scope import Scope
+from sets import full
 from torch import Tensor
 
 from shardwise.comm import Group, PeerError, Summary, register_backend
@@ -59,7 +60,11 @@ def told(kind: str, rows_up_to: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind"), [*itertools.product([2, 3, 4, 5], ["gloo", "native"]), (3, "hosts"), (5, "hosts")]
+    ("ranks", "kind"),
+    [
+        *[(2, "gloo"), (3, "native"), (5, "hosts")],
+        *full((2, "native"), (3, "gloo"), (3, "hosts"), *itertools.product([4, 5], ["gloo", "native"])),
+    ],
 )
 def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     many, few = run_ranks(ranks, told, kind, 1), run_ranks(ranks, told, kind, 16)
@@ -119,8 +124,13 @@ def totals(kind: str, rows_up_to: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gloo", "native", "hosts"])
-@pytest.mark.parametrize("ranks", [3, 4, 7])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        *[(3, "gloo"), (3, "hosts"), (4, "native")],
+        *full((3, "native"), (4, "gloo"), (4, "hosts"), (7, "gloo"), (7, "native"), (7, "hosts")),
+    ],
+)
 def test_a_sum_is_exact_whatever_the_number_of_ranks(ranks: int, kind: str) -> None:
     many, few = run_ranks(ranks, totals, kind, 1), run_ranks(ranks, totals, kind, 16)
     assert all(rows[:-1] == few[0][:-1] for rows in (*many, *few))
@@ -272,7 +282,10 @@ def switching(name: str, rows_up_to: int, kept: int, cut: bool) -> tuple[dict[st
 
 @pytest.mark.parametrize(
     ("name", "rows_up_to", "kept"),
-    [("zero1", 1, 64), ("zero2", 1, 64), ("zero2", 16, 64), ("zero3", 1, 64), ("zero3", 16, 64), ("zero3", 1, 1)],
+    [
+        *[("zero2", 1, 64), ("zero3", 16, 64), ("zero3", 1, 1)],
+        *full(("zero1", 1, 64), ("zero2", 16, 64), ("zero3", 1, 64)),
+    ],
 )
 def test_an_order_is_agreed_on_once_for_each_set_in_use(name: str, rows_up_to: int, kept: int) -> None:
     """Ranks whose gradients come in different orders, and sets of chunks in use that change from step to step."""

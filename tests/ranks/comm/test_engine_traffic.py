@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 from engine_setup import PLANS, one_mesh, sharded
+from sets import full
 from torch import nn
 
 from shardwise.mesh import Mesh
@@ -137,8 +138,7 @@ campaign = pytest.mark.campaign
     ("world_size", "shared"),
     [
         pytest.param(2, None, id="2-shared"),
-        pytest.param(3, False, id="3-gloo"),
-        pytest.param(4, None, id="4-shared"),
+        *full(pytest.param(3, False, id="3-gloo"), pytest.param(4, None, id="4-shared")),
         pytest.param(2, False, id="2-gloo", marks=campaign),
         pytest.param(3, None, id="3-shared", marks=campaign),
         pytest.param(4, False, id="4-gloo", marks=campaign),
@@ -168,8 +168,8 @@ REST = [(False, 0, True), (None, 0, False), (False, 1, False), (None, 1, True), 
     ("world_size", "factors"),
     [
         pytest.param(2, PAIRS, id="2"),
-        pytest.param(3, [(None, 1, True), (False, 1, False)], id="3"),
-        pytest.param(4, [(None, 1, False), (False, 1, True)], id="4"),
+        *full(pytest.param(3, [(None, 1, True), (False, 1, False)], id="3")),
+        *full(pytest.param(4, [(None, 1, False), (False, 1, True)], id="4")),
         *[pytest.param(size, PAIRS + REST, id=f"{size}-all", marks=campaign) for size in (2, 3, 4)],
     ],
 )
@@ -240,7 +240,7 @@ def test_gloo_gathers_no_more_than_shared_memory(budgets: list[tuple[int, int]])
     ("shared", "stages"),
     [
         pytest.param(None, (1, 2, 3), id="shared"),
-        pytest.param(False, (3,), id="gloo"),
+        *full(pytest.param(False, (3,), id="gloo")),
         pytest.param(False, (1, 2), id="gloo-stages-1-2", marks=campaign),
     ],
 )
@@ -255,7 +255,7 @@ def test_hybrid_shard(shared: bool | None, stages: tuple[int, ...]) -> None:
             check_step(step, gathered, psi, replicas)
 
 
-@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
 def test_micro_batches_and_no_sync(shared: bool | None) -> None:
     passes = 3
     replicated_once = [(name, no_sync) for name in ("ddp", "zero1") for no_sync in (True, False)]

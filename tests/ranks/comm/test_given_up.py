@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scope import Scope
+from sets import full
 
 from shardwise.comm import Buffer, PeerError, SharedGroup, shared, slots
 from shardwise.testing import run_ranks
@@ -59,7 +60,7 @@ def slowly(group: SharedGroup, full: Buffer) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *full(3)])
 def test_a_rank_that_comes_too_late_fails_as_those_do_that_have_given_it_up(ranks: int) -> None:
     (first, *met), *others = run_ranks(ranks, late, timeout=120.0)
     assert "rank 0 waited" in first and "is running but has not come" in first
@@ -108,8 +109,9 @@ def at_the_same_moment(rounds: int) -> list[str]:
         return ["met" if told.startswith("[") else "given up" for told in found]
 
 
-def test_ranks_that_give_up_when_the_last_one_comes_are_of_one_mind() -> None:
-    first, *others = run_ranks(3, at_the_same_moment, 200, timeout=120.0)
+@pytest.mark.parametrize("rounds", [40, *full(200)])
+def test_ranks_that_give_up_when_the_last_one_comes_are_of_one_mind(rounds: int) -> None:
+    first, *others = run_ranks(3, at_the_same_moment, rounds, timeout=120.0)
     assert others == [first] * 2
 
 

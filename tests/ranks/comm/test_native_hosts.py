@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scope import hosts_of, values
+from sets import full
 
 from shardwise.comm import Group, GroupMaker, choose
 from shardwise.plan import zero
@@ -97,7 +98,7 @@ def moves(by_hosts: bool | None, ranks_a_host: int) -> Any:
         return on_late_devices(moved, by_hosts)
 
 
-@pytest.mark.parametrize(("ranks", "a_host"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize(("ranks", "a_host"), [(4, 2), *full((6, 2), (6, 3))])
 def test_what_a_host_receives_it_receives_once(run: Run, ranks: int, a_host: int) -> None:
     """A rank of each host takes what that rank's shards on the others are: all ranks of a host (N - L) shards."""
     hosts = ranks // a_host
@@ -107,7 +108,7 @@ def test_what_a_host_receives_it_receives_once(run: Run, ranks: int, a_host: int
         assert not told
 
 
-@pytest.mark.parametrize(("by_hosts", "a_host"), [(None, 2), (False, 2), (True, 1), (True, 4)])
+@pytest.mark.parametrize(("by_hosts", "a_host"), [(None, 2), *full((False, 2), (True, 1), (True, 4))])
 def test_flat_where_nobody_asks_or_nothing_is_saved(run: Run, by_hosts: bool | None, a_host: int) -> None:
     assert run(4, moves, by_hosts, a_host) == [({}, [])] * 4
 
@@ -125,7 +126,7 @@ def uneven(hosts: tuple[str, ...]) -> Any:
         return on_late_devices(moved, True)
 
 
-@pytest.mark.parametrize("hosts", ["aaab", "abab", "aabc"])
+@pytest.mark.parametrize("hosts", ["aaab", *full("abab", "aabc")])
 def test_hosts_that_differ_are_told_of_once(run: Run, hosts: str) -> None:
     found = run(4, uneven, tuple(hosts))
     assert [each for each, _ in found] == [{}] * 4
@@ -139,6 +140,7 @@ def of_each_pair() -> Any:
         return on_late_devices(moved, True, [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
+@pytest.mark.full
 def test_several_groups_at_once(run: Run) -> None:
     for found, told in run(8, of_each_pair):
         assert found["gather"] == (2 * 18 + 4) * NUMEL
@@ -150,8 +152,8 @@ def differing(lists: list[list[int]] | None, other: bool | None) -> None:
         on_late_devices(moved, True if dist.get_rank() > 1 else other, lists)
 
 
-@pytest.mark.parametrize("other", [False, None])
-@pytest.mark.parametrize("lists", [None, [[0, 1], [2, 3]]], ids=["one group", "each group another"])
+@pytest.mark.parametrize("other", [False, *full(None)])
+@pytest.mark.parametrize("lists", [None, *full([[0, 1], [2, 3]])], ids=["one group", "each group another"])
 def test_ranks_that_want_different_things(run: Run, lists: list[list[int]] | None, other: bool | None) -> None:
     with pytest.raises(RankError, match=rf"by_hosts differs between the ranks.*{other}, {other}, True, True"):
         run(4, differing, lists, other)
