@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from engine_setup import PLANS, adam, away_from_zero, check, data, one_mesh, run_plain, run_sharded, sharded
+from sets import full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,8 +71,7 @@ def all_kinds(plan: Plan) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "name",
     [
-        "zero2",
-        "half",
+        *full("zero2", "half"),
         "zero3_gloo",
         *[pytest.param(n, marks=pytest.mark.campaign) for n in ("ddp", "zero3", "zero3_tensor")],
     ],
@@ -141,7 +141,7 @@ def hugging_face(plan: Plan, kind: str, reentrant: bool) -> Generated:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize(
-    ("kind", "reentrant", "shared"), [("gpt2", False, None), ("llama", True, None), ("llama", False, False)]
+    ("kind", "reentrant", "shared"), [*full(("gpt2", False, None), ("llama", True, None)), ("llama", False, False)]
 )
 def test_hugging_face_checkpointing_and_generation(kind: str, reentrant: bool, shared: bool | None) -> None:
     model = causal_model(kind)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_setup import adam, data, seeded, sharded
 from interrupts import Interrupts
+from sets import campaign, full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 
@@ -114,9 +115,14 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("during", DURING)
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("tries", [10, pytest.param(0, marks=pytest.mark.campaign)])
+CASES = [(tries, name, during) for tries in (10, 0) for name in PLANS for during in DURING]
+FEW = [(10, name, during) for name, during in zip(PLANS, DURING, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("tries", "name", "during"),
+    [*FEW, *full(*(case for case in CASES if case[0] and case not in FEW)), *campaign(*CASES[len(CASES) // 2 :])],
+)
 def test_an_interrupted_gather_is_finished_or_undone(during: str, name: str, tries: int) -> None:
     ((points, wrong),) = run_ranks(1, interrupted, PLANS[name], during, tries, timeout=60.0 if tries else 3600.0)
     assert points > 80

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from engine_setup import data, one_mesh, seeded, sharded
+from sets import full
 from stream_setup import Branching, queued
 from test_played_scripts import USUAL, Strays, Ways, alike_for, counted, plain, sgd, train, usual
 from torch import Tensor
@@ -39,7 +40,7 @@ def in_8_bits(
             return session.module.state_dict(), found, losses
 
 
-@pytest.mark.parametrize("ways", [usual, Strays(1, 0.3)], ids=["usual", "strays"])
+@pytest.mark.parametrize("ways", [*full(usual), Strays(1, 0.3)], ids=["usual", "strays"])
 def test_parameters_in_8_bits_are_played_too(ways: Ways) -> None:
     """What a peer answers with is what it would send to all: the same numbers as in rounds, to the last bit."""
     played, rounds = (run_ranks(3, in_8_bits, ways, 20, plays) for plays in (True, False))
@@ -93,7 +94,7 @@ def looks(steps: int, some: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
             return session.module.state_dict(), found
 
 
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("some", [False, *full(True)])
 def test_parameters_are_read_in_the_midst_of_a_played_pass(some: bool) -> None:
     expected = plain(2, way, 8, Looks)
     for state, found in run_ranks(2, looks, 8, some, timeout=90.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import data, one_mesh, seeded, sharded
+from sets import campaign, full
 from stream_setup import LAYERS, Branching, Program, QueuedGroup, queued, stuck
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 
 USUAL = tuple(range(LAYERS))
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))]
+SEEDS = [0, *campaign(*range(1, 20))]
 Ways = Callable[[int, int], Sequence[Any]]
 """Of a rank and a step: which layers it takes."""
 
@@ -100,8 +102,7 @@ def usual(_rank: int, _step: int) -> Sequence[int]:
     return USUAL
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "prefetch"), [(2, 0), (3, 1), (2, 2), *full((2, 1), (3, 0), (3, 2))])
 def test_a_step_like_the_last_ones_takes_two_exchanges(size: int, prefetch: int) -> None:
     ranks = run_ranks(size, run, zero(3).but(prefetch=prefetch), usual, 8)
     expected = plain(size, usual, 8)
@@ -137,7 +138,7 @@ class Strays:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("size", "prefetch"), [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "prefetch"), [*full((2, 1), (3, 0)), (3, 2)])
 def test_ranks_that_stray_are_right_and_close_no_cycle(size: int, prefetch: int, seed: int) -> None:
     ways = now_and_then(seed, 0.1)
     ranks = run_ranks(size, run, zero(3).but(prefetch=prefetch), ways, 40)
@@ -202,7 +203,7 @@ def meet_inside(ways: Ways, steps: int) -> tuple[dict[str, Tensor], dict[str, in
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [*full(2), 3])
 def test_nobody_waits_inside_the_programs_own_collectives(size: int, seed: int) -> None:
     ways = Elsewhere(seed)
     ranks = run_ranks(size, meet_inside, ways, 32, timeout=90.0)
@@ -258,8 +259,10 @@ def fails_once(where: tuple[str, int], who: int) -> tuple[dict[str, Tensor], lis
             return session.module.state_dict(), said, found
 
 
-@pytest.mark.parametrize("position", [0, 3, 6])
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "position"),
+    [("forward", 3), ("backward", 3), *full(*itertools.product(("forward", "backward"), (0, 6)))],
+)
 def test_a_pass_that_fails_on_one_rank_is_made_again(kind: str, position: int) -> None:
     ranks = run_ranks(3, fails_once, (kind, position), 1, timeout=90.0)
     expected = plain(3, usual, 16)
@@ -309,7 +312,7 @@ def one_after_the_other(how: str) -> tuple[States, list[int]]:
     return states, played
 
 
-@pytest.mark.parametrize("how", ["close", "unshard", "collected", "collected later"])
+@pytest.mark.parametrize("how", ["close", *full("unshard", "collected"), "collected later"])
 def test_a_model_that_is_no_more_leaves_the_next_its_scripts(how: str) -> None:
     enabled = gc.isenabled()
     assert enabled
@@ -387,8 +390,7 @@ def comes_between(strays: bool) -> tuple[States, Program, int]:
     return states, program, found["played"]
 
 
-@pytest.mark.parametrize("strays", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "strays"), [*full((2, False), (3, False), (2, True)), (3, True)])
 def test_a_model_that_comes_in_the_midst_of_a_step(size: int, strays: bool) -> None:
     ranks = run_ranks(size, comes_between, strays)
     assert stuck([program for _, program, _ in ranks]) == []
@@ -463,8 +465,13 @@ def looks_between(what: str, strays: bool) -> tuple[dict[str, Tensor], list[Any]
             return session.module.state_dict(), seen, program, found
 
 
-@pytest.mark.parametrize("what", ["evaluation", "gathered", "some", "state"])
-@pytest.mark.parametrize("strays", [False, True])
+@pytest.mark.parametrize(
+    ("strays", "what"),
+    [
+        *[(False, "evaluation"), (True, "gathered"), (True, "some")],
+        *full((True, "evaluation"), (False, "gathered"), (False, "some"), (False, "state"), (True, "state")),
+    ],
+)
 def test_what_is_read_in_the_midst_of_a_step(what: str, strays: bool) -> None:
     ranks, ways = run_ranks(2, looks_between, what, strays), Once(5, strays)
     assert stuck([program for _, _, program, _ in ranks]) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_setup import data, one_mesh, seeded, sharded, told
 from saving_setup import OPS, ROWS, WAYS, Table, ops_of, plainly
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.mesh import Mesh
@@ -72,13 +73,15 @@ def compare(plan: Plan, ways: list[str], each: bool = False, some: Iterable[str]
 FEW = {"layer_norm", "attention", "lstm", "mul", "function_keeps"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ways", [list(WAYS)[::2], list(WAYS)[1::2]], ids=["even", "odd"])
 def test_every_operator_that_saves_parameters(ways: list[str]) -> None:
     compare(SHARED, ways)
 
 
-def test_some_over_gloo() -> None:
-    compare(GLOO, list(WAYS), some=FEW)
+@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
+def test_some(plan: Plan) -> None:
+    compare(plan, list(WAYS), some=FEW)
 
 
 @pytest.mark.campaign
@@ -103,7 +106,7 @@ def stale(plan: Plan) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("plan", [SHARED, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
 def test_graphs_from_before_an_update_are_refused(plan: Plan) -> None:
     for found in run_ranks(2, stale, plan):
         for way, message in found.items():

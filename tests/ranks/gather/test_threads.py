@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_setup import data, seeded, sgd, sharded
 from saving_setup import ROWS, Table
+from sets import full
 from torch import Tensor
 
 from shardwise.plan import ByTensor, Plan, on_device, zero
@@ -54,7 +55,10 @@ def served(plan: Plan) -> tuple[list[str], Tensor]:
 
 @pytest.mark.parametrize(
     "plan",
-    [zero(3), zero(3).but(shared_memory=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)],
+    [
+        zero(3),
+        *full(zero(3).but(shared_memory=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)),
+    ],
     ids=["shared", "gloo", "alone", "zero2"],
 )
 def test_threads_evaluate_one_model(plan: Plan) -> None:

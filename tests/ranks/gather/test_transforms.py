@@ -10,6 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from engine_setup import check, data, one_mesh, run_plain, run_sharded, seeded, sgd, sharded, told
+from sets import campaign, full
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_leaves
@@ -104,7 +105,7 @@ def on_rank(plan: Plan) -> dict[str, dict[str, Tensor]]:
         return transformed(plan, mesh)
 
 
-@pytest.mark.parametrize("name", ["alone", "gloo", pytest.param("shared", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
 def test_transforms_of_the_whole_model(name: str) -> None:
     model = seeded(Net)
     optimizer = sgd(model)
@@ -183,7 +184,7 @@ def read_in_backward(plan: Plan) -> dict[str, dict[str, Tensor]]:
         return {name: run_sharded(READERS[name], reading, plan, 2, mesh) for name in READERS}
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["shared", *full("gloo", "alone")])
 def test_parameters_read_in_backward(name: str) -> None:
     results = run_ranks(2, read_in_backward, PLANS[name])
     for reader, build in READERS.items():
