@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded, told
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.build import Session
@@ -79,7 +80,7 @@ def one_large_batch(average: str, norm_type: float) -> tuple[dict[str, Tensor], 
     return dict(model.state_dict()), norms
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"])
+@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3", *full("zero3_gloo")])
 def test_equals_one_large_batch(name: str) -> None:
     results = run_ranks(RANKS, accumulate, PLANS[name])
     for average in ("sum", "mean", "tokens"):
@@ -130,7 +131,7 @@ def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
 def test_what_is_dropped_is_not_counted(name: str) -> None:
     hows = ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
     results = run_ranks(RANKS, dropped, PLANS[name], hows)
@@ -190,8 +191,13 @@ def clip_each_pass(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
         return norms, session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("size", [1, RANKS])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        *[(1, "ddp"), (RANKS, "zero1"), (1, "zero2"), (RANKS, "zero3")],
+        *full((RANKS, "ddp"), (1, "zero1"), (RANKS, "zero2"), (1, "zero3")),
+    ],
+)
 def test_a_clip_between_passes_is_of_those_before(name: str, size: int) -> None:
     model, norms = seeded(net), []
     for micro in range(MICRO):
@@ -236,7 +242,7 @@ def compared_gradients(plan: Plan) -> dict[str, Tensor]:
         return first
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3_tensor"])
+@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3_tensor"])
 def test_full_gradients(name: str) -> None:
     model = seeded(net)
     mean_loss(model, torch.cat([rows(r, m, 0, True) for r in range(RANKS) for m in range(MICRO)])).backward()
@@ -263,8 +269,9 @@ def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
-@pytest.mark.parametrize("average", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
+)
 def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
     for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
         assert norms == pytest.approx(others, rel=1e-12)
@@ -301,7 +308,7 @@ def without_tokens(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
         return messages, session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
 def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
     results = run_ranks(RANKS, without_tokens, PLANS[name])
     for messages, _ in results:
@@ -333,7 +340,7 @@ def unheld(plan: Plan) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", *full("zero2"), "zero3"])
 def test_gradients_of_parameters_in_no_optimizer(name: str) -> None:
     results = run_ranks(RANKS, unheld, PLANS[name])
     assert len(results[0]) == 8

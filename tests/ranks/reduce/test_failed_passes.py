@@ -13,6 +13,7 @@ import pytest
 import torch
 from early_setup import full_state
 from engine_setup import PLANS, adam, data, one_mesh, seeded
+from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 from wait_setup import Impatient, quick_patience
@@ -152,7 +153,7 @@ def plain(size: int) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def check(runs: list[Run], size: int, timeout: float = 25.0) -> list[list[Tries]]:
+def check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
     """Every run leaves what plain training leaves, the same bits on all ranks. Its tries, by run and rank."""
     expected, ranks = plain(size), run_ranks(size, train_all, runs, timeout=timeout)
     found = [list(of_run) for of_run in zip(*ranks, strict=True)]
@@ -164,6 +165,8 @@ def check(runs: list[Run], size: int, timeout: float = 25.0) -> list[list[Tries]
 
 
 TRANSPORTS = pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+MESSAGES_IN_FULL = pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
+MEMORY_IN_FULL = pytest.mark.parametrize("shared", [*full(None), False], ids=["shared", "gloo"])
 
 
 def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
@@ -204,7 +207,7 @@ def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> Non
             assert each.ends == [["made"], expected, expected], (run.what, rank)
 
 
-@TRANSPORTS
+@MEMORY_IN_FULL
 def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None:
     """Ranks that gather from the failed one wait elsewhere than those that only reduce with it."""
     hybrid = PLANS["hybrid"].but(shared_memory=shared, exchange_bytes=0)
@@ -212,7 +215,7 @@ def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None
     check([Run(hybrid, trials, direct, True, f"direct={direct}") for direct in (True, False)], 4)
 
 
-@TRANSPORTS
+@MESSAGES_IN_FULL
 def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
     """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
     plan = zero(3).but(secondary=2, shared_memory=shared, exchange_bytes=0, prefetch=2 if shared is False else 0)
@@ -222,7 +225,7 @@ def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> Non
     check([*runs, Run(plan, apart, what="each in another place")], 4)
 
 
-@TRANSPORTS
+@MEMORY_IN_FULL
 @pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
 def test_the_same_order_promised(shared: bool | None, every: bool, tmp_path: Path) -> None:
     """All ranks fail at one place; how far each had come by then depends on its patience."""
@@ -262,7 +265,7 @@ def goes_on(plan: Plan) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_gloo"])
+@pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
 def test_step_or_pass_after_one_that_failed(name: str) -> None:
     """Is refused: what has been reduced by then differs between ranks."""
     for told in run_ranks(2, goes_on, PLANS[name]):
@@ -299,7 +302,7 @@ def in_place(direct: bool) -> tuple[list[str], dict[str, Tensor]]:
     return said[1 - mesh.rank :], found
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, *full(False)])
 def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct: bool) -> None:
     for said, found in run_ranks(2, in_place, direct):
         assert len(said) == 3 and all("load a checkpoint" in each for each in said), said
@@ -341,7 +344,7 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
     return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}, same_order={promised}")
 
 
-@TRANSPORTS
+@MESSAGES_IN_FULL
 def test_at_random(shared: bool | None, tmp_path: Path) -> None:
     check([at_random(seed, 2, shared, tmp_path) for seed in (range(4) if shared is None else range(4, 8))], 2)
 

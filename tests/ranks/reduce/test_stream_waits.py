@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from engine_setup import adam, one_mesh, seeded, sharded
+from sets import full
 from stream_setup import (
     LAYERS,
     Branching,
@@ -40,8 +41,7 @@ def alone(plan: Plan, steps: int, differ: bool) -> Program:
         return train_on(QueuedGroup, plan, steps, differ)[1]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("prefetch", "size"), [(0, 2), (1, 3), (2, 2), *full((0, 3), (1, 2), (2, 3))])
 def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
     found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch), STEPS, True)
     programs = [program for _, program in found]
@@ -58,6 +58,7 @@ def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
     assert stuck(programs) and begun_apart(programs)
 
 
+@pytest.mark.full
 def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
     found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2), STEPS, True)
     assert stuck([program for _, program in found]) == []
@@ -66,7 +67,7 @@ def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
         assert_close(state, expected, 1e-9, f"rank {rank}")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [*full(1), 2])
 def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
     found = run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True)
     assert stuck([program for _, program in found]) == []
@@ -75,7 +76,7 @@ def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
         assert_close(state, expected, 1e-9, f"rank {rank}")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [*full(2), 3])
 def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
     """Over gloo it is the host that waits, where a GPU's stream would."""
     found = run_ranks(3, on_the_backend, zero(stage), STEPS)
@@ -89,8 +90,9 @@ def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
         return train_on(NativeGroup, plan, steps, True)[0]
 
 
-@pytest.mark.parametrize("same_order", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("prefetch", "same_order"), [(0, True), (1, False), *full((2, True), (0, False), (1, True), (2, False))]
+)
 def test_reductions_begin_while_backward_runs(same_order: bool, prefetch: int) -> None:
     """Where all do the same, a buffer is free again when the layer after the next one needs it."""
     ranks = run_ranks(2, count_begun, zero(3).but(same_order=same_order, prefetch=prefetch), 4)
@@ -118,8 +120,7 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     return begun, copied[:-1]
 
 
-@pytest.mark.parametrize("same_order", [False, True])
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize(("prefetch", "same_order"), [(1, False), (2, True), *full((1, True), (2, False))])
 def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool, prefetch: int) -> None:
     """Of n equal layers; the last one of the forward pass is still there when backward begins."""
     for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):

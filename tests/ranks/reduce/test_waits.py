@@ -11,6 +11,7 @@ import pytest
 import torch
 from early_setup import full_state
 from engine_setup import adam, one_mesh
+from sets import full
 from tier_setup import SHARES, small_tiles, with_tiers
 from torch import Tensor
 from wait_setup import WAYS, Impatient, Watch, loss_at, make_ways, quick_patience
@@ -141,9 +142,21 @@ def check(
             assert all(torch.equal(value, first.parameters[name]) for name, value in disturbed.parameters.items())
 
 
-@TRANSPORTS
-def test_patience_may_end_at_any_place(shared: bool | None, tmp_path: Path) -> None:
-    check(SHARED if shared is None else GLOO, 2, shared, tmp_path, whole=False)
+FEW: list[Case] = [(3, "thirds", "step"), (2, "s_disk", "guessed"), (2, "s_host", "in_place")]
+"""Each stage, kind of update and transport, and some of the tiers."""
+
+
+@pytest.mark.parametrize(
+    ("shared", "cases"),
+    [
+        pytest.param(None, FEW[:2], id="shared"),
+        pytest.param(False, FEW[2:], id="gloo"),
+        *full(pytest.param(None, [case for case in SHARED if case not in FEW], id="shared-more")),
+        *full(pytest.param(False, [case for case in GLOO if case not in FEW], id="gloo-more")),
+    ],
+)
+def test_patience_may_end_at_any_place(shared: bool | None, cases: list[Case], tmp_path: Path) -> None:
+    check(cases, 2, shared, tmp_path, whole=False)
 
 
 @pytest.mark.campaign
