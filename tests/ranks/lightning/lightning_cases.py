@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_setup import close, data, stock, toy, trainer, weights
+from sets import campaign, full
 from torch import Tensor
 
 from shardwise.strategies.namespace import LIGHTNING
@@ -36,6 +38,20 @@ THREE = ("colossalai", "deepspeed_3", "fully_sharded")
 TWO = THREE[:2]
 """What the engine and the common base do is the same for the third, whose own tests repeat much of it."""
 STOCK = "stock"
+
+
+def rows(cases: Iterable[Any], quick: Collection[Any], more: Collection[Any] = ()) -> list[Any]:
+    """Cases in their order: those that are quick, some more in the full set, and the rest in the campaign."""
+    found: list[Any] = []
+    for case in cases:
+        found += [case] if case in quick else full(case) if case in more else campaign(case)
+    return found
+
+
+def kinds(quick: str, *more: str, of: tuple[str, ...] = THREE) -> list[Any]:
+    """Rows of strategies: what the engine and the common base do is the same for all, so one is quick."""
+    assert {quick, *more} <= {*of}
+    return rows(of, [quick], more)
 
 
 def strategy(kind: str, **changes: Any) -> Any:

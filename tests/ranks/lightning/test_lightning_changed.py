@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning_cases import strategy
 from lightning_setup import OUT, Toy, close, data, toy, trainer
+from sets import full
 from torch import nn
 
 from shardwise.testing import assert_close, run_ranks
@@ -117,7 +118,7 @@ def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ("schedule", "the state is of StepLR, the scheduler a CosineAnnealingLR"),
+        *full(("schedule", "the state is of StepLR, the scheduler a CosineAnnealingLR")),
         ("optimizer", "optimizer 0 is RMSprop, and its state there is of"),
     ],
 )

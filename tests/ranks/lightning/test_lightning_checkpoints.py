@@ -5,28 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import KINDS, MAIN, STOCK, THREE, TWO, strategy
+from lightning_cases import KINDS, MAIN, STOCK, kinds, rows, strategy
 from lightning_setup import OUT, WIDTH, Toy, close, data, since, toy, trainer, weights
+from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
 RANKS = 2
-MORE = pytest.mark.campaign
 EPOCHS = 3
 Whole = dict[str, Tensor]
-
-
-def rest(default: tuple[str, ...], kinds: tuple[str, ...] = MAIN) -> list[Any]:
-    """The kinds that are not in the default run."""
-    return [pytest.param(kind, marks=MORE) for kind in kinds if kind not in default]
 
 
 def callback(path: str, **arguments: Any) -> Any:
@@ -86,19 +82,12 @@ def _resumed(kind: str, path: str, accumulate: int = 1, precision: str = "32-tru
     return found
 
 
-RESUMES = [
-    pytest.param(kind, accumulate, precision, marks=() if chosen else pytest.mark.campaign)
-    for kind in KINDS
-    for accumulate in (1, 2, 3)
-    for precision in ("32-true", "bf16-mixed", "bf16-true")
-    for chosen in [
-        (kind in ("colossalai", "deepspeed_2", "fully_sharded") and accumulate == 3 and precision == "32-true")
-        or (kind == "deepspeed_3" and accumulate == 1 and precision == "bf16-mixed")
-    ]
-]
+RESUMES = product(KINDS, (1, 2, 3), ("32-true", "bf16-mixed", "bf16-true"))
+QUICK = [("fully_sharded", 3, "32-true"), ("deepspeed_3", 1, "bf16-mixed")]
+FULL = [("colossalai", 3, "32-true"), ("deepspeed_2", 3, "32-true")]
 
 
-@pytest.mark.parametrize(("kind", "accumulate", "precision"), RESUMES)
+@pytest.mark.parametrize(("kind", "accumulate", "precision"), rows(RESUMES, QUICK, FULL))
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
     kind: str, accumulate: int, precision: str, tmp_path: Path
 ) -> None:
@@ -152,7 +141,7 @@ def _within(kind: str, folder: str) -> list[str]:
     return differences(found, expected)
 
 
-@pytest.mark.parametrize("kind", [*TWO, *rest(TWO)])
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=MAIN))
 def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """From the second of four steps, the last of which is one left-over batch."""
     if not since(2, 5) and run_ranks(RANKS, _within, STOCK, str(tmp_path / "stock")) != [[]] * RANKS:
@@ -211,7 +200,7 @@ def kept_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], l
 
 @pytest.mark.parametrize(
     ("kind", "save_last"),
-    [("colossalai", True), ("deepspeed_3", "link"), pytest.param("fully_sharded", True, marks=MORE)],
+    [*full(("colossalai", True)), ("deepspeed_3", "link"), *campaign(("fully_sharded", True))],
 )
 def test_model_checkpoint_keeps_and_removes_as_under_ddp(
     kind: str, save_last: Any, kept_by_stock: Callable[[Any], list[dict[str, Any]]], tmp_path: Path
@@ -256,7 +245,7 @@ def _hooks(kind: str, folder: str) -> tuple[bool, bool, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [*TWO, *rest(TWO)])
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=MAIN))
 def test_hooks_see_whole_shapes_and_keep_what_they_add(kind: str, tmp_path: Path) -> None:
     """Under DeepSpeed's stage 3 ``on_save_checkpoint`` saw a sharded state."""
     expected = (True, True, ([1, 2.5], [0, 1, 2]))
@@ -284,7 +273,7 @@ def _save_after_test(kind: str, folder: str) -> tuple[list[str], bool]:
     return same, equal
 
 
-@pytest.mark.parametrize("kind", ["deepspeed_3", "fully_sharded", *rest(("deepspeed_3", "fully_sharded"))])
+@pytest.mark.parametrize("kind", kinds("fully_sharded", "deepspeed_3", of=MAIN))
 def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -> None:
     """DeepSpeed's engine was gone by then, and Lightning had moved the shards to the CPU."""
     assert run_ranks(RANKS, _save_after_test, kind, str(tmp_path)) == [([], True)] * RANKS
@@ -330,13 +319,22 @@ def _check_exchange(pairs: list[tuple[str, str]], folder: Path, expected: list[W
             assert differences(ended, straight, 1e-6) == [], pair
 
 
-def test_checkpoints_go_from_each_strategy_to_the_next(straight_stock: list[Whole], tmp_path: Path) -> None:
-    _check_exchange(RING, tmp_path, straight_stock)
+PARTS = [slice(3, 4), *full(slice(0, 3), slice(4, 5))]
+SOME = pytest.mark.parametrize("chosen", PARTS, ids=["one", "before it", "behind it"])
+"""Of five exchanges one is quick."""
 
 
-def test_a_file_of_stock_ddp_is_resumed_by_each(straight_stock: list[Whole], tmp_path: Path) -> None:
+@SOME
+def test_checkpoints_go_from_each_strategy_to_the_next(
+    chosen: slice, straight_stock: list[Whole], tmp_path: Path
+) -> None:
+    _check_exchange(RING[chosen], tmp_path, straight_stock)
+
+
+@SOME
+def test_a_file_of_stock_ddp_is_resumed_by_each(chosen: slice, straight_stock: list[Whole], tmp_path: Path) -> None:
     """Optimizer state included, in shards."""
-    _check_exchange([(STOCK, kind) for kind in MAIN], tmp_path, straight_stock)
+    _check_exchange([(STOCK, kind) for kind in MAIN][chosen], tmp_path, straight_stock)
 
 
 @pytest.mark.campaign
@@ -357,7 +355,7 @@ def _alone(kind: str, path: str) -> tuple[Whole, int]:
     return found, steps
 
 
-@pytest.mark.parametrize("kind", ["deepspeed_3", *rest(("deepspeed_3",), THREE)])
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
     """DeepSpeed refused it."""
     saved = run_ranks(RANKS, _save_and_tell, kind, str(tmp_path / "two.ckpt"))[0]
@@ -431,7 +429,7 @@ def _from_booster(kind: str, folder: str) -> list[str]:
     return differences(_values(seen), expected)
 
 
-@pytest.mark.parametrize("kind", ["colossalai", *rest(("colossalai",), THREE)])
+@pytest.mark.parametrize("kind", kinds("colossalai"))
 def test_checkpoints_are_exchanged_with_the_booster(kind: str, tmp_path: Path) -> None:
     """Both write the same directories; weights and optimizer state, by name."""
     assert run_ranks(RANKS, _to_booster, kind, str(tmp_path / "one.ckpt")) == [[]] * RANKS
@@ -467,7 +465,7 @@ def _strict(kind: str, path: str) -> None:
         trainer(strategy(kind)).fit(toy(body=_Larger), data(1), ckpt_path=path)
 
 
-@pytest.mark.parametrize("kind", [*TWO, *rest(TWO, THREE)])
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))
 def test_missing_names_are_an_error_unless_loading_is_not_strict(kind: str, tmp_path: Path) -> None:
     """DeepSpeed collected such errors and never raised them; ColossalAI's loader took no ``strict`` at all."""
     run_ranks(RANKS, _strict, kind, str(tmp_path / "one.ckpt"))

@@ -52,6 +52,7 @@ def _facts(**arguments: Any) -> dict[str, Any]:
 SIZES = [96, 16, 256, 16, 48, 3]
 
 
+@pytest.mark.full
 def test_chunk_arguments_have_effects() -> None:
     """``chunk_size`` was stored and never used; ``use_chunk=False`` was refused; below 1 MiB the minimum became 0."""
     assert _facts(use_chunk=False)["chunks"] == SIZES
@@ -65,6 +66,7 @@ def test_chunk_arguments_have_effects() -> None:
     assert _facts(min_chunk_size=400, chunk_search_range=10)["chunks"] == [384, 51]
 
 
+@pytest.mark.full
 def test_storage_and_placement_have_effects() -> None:
     """``enable_distributed_storage`` was stored and never used."""
     shared, whole = _facts(placement_policy="cuda"), _facts(placement_policy="cuda", enable_distributed_storage=False)
@@ -318,6 +320,7 @@ def _called(way: str) -> Any:
     return ended(made)
 
 
+@pytest.mark.full
 def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
     expected = run_ranks(RANKS, _called, "two")
     assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, THREE, Ended, Recipe, check_same, ended, off, run, strategy
+from lightning_cases import STOCK, THREE, Ended, Recipe, check_same, ended, kinds, off, rows, run, strategy
 from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
@@ -19,12 +19,6 @@ from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
 RANKS = 2
-
-
-def kinds(*default: str) -> list[Any]:
-    """The three; those that are not named here repeat what the common base does, outside of the default run."""
-    assert {*default} <= {*THREE}
-    return [pytest.param(kind, marks=() if kind in default else pytest.mark.campaign) for kind in THREE]
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +262,7 @@ def _synchronised(kind: str, plugin: bool) -> tuple[Ended, bool]:
     return ended(made), type(model.net[1]) is nn.BatchNorm1d
 
 
-@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3"))
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))
 def test_layers_may_be_synchronised_by_a_plugin(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """The way that ``sync_batchnorm`` takes on GPUs: layers with collectives in forward and in backward."""
     found, expected = run_ranks(RANKS, _synchronised, kind, True), oracle(_synchronised, True)
@@ -351,13 +345,13 @@ def _flops(device: torch.device, dtype: torch.dtype) -> int:
     return FLOPS[dtype]
 
 
+FORMATS = (("32-true", 1), ("bf16-mixed", 2), ("64-true", 3))
+MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("kind", "precision", "flops"),
-    [
-        pytest.param(kind, precision, flops, marks=() if number == place else pytest.mark.campaign)
-        for number, kind in enumerate(THREE)
-        for place, (precision, flops) in enumerate((("32-true", 1), ("bf16-mixed", 2), ("64-true", 3)))
-    ],
+    rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED),
 )
 def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
     """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""

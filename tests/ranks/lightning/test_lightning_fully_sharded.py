@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_setup import OUT, WIDTH, Silent, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
@@ -114,7 +115,7 @@ IN = {"plain": list(VARIANTS), "norm": ["wrapped"], "value": ["kept"], "accumula
 IN["accumulate 3, clipped"] = ["default", "wrapped"]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [name if name == "norm" else full(name)[0] for name in RUNS])
 def test_weights_equal_those_of_ddp(run: str) -> None:
     """Five batches an epoch: with 2 and 3 to accumulate, each epoch ends with left-overs."""
     for found in run_ranks(RANKS, parity, LIGHTNING, IN[run], RUNS[run], {"schedule": True}):
@@ -128,6 +129,7 @@ def test_weights_equal_those_of_ddp_in_every_variant(run: str) -> None:
         assert all(value <= TOLERANCE for value in found.values()), found
 
 
+@pytest.mark.full
 def test_the_other_package() -> None:
     for found in run_ranks(RANKS, parity, PYTORCH_LIGHTNING, ["wrapped"], {"accumulate_grad_batches": 2}, {}):
         assert found["wrapped"] <= TOLERANCE
@@ -149,6 +151,7 @@ def clipped_sgd(clip: float, algorithm: str) -> tuple[float, float, float]:
     return worst(ours, theirs), float(update.norm()), float(update.abs().max())
 
 
+@pytest.mark.full
 def test_clipping_uses_the_global_gradient() -> None:
     for difference, norm, _ in run_ranks(RANKS, clipped_sgd, 0.02, "norm"):
         assert difference <= TOLERANCE and norm == pytest.approx(0.02, rel=1e-3)
@@ -181,6 +184,7 @@ def changing(make: Callable[[], Any]) -> tuple[dict[str, Tensor], list[Any]]:
     return {**first, **{f"second.{n}": v for n, v in second.items()}}, model.seen
 
 
+@pytest.mark.full
 def test_accumulation_that_changes_during_a_run() -> None:
     for (ours, seen), (theirs, expected) in both(changing):
         assert seen == expected and worst(ours, theirs) <= TOLERANCE
@@ -229,12 +233,14 @@ def precisions(name: str, fp32: dict[str, Tensor]) -> tuple[list[str], float, di
 @pytest.mark.parametrize(
     ("name", "dtype", "saved", "most"),
     [
-        ("32-true", torch.float32, torch.float32, 1e-6),
-        ("64-true", torch.float64, torch.float64, 1e-6),
+        *full(
+            ("32-true", torch.float32, torch.float32, 1e-6),
+            ("64-true", torch.float64, torch.float64, 1e-6),
+        ),
         ("bf16-mixed", torch.bfloat16, torch.float32, 0.05),
         ("16-mixed", torch.float16, torch.float32, 0.02),
         ("bf16-true", torch.bfloat16, torch.bfloat16, 0.2),
-        ("16-true", torch.float16, torch.float16, 0.1),
+        *full(("16-true", torch.float16, torch.float16, 0.1)),
     ],
 )
 def test_precision(name: str, dtype: torch.dtype, saved: torch.dtype, most: float, fp32: dict[str, Tensor]) -> None:
@@ -280,7 +286,7 @@ def overflow(algorithm: str) -> tuple[list[bool], float]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", *full("value")])
 def test_an_overflow_skips_the_step_whatever_clips(algorithm: str) -> None:
     for skipped, scale in run_ranks(RANKS, overflow, algorithm):
         assert skipped == [True] and scale == 2.0**15
@@ -313,6 +319,7 @@ def entries(make: Callable[[], Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_every_entry_point() -> None:
     for ours, theirs in both(entries):
         assert ours == pytest.approx(theirs, abs=1e-5)
@@ -389,6 +396,7 @@ def manual(make: Callable[[], Any]) -> dict[str, Tensor]:
     return fit(make(), toy(body=Manual), max_epochs=2)
 
 
+@pytest.mark.full
 def test_manual_optimization_with_two_optimizers() -> None:
     for ours, theirs in both(manual):
         assert worst(ours, theirs) <= TOLERANCE
@@ -424,6 +432,7 @@ def hooks(make: Callable[[], Any]) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.full
 def test_hooks_and_early_stopping() -> None:
     for ours, theirs in both(hooks):
         for name in theirs:
@@ -469,6 +478,7 @@ def compiled() -> tuple[float, int]:
     return worst(ours, fit(stock(), toy(body=Silent))), counter.op_count
 
 
+@pytest.mark.full
 def test_compiled_module() -> None:
     for difference, operations in run_ranks(RANKS, compiled):
         assert difference <= TOLERANCE and operations >= 3

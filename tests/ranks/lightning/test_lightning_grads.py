@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from lightning_cases import STOCK, THREE, Ended, Recipe, check_same, run
+from lightning_cases import STOCK, Ended, Recipe, check_same, kinds, run
 from lightning_setup import Toy, toy
 
 from shardwise.testing import run_ranks
@@ -33,8 +33,12 @@ def reported(kind: str) -> Ended:
     return run(kind, Recipe(batches=4, epochs=1, optimizer="sgd"), toy(body=_Reporting))
 
 
-@pytest.mark.parametrize("kind", THREE)
-def test_norms_are_reported_and_clipped(kind: str) -> None:
-    expected = run_ranks(RANKS, reported, STOCK, timeout=120.0)
+@pytest.fixture(scope="module")
+def expected() -> list[Ended]:
+    return run_ranks(RANKS, reported, STOCK, timeout=120.0)
+
+
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", "fully_sharded"))
+def test_norms_are_reported_and_clipped(kind: str, expected: list[Ended]) -> None:
     assert all(each.metrics["clipped"] > 0.05 and "grad_2.0_norm_total" in each.metrics for each in expected)
     check_same(run_ranks(RANKS, reported, kind, timeout=120.0), expected, most=1e-5)

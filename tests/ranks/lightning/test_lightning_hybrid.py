@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 from lightning_deepspeed_setup import strategy
 from lightning_setup import close, trainer
+from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -68,6 +70,6 @@ def _fitted(stage: int, directory: Path) -> None:
     close(again)
 
 
-def test_a_configuration_with_tensor_parallelism(tmp_path: Path) -> None:
-    for stage in (1, 3):
-        run_ranks(RANKS, _fitted, stage, tmp_path / str(stage), timeout=120.0)
+@pytest.mark.parametrize("stage", [1, *full(3)])
+def test_a_configuration_with_tensor_parallelism(stage: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, _fitted, stage, tmp_path, timeout=120.0)

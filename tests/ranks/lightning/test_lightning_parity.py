@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from lightning_cases import KINDS, MAIN, STOCK, Ended, Recipe, check_same, run
+from lightning_cases import KINDS, MAIN, STOCK, Ended, Recipe, check_same, rows, run
 from lightning_setup import HIDDEN, OUT, WIDTH, Toy, toy
 from torch import nn
 
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 
 RANKS = 2
-MORE = pytest.mark.campaign
 RECIPES: dict[str, Recipe] = {
     "accumulate_1": Recipe(),
     "accumulate_2": Recipe(accumulate=2),
@@ -47,14 +47,21 @@ DEFAULT = {
     "fully_sharded": {"accumulate_2", "clip_norm"},
 }
 assert set().union(*DEFAULT.values()) == set(RECIPES)
-CASES = [
-    pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, {"accumulate_3_clip_norm"}) else MORE)
-    for kind in KINDS
-    for name in RECIPES
+# Each engine plan, each recipe, and a plan whose parameters and state are on the host.
+QUICK = [
+    ("colossalai", "accumulate_1"),
+    ("deepspeed_1", "accumulate_3_clip_norm"),
+    ("deepspeed_2", "accumulate_3"),
+    ("deepspeed_3", "clip_value"),
+    ("deepspeed_3_offload", "accumulate_3_clip_norm"),
+    ("fully_sharded", "accumulate_2"),
+    ("fully_sharded", "clip_norm"),
 ]
+assert {kind for kind, _ in QUICK} >= set(MAIN) and {name for _, name in QUICK} == set(RECIPES)
+FULL = [(kind, name) for kind in KINDS for name in DEFAULT.get(kind, {"accumulate_3_clip_norm"})]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), rows(product(KINDS, RECIPES), QUICK, FULL))
 def test_equals_stock_ddp(kind: str, name: str, oracle: Callable[[str], list[Ended]]) -> None:
     """Weights within 1e-6, as many steps, the same numbers logged.
 
@@ -140,14 +147,11 @@ HALVES |= {("deepspeed_3", "bf16-mixed"), ("fully_sharded", "bf16-mixed"), ("ful
 assert {kind for kind, _ in HALVES} == set(MAIN)
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        pytest.param(kind, precision, marks=() if (kind, precision) in HALVES else MORE)
-        for kind in MAIN
-        for precision in ("bf16-mixed", "bf16-true")
-    ],
-)
+# With masters, without, and DeepSpeed, which has them either way.
+QUICK_HALVES = [("colossalai", "bf16-true"), ("deepspeed_2", "bf16-true"), ("fully_sharded", "bf16-mixed")]
+
+
+@pytest.mark.parametrize(("kind", "precision"), rows(product(MAIN, ("bf16-mixed", "bf16-true")), QUICK_HALVES, HALVES))
 def test_bf16_is_really_bf16(kind: str, precision: str, batches: list[Any]) -> None:
     """Under DDPFullySharded of Lightning 1.x bf16 trained in fp32, silently; "mixed" of DeepSpeed is no autocast."""
     recipe = Recipe(epochs=1, optimizer="sgd", precision=precision)

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, THREE, TWO, Recipe, ended, off, run, strategy
+from lightning_cases import STOCK, TWO, Recipe, ended, kinds, off, run, strategy
 from lightning_setup import WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from torch import Tensor
 
 from shardwise.testing import run_ranks
 
 RANKS = 2
-MORE = pytest.mark.campaign
 
 
 class _Remakes(Toy):
@@ -79,7 +78,7 @@ def _evaluated_first(kind: str, optimizer: bool) -> tuple[list[int], list[str], 
     return said, sorted({str(param.dtype) for param in model.parameters()}), float(model.net[0].weight[0, 0])
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
 def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
     for rank, (said, dtypes, weight) in enumerate(run_ranks(RANKS, _evaluated_first, kind, False)):
         assert said == [0, int(rank == 0)]
@@ -91,7 +90,7 @@ def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
         del weight
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=TWO))
 def test_layers_built_again_while_loading_do_not_lose_the_training(kind: str, tmp_path: Path) -> None:
     """They would have been outside of the sharding: never restored, never reduced, and trained by each rank alone."""
     for differences, said in run_ranks(RANKS, _remade, kind, str(tmp_path)):
@@ -109,7 +108,7 @@ def _by_trainer(kind: str) -> float:
     return worst(fit(strategy(kind), toy(body=_ByTrainer)), fit(strategy(STOCK), toy()))
 
 
-@pytest.mark.parametrize("kind", ["colossalai", pytest.param("deepspeed_3", marks=MORE), "fully_sharded"])
+@pytest.mark.parametrize("kind", kinds("fully_sharded", "colossalai"))
 def test_optimizers_take_parameters_from_the_trainers_model_and_from_the_modules(kind: str) -> None:
     """FairScale's strategy took those of ``self.trainer.model`` alone, ColossalAI's those of the module alone."""
     assert max(run_ranks(RANKS, _by_trainer, kind)) <= 1e-6
@@ -135,7 +134,7 @@ def _hooked(kind: str) -> list[int]:
     return [*found, calls[0]]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "deepspeed_3" else MORE) for kind in THREE])
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_hooks_of_modules_survive_evaluation(kind: str) -> None:
     """Lightning removed all of them to make DeepSpeed's second engine, that of evaluation."""
     assert run_ranks(RANKS, _hooked, kind) == [[3, 6, 9, 12, 13]] * RANKS
@@ -162,7 +161,7 @@ def _measured(kind: str) -> tuple[float, float]:
     return value, worst(trained, fit(strategy(STOCK), toy()))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "fully_sharded" else MORE) for kind in THREE])
+@pytest.mark.parametrize("kind", kinds("fully_sharded"))
 def test_metrics_of_configure_model(kind: str) -> None:
     results = run_ranks(RANKS, _measured, kind)
     assert all(value > 0 and off <= 1e-6 for value, off in results), results
@@ -210,7 +209,7 @@ def _one_optimizer_each(kind: str) -> float:
     return worst(*found)
 
 
-@pytest.mark.parametrize("kind", ["deepspeed_3", pytest.param("colossalai", marks=MORE)])
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", of=TWO))
 def test_several_optimizers_with_a_schedule_each(kind: str) -> None:
     """DeepSpeed took one optimizer and one schedule."""
     assert max(run_ranks(RANKS, _one_optimizer_each, kind)) <= 1e-6

@@ -216,6 +216,7 @@ def through_io(path: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 def test_single_files_through_a_checkpoint_io(tmp_path: Path) -> None:
     for found in run_ranks(RANKS, through_io, str(tmp_path)):
         assert all(value <= 1e-6 for value in found.values()), found

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lightning_cases import STOCK, TWO, Ended, Recipe, check_same, run
 from lightning_setup import Toy, since, toy
+from sets import full
 from torch import Tensor
 
 from shardwise.testing import run_ranks
@@ -36,7 +37,7 @@ def skipped(kind: str) -> list[Ended]:
     return found
 
 
-@pytest.mark.parametrize("kind", ("colossalai", "deepspeed_1", "fully_sharded"))
+@pytest.mark.parametrize("kind", ["colossalai", *full("deepspeed_1", "fully_sharded")])
 def test_a_training_step_may_return_none_on_one_device(kind: str) -> None:
     (expected,), (found,) = (run_ranks(1, skipped, each) for each in (STOCK, kind))
     for ours, plain in zip(found, expected, strict=True):

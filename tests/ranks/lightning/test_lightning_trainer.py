@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, run, strategy
+from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
 from lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
@@ -259,14 +260,26 @@ DEFAULT = {
     },
 }
 assert set().union(*DEFAULT.values()) == set(SCENARIOS)
-CASES = [
-    pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, ()) else pytest.mark.campaign)
-    for kind in KINDS
-    for name in SCENARIOS
-]
+QUICK = {
+    "colossalai": ["early_stopping", "own_optimizer_step", "a_plateau", "evaluated_first"],
+    "deepspeed_1": ["validation_within_an_accumulation", "saving_within_an_accumulation"],
+    "deepspeed_3": [
+        "accumulation_changes",
+        "fit_twice",
+        "own_backward",
+        "own_clipping",
+        "two_optimizers_by_hand",
+        "compiled",
+    ],
+}
+assert sorted(name for names in QUICK.values() for name in names) == sorted(SCENARIOS), "each once"
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+def _pairs(names_by_kind: Mapping[str, Collection[str]]) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, names in names_by_kind.items() for name in names]
+
+
+@pytest.mark.parametrize(("kind", "name"), rows(product(KINDS, SCENARIOS), _pairs(QUICK), _pairs(DEFAULT)))
 def test_as_stock_ddp(kind: str, name: str, oracle: Callable[[str], list[Ended]]) -> None:
     check_same(run_ranks(RANKS, _play, kind, name), oracle(name))
 
@@ -332,12 +345,7 @@ def _built_in(kind: str, hook: str) -> Ended:
 
 @pytest.mark.parametrize(
     ("kind", "hook"),
-    [
-        ("colossalai", "configure_model"),
-        ("deepspeed_3", "configure_sharded_model"),
-        pytest.param("colossalai", "configure_sharded_model", marks=pytest.mark.campaign),
-        pytest.param("deepspeed_3", "configure_model", marks=pytest.mark.campaign),
-    ],
+    rows(product(TWO, HOOKS), [("colossalai", "configure_model")], [("deepspeed_3", "configure_sharded_model")]),
 )
 def test_models_built_in_a_hook(kind: str, hook: str) -> None:
     """The hook runs at every entry point; the trained model is the one that was built first."""
@@ -358,7 +366,7 @@ def _rebuilt(kind: str) -> tuple[float, list[str]]:
     return kept, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
 def test_a_hook_that_builds_again_does_not_lose_the_training(kind: str) -> None:
     for difference, said in run_ranks(RANKS, _rebuilt, kind):
         assert difference == 0.0
@@ -378,9 +386,7 @@ def _planned(kind: str) -> tuple[float, int, str]:
     return model.planned, made.global_step, made.precision_plugin.precision
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("colossalai", "deepspeed_2") else pytest.mark.campaign) for k in MAIN]
-)
+@pytest.mark.parametrize("kind", kinds("deepspeed_2", "colossalai", of=MAIN))
 def test_a_schedule_is_as_long_as_the_training(kind: str) -> None:
     """``estimated_stepping_batches`` rounds up where DeepSpeed's steps were rounded down."""
     assert run_ranks(RANKS, _planned, kind) == [(4, 4, "bf16-mixed")] * RANKS
@@ -420,7 +426,7 @@ def _decisions(kind: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=TWO))
 def test_decisions_reach_every_rank(kind: str) -> None:
     """``reduce`` of ColossalAI gave its result to rank 0 only, so others stopped and saved at other times."""
     assert run_ranks(RANKS, _decisions, kind) == [[False, True, True, True]] * RANKS
@@ -441,7 +447,7 @@ def _one_stops(kind: str) -> int:
     return int(made.current_epoch)
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
 def test_early_stopping_of_one_rank_stops_all(kind: str) -> None:
     """Rank 1's metric stands still, rank 0's falls."""
     assert run_ranks(RANKS, _one_stops, kind) == [2, 2]
@@ -469,7 +475,7 @@ def _averages(kind: str) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=TWO))
 def test_weight_averaging_is_right_or_refused(kind: str) -> None:
     """Lightning refuses SWA for DeepSpeed by class, never the other two: they would have averaged shards."""
     for said in run_ranks(RANKS, _averages, kind):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_cases import rows
 from lightning_setup import close, data, fabric, toy, trainer, weights
 from torch import Tensor, nn
 
@@ -82,8 +83,16 @@ def check(directory: Path, masters: State) -> None:
                 assert torch.equal(read.view(value.shape), value), (path, name)
 
 
-@pytest.mark.parametrize(("kind", "precision", "ranks"), CASES)
-@pytest.mark.parametrize("program", [under_trainer, under_fabric])
+ALL = [(program, *case) for program in (under_trainer, under_fabric) for case in CASES]
+QUICK = [
+    (under_trainer, "colossalai", "16-mixed", 2),
+    (under_trainer, "deepspeed, trained", "bf16-mixed", 2),
+    (under_fabric, "fully_sharded", "bf16-mixed", 1),
+    (under_fabric, "deepspeed, host", "bf16-mixed", 2),
+]
+
+
+@pytest.mark.parametrize(("program", "kind", "precision", "ranks"), rows(ALL, QUICK, ALL))
 def test_weights_alone_are_the_masters(program: Any, kind: str, precision: str, ranks: int, tmp_path: Path) -> None:
     masters = run_ranks(ranks, program, kind, precision, str(tmp_path), timeout=120.0)[0]
     assert len(list(tmp_path.glob("*.ckpt"))) == (2 if program is under_trainer else 1)
