@@ -51,8 +51,9 @@ def _bytes(cell: str, numel: int) -> float:
     return sum(int(each) * numel / (RANKS if divided else 1) for each, divided in re.findall(r"(\d+) P(/N)?", cell))
 
 
+@pytest.mark.full
 def test_the_table_is_what_is_held() -> None:
-    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `stage=")]
+    rows = [line.strip("|").split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `stage=")]
     table = {cells[0].strip(): cells[1:] for cells in rows if len(cells) == 4}
     numel = sum(param.numel() for param in made().parameters())
     for found in run_ranks(RANKS, every_case):

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 from documentation_setup import PAGES, ROOT, Block, Fence, fences
 from lightning_setup import _environment
+from sets import full
 
 from shardwise.cli import demo, main
 from shardwise.strategies.namespace import LIGHTNING
@@ -26,7 +27,20 @@ from shardwise.testing import run_ranks
 
 RANKS = 2
 EVERY_PAGE = sorted(["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))])
-RUN = [page for page, blocks in PAGES.items() if any(block.how == "run" for block in blocks)]
+QUICK = "docs/quickstart.md"
+"""Of the pages whose blocks start ranks; tests/ranks/docs/test_examples.py runs the program of README.md."""
+
+
+def _has(how: str) -> list[str]:
+    return [page for page, blocks in PAGES.items() if any(block.how == how for block in blocks)]
+
+
+def _rows(pages: list[str], quick: str) -> list[Any]:
+    """By page, the other ones in the full set."""
+    assert quick in pages
+    return [row for page in pages for row in ([page] if page == quick else full(page))]
+
+
 TOLD = "tests/ranks/docs/documentation_setup.py says what becomes of each block: "
 Names = dict[str, Any]
 
@@ -103,7 +117,7 @@ def _close(what: Any) -> None:
             return
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", _rows(_has("run"), QUICK))
 def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "docs/huggingface.md":
         pytest.importorskip("accelerate")
@@ -113,6 +127,7 @@ def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: py
     assert run_ranks(RANKS, run_page, page, timeout=300.0) == [wanted] * RANKS
 
 
+@pytest.mark.full
 def test_modules_run_as_they_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,9 +167,7 @@ def _commands(text: str) -> list[str]:
     return [line for line in prompted or text.splitlines() if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page, blocks in PAGES.items() if any(block.how == "shell" for block in blocks)]
-)
+@pytest.mark.parametrize("page", _rows(_has("shell"), "docs/porting.md"))
 def test_commands_run_as_they_are_printed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

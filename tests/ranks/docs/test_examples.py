@@ -87,6 +87,7 @@ def _plain_offload() -> tuple[float, int]:
     return loss.item(), 16 * sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.full
 def test_offload_trains_as_without_on_a_third_of_the_memory() -> None:
     (shown, tiers, capacity), (silent, *_) = run_ranks(RANKS, _offload)
     ((loss, unsharded_bytes),) = run_ranks(1, _plain_offload)  # a rank has imported what an optimizer brings
@@ -101,6 +102,7 @@ def _trace() -> str:
     return printed("trace_memory.py")[0]
 
 
+@pytest.mark.full
 def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) -> None:
     (text,) = run_ranks(1, _trace)
     found = re.search(r"^peak (\S+) MiB, with checkpointing (\S+) MiB$", text, re.MULTILINE)

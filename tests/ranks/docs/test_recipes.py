@@ -14,6 +14,7 @@ import tensor_setup
 import torch
 import torch.distributed as dist
 from scope import Scope
+from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
@@ -138,7 +139,7 @@ def over_plain(plan: Plan) -> tuple[dict[str, torch.Tensor], str]:
     return state, name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*full(1, 2), 3])
 def test_a_backend_of_others_trains_as_plain(stage: int) -> None:
     expected = plainly(2)
     for state, name in run_ranks(2, over_plain, zero(stage)):
@@ -182,7 +183,7 @@ def boosted(plugin: HalfPlugin) -> dict[str, torch.Tensor]:
     return through(train)
 
 
-@pytest.mark.parametrize("shard_parameters", [True, False])
+@pytest.mark.parametrize("shard_parameters", [True, *full(False)])
 def test_a_plugin_of_others_trains(shard_parameters: bool) -> None:
     expected, begun = plainly(2), make().state_dict()
     for state in run_ranks(2, boosted, HalfPlugin(shard_parameters)):
@@ -232,7 +233,7 @@ def over_compressed(plan: Plan, folder: str) -> tuple[list[dict[str, torch.Tenso
     return states, dict(held), moved
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", ["step", *full("backward")])
 def test_a_tier_of_others_trains_as_plain_and_goes_on_from_a_checkpoint(update: str, tmp_path: Path) -> None:
     expected = plainly(2)
     for (state, resumed), held, moved in run_ranks(2, over_compressed, elsewhere("zlib", update), str(tmp_path)):
@@ -296,7 +297,7 @@ def breaks_in_the_last_step(update: str) -> tuple[str, bool, dict[str, torch.Ten
     return str(error.value), all(torch.equal(after[name], value) for name, value in before.items()), state
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", [*full("step"), "backward"])
 def test_a_tier_of_others_that_fails_loses_nothing(update: str) -> None:
     expected = plainly(2)
     for message, as_before, state in run_ranks(2, breaks_in_the_last_step, update):
@@ -334,6 +335,6 @@ def cut_over_ranks() -> None:
     assert_close(found[1], found[0], 1e-11, "an architecture of others", floor=1e-2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *full(4)])
 def test_an_architecture_of_others_is_cut(ranks: int) -> None:
     run_ranks(ranks, cut_over_ranks)
