@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import one_mesh
+from sets import full
 from torch import nn
 
 from shardwise.build import Session, build
@@ -218,7 +219,7 @@ def attempts(plan: Plan, size: int) -> list[list[tuple[str, str, bool]]]:
     return found
 
 
-@pytest.mark.parametrize("plan", [zero(2), replicated(), zero(2).but(shared_memory=False)])
+@pytest.mark.parametrize("plan", [zero(2), *full(replicated(), zero(2).but(shared_memory=False))])
 def test_ranks_that_differ_are_named_with_what_and_both_values(plan: Plan) -> None:
     for rank, (different, refusals, _) in enumerate(run_ranks(2, attempts, plan, 2)):
         for (kind, message, untouched), (change, words) in zip(different, DIFFERENT, strict=True):

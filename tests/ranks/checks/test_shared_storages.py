@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from scope import PER_HOST, hosts_of
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import ByTensor, Plan, zero
@@ -79,7 +80,10 @@ SHARED["late"] = zero(2).but(gather_on_use=True)
 SHARED["biases stay"] = zero(3).but(packing=ByTensor(persist_numel=8))
 
 
-@pytest.mark.parametrize("name", SHARED)
+QUICK = ("zero2", "zero3", "zero3_gloo")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *full(*(name for name in SHARED if name not in QUICK))])
 def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
     plan = SHARED[name]
     results = run_ranks(2, trained, plan, name.startswith(("zero3", "biases")))
@@ -87,7 +91,7 @@ def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
         check([states[way] for states in results], plain(), f"{name}, {way}")
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2"])
+@pytest.mark.parametrize("name", ["zero2", *full("ddp")])
 def test_ranks_of_two_hosts_do(name: str) -> None:
     results = run_ranks(4, trained, PLANS[name], False, True)
     for way in WAYS:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
+from sets import full
 from shardwise.fairscale.nn import FullyShardedDataParallel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -144,8 +145,15 @@ def train(session: Session, step: int) -> None:
     session.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*RESIDENT, "zero3"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("ddp", 1),
+        ("zero2", 2),
+        ("zero3", 2),
+        *full(("ddp", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1)),
+    ],
+)
 def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ranks: int) -> None:
     found = run_ranks(ranks, around, name)
     for said, _ in found:
