@@ -2,7 +2,7 @@
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder, TORCH=2.15
 # the release of torch (with a VENV of its own: one that is made is not made again).
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults parity mutations foreign checkout upstream-colossalai upstream-deepspeed lint \
+.PHONY: help demo test test-full elsewhere numbers campaign faults parity mutations foreign checkout upstream-colossalai upstream-deepspeed lint \
   types arch bench gpu matrix site pictures clean venv dev
 
 PYTHONS := python3.14 python3.13 python3.12 python3.11
@@ -30,15 +30,18 @@ FOREIGN ?=
 CHECKOUT ?=
 UPSTREAM ?=
 SHIFT ?= 1
+SEED ?= 1
 NUMBERS ?= tests/ranks/booster/test_booster_replicas.py tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/gather/test_engine_checkpointing.py \
   tests/parity/test_random_graphs.py
 
 help:
 	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"
-	@echo "make test      run the tests (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
+	@echo "make test      one test of each kind of behaviour (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
+	@echo "make test-full these, pairs of factors and costly cases: what a change must pass"
+	@echo "make elsewhere README's commands and a few tests as another user, in other surroundings (SEED=2 for another order)"
 	@echo "make numbers   compare with other seeds and roundings, and the simplest kernels (SHIFT=2 for other seeds)"
-	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
+	@echo "make campaign  full products of all factors, for hours (TESTS=tests/parity for a part)"
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fuzz readers, soak; count what was lost"
 	@echo "make parity    each architecture over every way to divide it (PARITY='llama --layouts tp4 ring' for a part)"
 	@echo "make mutations each wait between streams taken out, and what finds it (MUTATIONS='SideCopy Later' for a part)"
@@ -88,12 +91,18 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 
+test-full: $(VENV)/.dev
+	$(BIN)/python -m pytest --workers $(WORKERS) --full $(TESTS)
+
+elsewhere: $(VENV)/.dev
+	@$(BIN)/python -m tests.elsewhere --seed $(SEED)
+
 # A few comparisons as another processor and other inputs would have them: what rests on rounding errors fails.
 numbers: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest --workers $(WORKERS) --seed-shift $(SHIFT) --rounding $(NUMBERS)
 
-# What is left out of the tests by default: every model x plan x ranks x number format of the parity matrix (its other
-# factors drawn at random by row), every mix of tiers, more random graphs, checkpoints and front-ends.
+# Full products: every model x plan x ranks x number format of the parity matrix (its other factors drawn at random by
+# row), every mix of tiers, more random graphs, checkpoints and front-ends.
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 

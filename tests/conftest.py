@@ -28,8 +28,10 @@ with suppress(ImportError):  # a GPU machine may have pytest alone, which is eno
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown."""
-PRELOADED = {"accelerate", "bitsandbytes", "lightning", "peft", "pytorch_lightning", "transformers", "trl"}
-"""What takes seconds to import: ranks get what collecting the tests has imported of it."""
+PRELOADED = ("transformers.modeling_utils", "accelerate", "peft", "lightning", "pytorch_lightning", "trl")
+"""What takes seconds to import: ranks get those that collecting the tests has imported."""
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+"""Variables that the user's shell may have and no test expects."""
 SETS = {
     "full": "pairs of factors and costly cases: --full runs them, and so does naming their file or test",
     "campaign": "the larger sets, for hours: -m campaign selects them, nothing else does",
@@ -44,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
     for name, text in SETS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     config.pluginmanager.register(Clock(), "seconds-by-file")
@@ -125,7 +129,7 @@ def rank_pools() -> Iterator[None]:
     """The pools behind run_ranks live for the whole session."""
     torch.set_num_threads(1)
     # Ranks are forked from a process that imports once what each of them would import by itself.
-    pool._PRELOAD.extend(name for name in list(sys.modules) if name.split(".")[0] in PRELOADED)
+    pool._PRELOAD.extend(name for name in PRELOADED if name in sys.modules)
     if shift := other_numbers.shift():
         assert run_ranks(2, other_numbers.shift) == [shift, shift], "ranks use other seeds than their caller"
     yield

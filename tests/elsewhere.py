@@ -63,9 +63,10 @@ def make_clone(folder: Path) -> Path:
     clone = folder / "shardwise"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     venv = clone / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--copies", "--without-pip", str(venv)], check=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
-    paths = [str(clone), *site.getsitepackages()]
+    # The clone by a relative path: Python reads this file in the locale's encoding.
+    paths = [os.path.relpath(clone, packages), *site.getsitepackages()]
     (packages / "packages.pth").write_text("".join(f"{each}\n" for each in paths), "utf-8")
     script = venv / "bin" / "shardwise"
     script.write_text(f"#!/bin/sh\nexec {shlex.quote(str(venv / 'bin' / 'python'))} -m shardwise \"$@\"\n", "utf-8")
