@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -18,7 +16,10 @@ import torch
 from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from program_setup import forked_python, python
+from sets import full
 
+from shardwise.disk import file as disk_file
 from shardwise.disk.store import DiskError, DiskStore
 
 
@@ -64,7 +65,9 @@ def test_odd_sizes_round_trip(
 
 
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where temporary files are in memory, which is not asked."""
     real = os.open
+    monkeypatch.setattr(disk_file, "_in_memory", lambda folder: None)
 
     def refusing(path: str, flags: int, *rest: int, **named: int) -> int:
         if flags & os.O_DIRECT:
@@ -294,7 +297,8 @@ def test_a_store_that_was_dropped_is_closed(tmp_path: Path) -> None:
 
 
 EXITS = """
-import sys, torch
+import sys, torch, warnings
+warnings.simplefilter("ignore")  # temporary files may be in memory
 from shardwise.disk.store import DiskStore
 from shardwise.plan import DiskPlan
 plan = DiskPlan(directory=sys.argv[1], block_bytes=4096, queue_depth=2, threads=2, single_submit=True,
@@ -307,9 +311,9 @@ raise SystemExit(3)
 """
 
 
-def test_the_end_of_the_interpreter_closes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EXITS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_the_end_of_the_interpreter_closes(whole: bool, tmp_path: Path) -> None:
+    done = (python if whole else forked_python)("-c", EXITS, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")
     assert list(tmp_path.iterdir()) == []
 

@@ -112,7 +112,7 @@ def test_a_deep_queue_has_no_more_threads_than_help() -> None:
     gate = threading.Event()
 
     def transfer(request: Request) -> int:
-        assert gate.wait(30)
+        assert gate.wait(120)
         return request.nbytes
 
     before = threading.active_count()
@@ -136,7 +136,7 @@ def _in_time(call: Callable[[], None]) -> None:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    done.result(timeout=30)
+    done.result(timeout=120)
 
 
 def _errors_as_results() -> None:

@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +14,8 @@ from typing import Any
 
 import pytest
 from disk_setup import KIB, MIB, SIZES, disk_plan, holds, put
+from program_setup import forked_python, python
+from sets import full
 
 from shardwise.disk import DiskError, DiskStore, Medium, known_media, register_medium
 from shardwise.plan import DiskPlan
@@ -196,7 +196,7 @@ def test_a_collection_of_garbage_within_a_transfer_ends_the_store_behind_it() ->
 
     class Collects(Shelf):
         def read(self, offset: int, memory: memoryview) -> None:
-            assert dropped.wait(30)
+            assert dropped.wait(120)
             gc.collect()
             self.open_in_read = not self.closed
             super().read(offset, memory)
@@ -216,9 +216,9 @@ def test_a_collection_of_garbage_within_a_transfer_ends_the_store_behind_it() ->
     circle.append(circle)
     del store, circle
     dropped.set()
-    assert ended.wait(30) and transfer.finished() and shelf.open_in_read and shelf.closed == 1
+    assert ended.wait(120) and transfer.finished() and shelf.open_in_read and shelf.closed == 1
     for thread in set(threading.enumerate()) - threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -330,6 +330,7 @@ raise SystemExit(3)
 """
 
 
-def test_the_end_of_the_interpreter_closes_after_the_last_transfer() -> None:
-    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=100, check=False)
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_the_end_of_the_interpreter_closes_after_the_last_transfer(whole: bool) -> None:
+    done = (python if whole else forked_python)("-c", EXITS)
     assert (done.returncode, done.stdout, done.stderr) == (3, "16\n", "")

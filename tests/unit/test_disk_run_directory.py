@@ -8,40 +8,41 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from disk_setup import disk_plan, holds, put
-from launching import forked, start
+from launching import SECONDS, forked, start
 
 from shardwise.disk.run_directory import RunDirectory, remove_abandoned
 from shardwise.disk.store import DiskStore
 
-HOLDS = """
-import os, sys
-from shardwise.disk.run_directory import RunDirectory
-directory = RunDirectory(sys.argv[1])
-open(os.path.join(directory.path, "rank0.data"), "wb").write(b"x" * 100)
-print(directory.path, flush=True)
-sys.stdin.read()
-"""
+
+def hold(parent: Path, told: Connection) -> None:
+    """In a process of its own: says which directory it has, and keeps it until it is killed."""
+    directory = RunDirectory(str(parent))
+    Path(directory.path, "rank0.data").write_bytes(b"x" * 100)
+    told.send(directory.path)
+    threading.Event().wait()
 
 
 @contextmanager
-def other_process(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that holds a directory with a named data file until its input ends."""
-    command = [sys.executable, "-c", HOLDS, str(parent)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
+def other_process(parent: Path) -> Iterator[tuple[BaseProcess, Path]]:
+    """A process that holds a directory with a named data file."""
+    hear, tell = multiprocessing.Pipe(duplex=False)
+    process = start(forked(hold, parent, tell))
+    tell.close()
+    try:
+        assert hear.poll(SECONDS)
+        yield process, Path(hear.recv())
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_directory_and_its_end(tmp_path: Path) -> None:
@@ -59,8 +60,8 @@ def test_killed_processes_are_cleaned_up_after(tmp_path: Path) -> None:
     with other_process(tmp_path) as (process, path):
         first = DiskStore(disk_plan(tmp_path))
         assert first.removed == [] and (path / "rank0.data").exists()  # it lives
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert (path / "rank0.data").exists()
         with DiskStore(disk_plan(tmp_path)) as second:
             assert second.removed == [path.name] and not path.exists()
@@ -88,7 +89,7 @@ def test_a_store_killed_in_a_transfer_leaves_only_an_empty_directory(tmp_path: P
     process = start(forked(write_without_end, tmp_path, tell))
     tell.close()
     try:
-        assert hear.poll(60) and hear.recv() == 0  # the system takes the space back by itself
+        assert hear.poll(SECONDS) and hear.recv() == 0  # the system takes the space back by itself
     finally:
         process.kill()
         process.join()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from formats_setup import tensor
+from program_setup import forked_python, python
 from safetensors.torch import load_file
+from sets import full
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, write_single
@@ -174,14 +174,13 @@ def test_what_has_no_place_in_it_is_told(written: Path, tmp_path: Path) -> None:
     )
 
 
-def test_it_runs_as_a_program(written: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_it_runs_as_a_program(whole: bool, written: Path, tmp_path: Path) -> None:
     source = written / "ds" / CASES[2] / "global_step3"
     arguments = ["--input_folder", str(source), "--output_folder", str(tmp_path / "a"), "--num_merge_workers", "1"]
     module = "shardwise.deepspeed.checkpoint.ds_to_universal"
-    root = str(Path(__file__).parents[2])
-    subprocess.run(
-        [sys.executable, "-m", module, *arguments], check=True, timeout=120, env=os.environ | {"PYTHONPATH": root}
-    )
+    done = (python if whole else forked_python)("-m", module, *arguments)
+    assert done.returncode == 0, done.stderr
     same_state(open_checkpoint(tmp_path / "a"), open_checkpoint(source))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["x", "--input_folder", str(tmp_path / "none"), "--output_folder", "b"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from program_setup import python
+from sets import full
 from torch import nn
 
 import shardwise
@@ -224,15 +224,21 @@ def test_state_of_the_optimizer_may_be_replaced() -> None:
     assert not optimizer.state and optimizer.optim.state is optimizer.state
 
 
-def test_the_package_imports_nothing_until_a_name_is_asked_for() -> None:
-    program = (
-        "import sys, shardwise\n"
-        "seen = {each for each in dir(shardwise) if not each.startswith('_')}\n"
-        "assert 'torch' not in sys.modules and seen == {'Plan', 'Session', 'shard'} < {*shardwise.__all__}, seen\n"
-        "from shardwise import shard, Plan, Session\n"
-        "assert 'torch' in sys.modules and shard.__module__ == 'shardwise.native'\n"
-        "assert {'native', 'plan'} < {*dir(shardwise)} and 'import_module' not in dir(shardwise)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+NOTHING = """
+import sys, shardwise
+seen = {each for each in dir(shardwise) if not each.startswith('_')}
+assert 'torch' not in sys.modules and seen == {'Plan', 'Session', 'shard'} < {*shardwise.__all__}, seen
+"""
+ASKED_FOR = """
+from shardwise import shard, Plan, Session
+assert 'torch' in sys.modules and shard.__module__ == 'shardwise.native'
+assert {'native', 'plan'} < {*dir(shardwise)} and 'import_module' not in dir(shardwise)
+"""
+
+
+@pytest.mark.parametrize("program", [NOTHING, *full(NOTHING + ASKED_FOR)], ids=["nothing", "asked for"])
+def test_the_package_imports_nothing_until_a_name_is_asked_for(program: str) -> None:
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'chard'"):
         shardwise.chard  # noqa: B018

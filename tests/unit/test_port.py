@@ -6,12 +6,12 @@ import ast
 import os
 import re
 import stat
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from program_setup import forked_python, python
+from sets import full
 
 from shardwise.cli.main import main
 from shardwise.port import Program, findings, markdown, rewritten, worlds
@@ -348,15 +348,29 @@ def test_a_folder_is_walked_as_its_author_means_it(
     assert (home / "again.py").is_symlink()
 
 
-def test_whoever_stops_reading_has_all_files_changed(tmp_path: Path) -> None:
+TO_NOBODY = """
+import os, runpy, sys
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_whoever_stops_reading_has_all_files_changed(whole: bool, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.py" for name in "abc"]
     for file in files:
         file.write_text("import deepspeed\ndeepspeed.init_distributed()\n")
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-u", "-m", "shardwise", "port", "--write", str(tmp_path)]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
-    os.close(writing)
+    command = ["shardwise", "port", "--write", str(tmp_path)]
+    if whole:
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = python("-u", "-m", *command, stdout=writing)
+        os.close(writing)
+    else:
+        done = forked_python("-c", TO_NOBODY, *command)
     assert (done.returncode, done.stderr) == (141, "")
     assert all("shardwise.deepspeed" in file.read_text() for file in files)
 

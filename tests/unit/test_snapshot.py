@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
+from program_setup import forked_python, python
+from sets import full
 
 from shardwise.checkpoint.snapshot import Lane
 
@@ -20,13 +20,13 @@ def test_an_interrupt_while_the_thread_starts_leaves_a_lane_that_saves(
 
     def write(name: str) -> None:
         writing.set()
-        assert go.wait(30)
+        assert go.wait(120)
         wrote.append(name)
 
     def interrupted(thread: threading.Thread) -> None:
         if begun:
             real(thread)
-            assert writing.wait(30)
+            assert writing.wait(120)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
@@ -72,8 +72,9 @@ main("by itself")
 SAID = "shardwise: an asynchronous save failed, and the program ended without waiting for it: no space left. Call wait"
 
 
-def test_a_failed_save_that_nobody_waits_for_is_told_at_the_end() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_a_failed_save_that_nobody_waits_for_is_told_at_the_end(whole: bool) -> None:
+    ended = (python if whole else forked_python)("-c", PROGRAM)
     assert ended.returncode == 0, ended.stderr
     parts = dict(part.split("\n", 1) for part in ended.stderr.split("-- ")[1:])
     assert {how: (text.count(SAID), text.count("heard")) for how, text in parts.items()} == {

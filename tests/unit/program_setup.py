@@ -1,0 +1,105 @@
+"""Programs that tests start: they find the source tree, whatever the caller's folder, shell and locale are."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "SECONDS", "forked_python", "python", "surroundings", "until"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 600.0
+"""A limit that only a hang reaches, also where importing torch takes a minute."""
+
+
+def surroundings(*paths: Path, **changes: str) -> dict[str, str]:
+    """The environment of a program: no launcher's words, the source tree and ``paths`` first, and text in UTF-8."""
+    from launching import UNSET  # imports torch, which a program that imports this one may not want
+
+    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+    found = os.pathsep.join(filter(None, [str(ROOT), *map(str, paths), kept.get("PYTHONPATH", "")]))
+    return kept | {"PYTHONPATH": found, "PYTHONUTF8": "1"} | changes
+
+
+def python(
+    *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS`` up to its end; its standard output and errors as text."""
+    command, environment = [sys.executable, *arguments], surroundings() if env is None else env
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+    return subprocess.run(command, cwd=cwd, env=environment, encoding="utf-8", timeout=SECONDS, check=False, **streams)
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], written: list[str]) -> None:
+    """In a new process, what ``python ARGUMENTS`` does; with what Python does at its end."""
+    for number, path in enumerate(written, 1):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    kind, *rest = arguments if arguments[0] in ("-c", "-m") else ("", *arguments)
+    own = os.path.dirname(os.path.abspath(rest[0])) if not kind else folder
+    sys.path[:0] = [own, *environment["PYTHONPATH"].split(os.pathsep)]
+    status: object = 0
+    try:
+        if kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = rest
+            runs = runpy.run_module if kind else runpy.run_path
+            runs(rest[0], run_name="__main__")
+    except SystemExit as stopped:
+        status = stopped.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    os._exit(status)  # type: ignore[arg-type]
+
+
+def forked_python(
+    *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`python`, in a fork of the server behind the rank pool, which has imported torch already."""
+    from launching import Forked, forked
+
+    environment = dict(surroundings() if env is None else env)
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        written = [os.path.join(folder, name) for name in ("out", "err")]
+        for path in written:
+            Path(path).touch()
+        process = Forked(forked(_run, list(arguments), str(cwd), environment, written))
+        try:
+            status = process.wait(SECONDS)
+        finally:
+            if process.poll() is None:
+                process.send_signal(9)
+                process.wait()
+        out, err = (Path(path).read_text("utf-8") for path in written)
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def until(what: str, happened: Callable[[], object], ended: Callable[[], object] = lambda: None) -> None:
+    """Wait for an event; ``ended``: the status of a process, without which it will not come."""
+    last = time.monotonic() + SECONDS
+    while not happened():
+        assert ended() is None, f"{what}: the process has ended by itself"
+        assert time.monotonic() < last, f"{what}: not within {SECONDS:.0f} s, which only a hang takes"
+        time.sleep(0.02)
