@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -127,9 +128,20 @@ def under_fully_shard(kind: str, dtype: torch.dtype, folder: str) -> tuple[dict[
     return dict(weights), [moments[name] for name in names.values()]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
+ADAMS = {
+    f"{ranks}-{dtype}-{kind}": (kind, dtype, ranks)
+    for ranks in (2, 4)
+    for dtype in (torch.bfloat16, torch.float32)
+    for kind in OPTIMIZERS
+}
+QUICK = ("2-torch.bfloat16-hybrid", "2-torch.float32-cpu", "2-torch.bfloat16-fused")
+ROWS = {name: pytest.param(*case, id=name) for name, case in ADAMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks"),
+    [*(ROWS[name] for name in QUICK), *full(*(row for name, row in ROWS.items() if name not in QUICK))],
+)
 def test_our_adams_under_fully_shard_are_the_plain_ones(
     kind: str, dtype: torch.dtype, ranks: int, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from early_setup import LOOSE, counting, full_state
 from engine_setup import one_mesh, sharded
+from sets import full
 from tier_setup import batch, make_net, small_tiles, tiers, with_tiers
 
 from shardwise.mesh import Mesh
@@ -94,7 +95,7 @@ def check(ranks: int, cases: list[Case]) -> list[list[Steps]]:
     return [[early for _, early in pairs] for pairs in results]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, *full(2)])
 def test_accumulation_updates_a_disk_once_a_step(ranks: int, tmp_path: Path) -> None:
     every = {"passes": [3] * 8}
     cases: list[Case] = [(zero(2).but(**LOOSE), every), (zero(2).but(**MEAN), every)]
@@ -114,7 +115,7 @@ def test_accumulation_updates_a_disk_once_a_step(ranks: int, tmp_path: Path) -> 
             assert [early.read[step] for step in range(1, 8) if step != new_order] == [early.whole] * 6
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, *full(2)])
 def test_clipping_that_always_bites_costs_little(ranks: int, tmp_path: Path) -> None:
     """20 steps write a fifth more, since four guesses are wrong, and read up to two fifths more.
 
@@ -174,7 +175,7 @@ def only_the_first_guesses(cases: list[Case]) -> list[tuple[Steps, Steps]]:
         return both(cases)
 
 
-@pytest.mark.parametrize("shared", [None, False])
+@pytest.mark.parametrize("shared", full(None, False))
 def test_ranks_may_pause_apart(shared: bool | None, tmp_path: Path) -> None:
     plans = [zero(stage).but(shared_memory=shared, **changes) for stage, changes in ((2, LOOSE), (3, BITES), (3, MEAN))]
     how = [{"passes": [1] * 4}, {"passes": [1] * 4}, {"passes": [2] * 4, "clipped": {2}}]

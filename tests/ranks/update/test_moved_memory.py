@@ -11,6 +11,7 @@ import pytest
 import torch
 from early_setup import counting
 from engine_setup import check, data, one_mesh, seeded, sharded
+from sets import full
 from tier_setup import small_tiles, tiers
 from torch import Tensor, nn
 
@@ -141,7 +142,7 @@ def every(directory: str, part: slice) -> tuple[list[tuple[str, str, dict[str, T
         return found, counts["updates"]
 
 
-@pytest.mark.parametrize("ranks, part", [(1, slice(None)), (2, slice(None, None, 5))])
+@pytest.mark.parametrize("ranks, part", [*full((1, slice(None))), (2, slice(None, None, 5))])
 def test_the_shards_follow(ranks: int, part: slice, tmp_path: Path) -> None:
     """They did not: nothing was trained."""
     expected = {name: plain(ranks, name) for name in UPDATES}
