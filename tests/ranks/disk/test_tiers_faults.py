@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import one_mesh
+from sets import campaign, full
 from tier_setup import (
     Fault,
     backward,
@@ -90,14 +91,12 @@ CASES = [
     ("thirds", zero(3, BF16).but(shared_memory=False), "adamw", 3),
 ]
 """With which requests fail: all of them in the first, and where only parameters are on the disk, which has few."""
-ALL_REQUESTS = [pytest.param(*case[:3], 1, marks=pytest.mark.campaign) for case in CASES if case[3] > 1]
-NAMES = [f"{mix}-{kind}" for mix, _, kind, _ in CASES]
+IDS = [pytest.param(*case, id=f"{case[0]}-{case[2]}") for case in CASES]
+ALL_REQUESTS = [pytest.param(*case[:3], 1, id=f"{case[0]}-{case[2]}-all") for case in CASES if case[3] > 1]
 
 
 @pytest.mark.parametrize(
-    ("mix", "plan", "kind", "every"),
-    [*CASES, *ALL_REQUESTS],
-    ids=[*NAMES, *(f"{name}-all" for name, case in zip(NAMES, CASES, strict=True) if case[3] > 1)],
+    ("mix", "plan", "kind", "every"), [IDS[0], IDS[4], *full(*IDS[1:4], *IDS[5:]), *campaign(*ALL_REQUESTS)]
 )
 def test_a_failed_step_changes_nothing_and_can_be_repeated(
     mix: str, plan: Plan, kind: str, every: int, tmp_path: Path
@@ -118,7 +117,7 @@ def test_a_failed_step_changes_nothing_and_can_be_repeated(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("every", [*full(3), *campaign(1)])
 def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> None:
     plan = with_tiers(zero(3, BF16), "all_disk", str(tmp_path), state_buffers=1, param_buffers=1)
     for _, _, same in run_ranks(2, requests_fail, plan, "adamw", 0, every, timeout=120.0):
@@ -156,10 +155,12 @@ def with_broken(how: str, plan: Plan) -> bool:
 @pytest.mark.parametrize(
     ("how", "mix", "seen"),
     [
-        ("nothing", "all_disk", True),
-        ("state in memory is updated before the shard is written", "p_disk_s_host", False),
-        ("step counts are not put back", "s_disk", False),
         ("parameters are not put back", "s_disk", False),
+        *full(
+            ("nothing", "all_disk", True),
+            ("state in memory is updated before the shard is written", "p_disk_s_host", False),
+            ("step counts are not put back", "s_disk", False),
+        ),
     ],
 )
 def test_the_check_can_fail(how: str, mix: str, seen: bool, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def gather_fails(plan: Plan) -> tuple[list[str], bool]:
             return messages, everything(session) == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *full(1)])
 def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> None:
     # Nothing else is read from the disk.
     plan = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path))
@@ -315,7 +316,7 @@ def _no_disk(how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["read-only", "EFBIG", "ENOSPC", "write"])
+@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
 def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_path: Path) -> None:
     found = {"read-only": "EROFS", "write": "EIO"}.get(how, how)
     # Without shared memory, whose files the limit would meet first.
@@ -339,7 +340,7 @@ def read_ahead_and_not_used(plan: Plan) -> bool:
             return everything(session) == expected
 
 
-@pytest.mark.parametrize("mix", ["p_disk", "all_disk"])
+@pytest.mark.parametrize("mix", ["all_disk", *full("p_disk")])
 def test_what_was_read_ahead_of_an_update_is_not_used_after_it(mix: str, tmp_path: Path) -> None:
     plan = with_tiers(zero(3, BF16), mix, str(tmp_path), param_buffers=8)
     assert run_ranks(2, read_ahead_and_not_used, plan) == [True, True]
@@ -379,7 +380,7 @@ def load_fails(plan: Plan) -> tuple[str, str, bool]:
             return str(optimizer_error.value), str(model_error.value), everything(session) == expected
 
 
-@pytest.mark.parametrize("mix", ["all_disk", "s_disk"])
+@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
 def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
     for optimizer, model, same in run_ranks(2, load_fails, with_tiers(zero(3, BF16), mix, str(tmp_path))):
         assert "rank 0" in optimizer and "Nothing has changed" in optimizer
@@ -420,7 +421,7 @@ def checkpoint_load_fails(plan: Plan, root: str) -> tuple[list[str], bool]:
             return messages, found == expected and after == everything(session)
 
 
-@pytest.mark.parametrize("mix", ["all_disk", "p_disk_s_host"])
+@pytest.mark.parametrize("mix", ["p_disk_s_host", *full("all_disk")])
 def test_a_checkpoint_loads_after_loads_that_failed(mix: str, tmp_path: Path) -> None:
     plan = with_tiers(zero(3, BF16), mix, str(tmp_path / "disk"))
     for messages, same in run_ranks(2, checkpoint_load_fails, plan, str(tmp_path / "runs"), timeout=120.0):
