@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launching import forked, start
+from sets import full
 from torch import nn
 
 from shardwise.build import build
@@ -68,7 +69,7 @@ class Job:
         self.process.join()
 
 
-@pytest.fixture(scope="module", params=[("", ""), ("one", "two")], ids=["one machine", "two machines"])
+@pytest.fixture(scope="module", params=[("", ""), *full((("one", "two"),))], ids=["one machine", "two machines"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Job, Job, bool]]:
     """Two jobs, and whether they are on one machine."""
     machines: tuple[str, str] = request.param

@@ -16,6 +16,7 @@ from checkpoint_setup import differences, everything
 from cut_setup import VOCABULARY, made
 from engine_setup import sharded
 from safetensors.torch import load_file
+from sets import campaign, full
 from tensor_cases import decoder
 from tensor_runs import adam, flat, plan_of, train, training
 from tensor_setup import Exact
@@ -104,7 +105,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("zero3 tp1", "zero1 tp2 replicas")
+FULL = ("zero1 tp2", "zero2 tp2 small", "zero3 tp2 disk")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *full(*FULL), *campaign("zero3 tp4")])
 def test_a_run_goes_on_under_any_layout(tmp_path: Path, name: str) -> None:
     """fp64: padded and tied vocabulary, six heads over four ranks, matrices fused in rows and in columns."""
     tied = list(CASES).index(name) % 2 == 0
@@ -120,7 +125,7 @@ def test_a_run_goes_on_under_any_layout(tmp_path: Path, name: str) -> None:
         check(run_ranks(3, loaded, root, ["zero3 tp3"], tied, timeout=240.0), ["zero3 tp3"], states[0], steps=False)
 
 
-@pytest.mark.parametrize("name", ["zero2 tp2 bf16", "zero3 tp2 bf16 disk"])
+@pytest.mark.parametrize("name", [*full("zero2 tp2 bf16"), *campaign("zero3 tp2 bf16 disk")])
 def test_masters_of_half_parameters_come_back_under_other_layouts(tmp_path: Path, name: str) -> None:
     root = str(tmp_path / "root")
     states = run_ranks(4, saved, root, name, False, timeout=240.0)
@@ -140,7 +145,7 @@ def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
     # Each part of a matrix cut in its columns is divided once, over two shards; of three fused in rows each is.
     assert all(len(manifest.pieces[name]) <= 4 for name in manifest.cuts)
     assert max(len(pieces) for pieces in manifest.pieces.values()) <= 3 * 2 * 2
-    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.S)
     documented: dict[str, Any] = {}
     exec(code, documented)
     with NativeSource(f"{root}/here") as source:
@@ -189,7 +194,7 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flat(state).items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("name", ["zero1 tp2", "zero3 tp4 small"])
+@pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4 small")])
 def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
     assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
 
@@ -252,7 +257,7 @@ def llama_loaded(root: str, tp: int) -> States:
         return state, everything(session)
 
 
-@pytest.mark.parametrize("tp", [4, 2])
+@pytest.mark.parametrize("tp", [*full(4), *campaign(2)])
 def test_a_llama_goes_on_and_from_pretrained_loads_it(tmp_path: Path, tp: int) -> None:
     """Over four ranks two have the same key head, and keep it the same."""
     root = str(tmp_path / "root")
@@ -278,6 +283,7 @@ def grown(root: str, tp: int, how: str) -> dict[str, Any]:
         return state
 
 
+@pytest.mark.full
 def test_a_vocabulary_grows_under_another_cut(tmp_path: Path) -> None:
     """New rows are what they are without a cut: kept, or the mean; a rank has some of both, and padding."""
     root = str(tmp_path / "root")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -114,22 +115,22 @@ def _continued(folder: str) -> tuple[list[Any], float]:
     return groups, model(torch.arange(6).view(2, 3) % 7).item()
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["fsdp2", "torchtitan"])
+@pytest.mark.parametrize("flat", [False, *full(True)], ids=["fsdp2", "torchtitan"])
 def test_fsdp2_comes_and_goes(flat: bool, tmp_path: Path) -> None:
     truth = run_ranks(RANKS, _save, str(tmp_path / "theirs"), flat)[0]
     source = open_checkpoint(tmp_path / "theirs")
     small = source.state()["optimizers"][0]["small"]
     tensors = source.tensors()
-    for full, expected in truth.items():
-        if full.endswith("/step"):
-            assert small[full.split("/")[2]] == {"step": {"dtype": "float32", "value": 3.0}}
+    for name, expected in truth.items():
+        if name.endswith("/step"):
+            assert small[name.split("/")[2]] == {"step": {"dtype": "float32", "value": 3.0}}
             continue
-        fact = tensors[full]
-        got = source.read(full, 0, fact.numel).reshape(fact.shape)
-        assert torch.equal(got, expected) and got.dtype == expected.dtype, full
+        fact = tensors[name]
+        got = source.read(name, 0, fact.numel).reshape(fact.shape)
+        assert torch.equal(got, expected) and got.dtype == expected.dtype, name
         for start in range(0, fact.numel, 3):
             count = min(5, fact.numel - start)
-            assert torch.equal(source.read(full, start, count), expected.reshape(-1)[start : start + count]), full
+            assert torch.equal(source.read(name, start, count), expected.reshape(-1)[start : start + count]), name
     assert set(tensors) == {name for name in truth if not name.endswith("/step")}
     write_dcp(source, tmp_path / "ours", "torchtitan" if flat else "fsdp2")
     groups, loss = run_ranks(RANKS, _continued, "")[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.build import build
@@ -51,8 +52,12 @@ def load(path: str, stage: int) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 3), (3, 1)])
-@pytest.mark.parametrize("kind", ["once", "twice", "torch"])
+RUNS = [(1, 2), (2, 3), (3, 1)]
+QUICK = [(kind, *RUNS[number]) for number, kind in enumerate(("once", "twice", "torch"))]
+CASES = [(kind, *run) for kind in ("once", "twice", "torch") for run in RUNS]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "stage"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
 def test_weights_of_others(tmp_path: Path, kind: str, ranks: int, stage: int) -> None:
     expected = reference(7)
     if kind == "torch":

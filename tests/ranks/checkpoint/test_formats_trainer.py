@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
@@ -105,7 +106,7 @@ def resumed(path: str, stage: int, tag: str | None) -> tuple[dict[str, Tensor], 
     return state, restored.step, restored.tag, drawn
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), *full((1, 2))])
 def test_a_trainers_directory_goes_on_as_in_torch(trained: Path, ranks: int, stage: int) -> None:
     last = trained / "checkpoint-12"
     expected = plain(last)
@@ -220,7 +221,7 @@ def update(model: Any, backward: Any, optimizers: Any, number: int) -> None:
         each.step()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["safetensors", "bin"])
+@pytest.fixture(scope="module", params=[True, *full(False)], ids=["safetensors", "bin"])
 def accelerated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoint_setup import SCALER, plans
 from engine_setup import adam, sharded
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.checkpoint.files import CheckpointError
@@ -57,8 +58,10 @@ def loaded(name: str, directory: str, tag: str) -> State:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+QUICK = [(name, 1 + number % 2) for number, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*QUICK, *full(*((name, 3 - ranks) for name, ranks in QUICK))])
 def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path: Path) -> None:
     masters = run_ranks(ranks, alone, name, str(tmp_path))[0]
     half = name in ("bf16", "bf16 disk", "fp16")
