@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from booster_setup import Run, batch
 from early_setup import Case, Seen, check_equal, counting
+from sets import full
 from tier_setup import digest
 from torch import nn
 
@@ -98,10 +99,12 @@ UPDATES = [
 ]
 
 
-def test_updates_during_backward_give_the_same_bits() -> None:
-    ranks = run_ranks(RANKS, _pairs, UPDATES)
-    check_equal(ranks, [Case(rollbacks=options.rollbacks) for options in UPDATES])
-    assert 0 < ranks[0][-1][1].skipped < 5  # of the run in fp16
+@pytest.mark.parametrize("cases", [UPDATES[:1] + UPDATES[-2:], *full(UPDATES[1:-2])], ids=["three", "others"])
+def test_updates_during_backward_give_the_same_bits(cases: list[Options]) -> None:
+    ranks = run_ranks(RANKS, _pairs, cases)
+    check_equal(ranks, [Case(rollbacks=options.rollbacks) for options in cases])
+    for options, (_, early) in zip(cases, ranks[0], strict=True):
+        assert 0 < early.skipped < 5 if options.name == "gemini-fp16" else not early.skipped
 
 
 HOST, HALVES = {"cpu_offload": True}, {"offload_optim_frac": 0.5, "offload_param_frac": 0.5}
@@ -113,11 +116,13 @@ OFFLOADED = [
 ]
 
 
-def test_offloading_gives_the_same_bits() -> None:
-    for pairs in run_ranks(RANKS, _pairs, OFFLOADED):
-        for options, (usual, offloaded) in zip(OFFLOADED, pairs, strict=True):
-            assert all(map(math.isfinite, usual.losses + usual.norms)) and not usual.skipped, options
-            assert str(offloaded) == str(usual), options  # the digest of masters and state, losses and norms
+@pytest.mark.parametrize(
+    "options", [OFFLOADED[1], OFFLOADED[2], *full(OFFLOADED[0], OFFLOADED[3])], ids=lambda each: each.name
+)
+def test_offloading_gives_the_same_bits(options: Options) -> None:
+    for ((usual, offloaded),) in run_ranks(RANKS, _pairs, [options]):
+        assert all(map(math.isfinite, usual.losses + usual.norms)) and not usual.skipped
+        assert str(offloaded) == str(usual)  # the digest of masters and state, losses and norms
 
 
 def _homes(options: Options) -> dict[str, dict[str, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_setup import LENGTH, VOCABULARY
+from sets import full
 from torch import Tensor
 from transformers import Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
@@ -51,8 +52,8 @@ def plain(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: param.detach() for name, param in model.named_parameters()}
 
 
-def behind_plugins() -> None:
-    for kind in ("qwen3", "gemma3"):
+def behind_plugins(kinds: list[str]) -> None:
+    for kind in kinds:
         loss, values = plain(kind)
         plugins = (
             HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", zero_stage=1, enable_all_optimization=True),
@@ -84,8 +85,9 @@ def without() -> None:
     assert abs(model(**texts()).loss.item() - loss.item()) < 1e-6
 
 
-def test_models_behind_plugins() -> None:
-    run_ranks(2, behind_plugins)
+@pytest.mark.parametrize("kind", ["qwen3", *full("gemma3")])
+def test_models_behind_plugins(kind: str) -> None:
+    run_ranks(2, behind_plugins, [kind])
 
 
 def test_a_configuration() -> None:
