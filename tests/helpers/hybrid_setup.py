@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,16 @@ def plain(
         optimizer.step()
         values = {name: param.detach().clone() for name, param in model.named_parameters()}
         yield sum(loss.item() for loss in losses), norm.item(), values
+
+
+Steps = list[tuple[float, float, dict[str, Tensor]]]
+
+
+@functools.cache
+def plain_steps(kind: str, replicas: int, batch: int, of_parts: bool, full: bool = False, **changes: Any) -> Steps:
+    """:func:`plain`, computed once. A test calls it and gives it to its ranks: each of them would take longer for it
+    than for its own part of the model."""
+    return list(plain(kind, replicas, batch, of_parts, full, **changes))
 
 
 class LlamaPolicy(Policy):

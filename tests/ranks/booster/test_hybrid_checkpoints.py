@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain
+from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain_steps
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
@@ -54,7 +55,7 @@ def _run(kind: str, make: Callable[[], Plugin], steps: range, folder: str, resum
 
 
 def expected(kind: str, steps: int, of_parts: bool = True) -> dict[str, torch.Tensor]:
-    return [values for _, _, values in plain(kind, 2, BATCH, of_parts)][steps - 1]
+    return [values for _, _, values in plain_steps(kind, 2, BATCH, of_parts)][steps - 1]
 
 
 def assert_saved(kind: str, folder: Path, steps: int, rtol: float = 1e-9) -> None:
@@ -73,6 +74,16 @@ def test_files_have_whole_tensors(tmp_path: Path) -> None:
     assert_saved("gpt2", tmp_path, STEPS)
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a run of two steps, which several runs go on from."""
+    folder: Path = tmp_path_factory.mktemp("begun")
+    run_ranks(4, _run, "llama", functools.partial(hybrid, tp_size=2, zero_stage=2), range(2), str(folder), False)
+    assert_saved("llama", folder, 2)
+    return folder
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "make"),
     [
@@ -87,10 +98,8 @@ def test_files_have_whole_tensors(tmp_path: Path) -> None:
     ],
     ids=["zero2", "gemini", "hybrid"],
 )
-def test_a_run_goes_on_under_other_plugins(tmp_path: Path, ranks: int, make: Callable[[], Plugin]) -> None:
-    first = functools.partial(hybrid, tp_size=2, zero_stage=2)
-    run_ranks(4, _run, "llama", first, range(2), str(tmp_path), False)
-    assert_saved("llama", tmp_path, 2)
+def test_a_run_goes_on_under_other_plugins(begun: Path, tmp_path: Path, ranks: int, make: Callable[[], Plugin]) -> None:
+    shutil.copytree(begun, tmp_path, symlinks=True, dirs_exist_ok=True)
     run_ranks(ranks, _run, "llama", make, range(2, STEPS), str(tmp_path), True)
     rtol = 1e-9 if "Gemini" in repr(make) else 1e-5  # transformers' loss of whole logits is computed in fp32
     assert_saved("llama", tmp_path, STEPS, rtol)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
+from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,12 +49,14 @@ def own(outputs: Any, _inputs: Any) -> Tensor:
     return loss
 
 
-def plain(
-    kind: str, replicas: int, number: int | None, rows: int | None = None
-) -> Iterator[tuple[list[float], float, dict[str, Tensor]]]:
+Steps = list[tuple[list[float], float, dict[str, Tensor]]]
+
+
+@functools.cache
+def plain(kind: str, replicas: int, number: int | None, rows: int | None) -> Steps:
     """By step: the loss of each data-parallel rank, the norm before clipping, and the parameters."""
     model, texts = deep(kind), Texts(STEPS * replicas * ROWS)
-    optimizer = optimizer_of(model)
+    optimizer, steps = optimizer_of(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
         losses = []
@@ -68,7 +71,9 @@ def plain(
             losses.append(total)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        yield losses, norm.item(), {name: param.detach().clone() for name, param in model.named_parameters()}
+        values = {name: param.detach().clone() for name, param in model.named_parameters()}
+        steps.append((losses, norm.item(), values))
+    return steps
 
 
 def wide(**numbers: float) -> dict[str, Tensor]:
@@ -86,7 +91,7 @@ def criterion_of(kind: str, plugin: HybridParallelPlugin) -> Any:
     return exact if kind in OF_PARTS and plugin.tp_size == 1 else own
 
 
-def _trained(kind: str, given: dict[str, Any]) -> None:
+def _trained(kind: str, given: dict[str, Any], expected: Steps, division: tuple[int | None, int | None]) -> None:
     plugin = HybridParallelPlugin(precision="fp32", max_norm=MAX_NORM, **{"tp_size": 1, "pp_size": 2} | given)
     replica, replicas = plugin.data_parallel()
     assert replicas == dist.get_world_size() // (plugin.tp_size * plugin.pp_size)
@@ -97,7 +102,7 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
     assert session.mesh.rank == replica
     batches, last = iter(loader), session.pipeline.last
     number = plugin.num_microbatches or (None if plugin.microbatch_size else plugin.pp_size * plugin.num_model_chunks)
-    expected = plain(kind, replicas, number, plugin.microbatch_size)
+    assert division == (number, plugin.microbatch_size)
     for step, (losses, norm, values) in enumerate(expected):
         broadcast = step == 1
         found = booster.execute_pipeline(
@@ -125,40 +130,60 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
     booster.close()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def check(kind: str, given: dict[str, Any]) -> None:
+    """The plain run is computed once, here: each rank would take as long for it as for its own part."""
+    stages, rows = given.get("pp_size", 2), given.get("microbatch_size")
+    number = None if rows else given.get("num_microbatches", stages * given.get("num_model_chunks", 1))
+    expected = plain(kind, RANKS // (given.get("tp_size", 1) * stages), number, rows)
+    run_ranks(RANKS, _trained, kind, given, expected, (number, rows))
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero_stage"),
+    [
+        ("gpt2", 0),
+        *full(("gpt2", 2), ("bert", 0), ("bert", 1)),  # the other pairs are among the arguments below
+        *campaign(("llama", 0), ("llama", 1), ("llama", 2), ("gpt2", 1), ("bert", 2)),
+    ],
+)
 def test_training_equals_plain_pytorch(kind: str, zero_stage: int) -> None:
-    run_ranks(RANKS, _trained, kind, {"zero_stage": zero_stage})
+    check(kind, {"zero_stage": zero_stage})
 
 
 CHECKPOINTED: dict[str, Any] = {
     "gradient_checkpoint_config": PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0, 2, 1]),
     "num_layers_per_stage": [1, 1, 2, 1],
 }
+INTERLEAVED: dict[str, Any] = {"pp_style": "interleaved", "num_model_chunks": 2}
 ZBV: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
+ZERO1, HALF = {"zero_stage": 1}, GradientCheckpointConfig(0.5)
 
 
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        ("llama", {"tp_size": 2}),
-        ("gpt2", {"tp_size": 2, "num_microbatches": 3, "enable_metadata_cache": False}),
-        ("bert", {"tp_size": 2, "zero_stage": 2, "microbatch_size": 2}),
-        ("llama", {"pp_size": 4, "num_microbatches": 2}),
-        ("gpt2", {"pp_size": 4, "zero_stage": 1, "num_layers_per_stage": [1, 2, 1, 1]}),
-        ("llama", {"pp_style": "interleaved", "num_model_chunks": 2, "zero_stage": 1, "num_microbatches": 2}),
-        ("gpt2", {"pp_style": "interleaved", "num_model_chunks": 2, **CHECKPOINTED}),
-        ("bert", {"pp_style": "interleaved", "num_model_chunks": 2, "zero_stage": 2, "cpu_offload": True}),
-        ("llama", {"dp_outside": False, "zero_stage": 2, "gradient_checkpoint_config": GradientCheckpointConfig(0.5)}),
-        ("llama", {**ZBV, "tp_size": 2, "gradient_checkpoint_config": GradientCheckpointConfig(0.5)}),
-        ("gpt2", {**ZBV, **CHECKPOINTED, "zero_stage": 1, "enable_metadata_cache": False}),
+        *full(
+            ("llama", {"tp_size": 2}),
+            ("gpt2", {"tp_size": 2, "num_microbatches": 3, "enable_metadata_cache": False}),
+            ("bert", {"tp_size": 2, "zero_stage": 2, "microbatch_size": 2}),
+            ("llama", {"pp_size": 4, "num_microbatches": 2}),
+            ("gpt2", {"pp_size": 4, "zero_stage": 1, "num_layers_per_stage": [1, 2, 1, 1]}),
+            ("llama", {**INTERLEAVED, "zero_stage": 1, "num_microbatches": 2}),
+        ),
+        ("gpt2", {**INTERLEAVED, **CHECKPOINTED}),
+        *full(
+            ("bert", {**INTERLEAVED, "zero_stage": 2, "cpu_offload": True}),
+            ("llama", {"dp_outside": False, "zero_stage": 2, "gradient_checkpoint_config": HALF}),
+        ),
+        ("llama", {**ZBV, "tp_size": 2, "gradient_checkpoint_config": HALF}),
+        *full(("gpt2", {**ZBV, **CHECKPOINTED, "zero_stage": 1, "enable_metadata_cache": False})),
         ("bert", {**ZBV, "zero_stage": 2, "cpu_offload": True, "microbatch_size": 2}),
-        ("gpt2", {"overlap_communication": False, "overlap_allgather": True, "overlap_p2p": False, "zero_stage": 1}),
+        *full(("gpt2", {"overlap_communication": False, "overlap_allgather": True, "overlap_p2p": False, **ZERO1})),
     ],
     ids=str,
 )
 def test_arguments_of_a_pipeline(kind: str, given: dict[str, Any]) -> None:
-    run_ranks(RANKS, _trained, kind, given)
+    check(kind, given)
 
 
 # -- the published example
@@ -197,6 +222,7 @@ def _example() -> str:
     return out.getvalue()
 
 
+@pytest.mark.full
 def test_the_fifth_example_runs_as_printed() -> None:
     run_ranks(RANKS, _printed)
     shown = {float(text.removeprefix("loss ")) for text in run_ranks(RANKS, _example)}
@@ -206,12 +232,12 @@ def test_the_fifth_example_runs_as_printed() -> None:
 # -- precision, accumulation, evaluation
 
 
-def _accumulated() -> None:
+def _accumulated(style: dict[str, Any]) -> None:
     """Two calls of half the loss before a step are the step of one; between, evaluation on other shapes."""
     found = []
-    for calls, style in ((1, {}), (2, {}), (2, ZBV)):
+    for calls in (1, 2):
         plugin = HybridParallelPlugin(
-            tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2, **style
+            tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2, **(style if calls > 1 else {})
         )
         booster, model = Booster(plugin=plugin), deep("llama")
         model, optimizer, *_ = booster.boost(model, optimizer_of(model))
@@ -232,13 +258,14 @@ def _accumulated() -> None:
             optimizer.zero_grad()
         found.append((model.state_dict(), optimizer.get_grad_norm()))
         booster.close()
-    for state, norm in found[1:]:
-        assert_close(state, found[0][0], 1e-9, "two calls")
-        assert_close(wide(norm=norm), wide(norm=found[0][1]), 1e-9, "two calls")
+    (expected, norm), (state, found_norm) = found
+    assert_close(state, expected, 1e-9, "two calls")
+    assert_close(wide(norm=found_norm), wide(norm=norm), 1e-9, "two calls")
 
 
-def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes() -> None:
-    run_ranks(RANKS, _accumulated)
+@pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
+def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes(style: dict[str, Any]) -> None:
+    run_ranks(RANKS, _accumulated, style)
 
 
 def _overflow(style: dict[str, Any]) -> None:
@@ -264,9 +291,9 @@ def _overflow(style: dict[str, Any]) -> None:
     booster.close()
 
 
-def test_an_overflow_in_one_stage_is_one_in_all() -> None:
-    for style in ({}, ZBV):
-        run_ranks(RANKS, _overflow, style)
+@pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
+def test_an_overflow_in_one_stage_is_one_in_all(style: dict[str, Any]) -> None:
+    run_ranks(RANKS, _overflow, style)
 
 
 # -- what cannot be

@@ -3,12 +3,15 @@ losses that are NaN; against plain PyTorch in one process, fp64."""
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hybrid_setup import Texts, made
+from sets import full
 from test_hybrid_pipeline import exact
 from torch import Tensor, nn
 
@@ -18,7 +21,7 @@ from shardwise.comm import PeerError
 from shardwise.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
-ROWS, PARTS, RATE = 4, 4, 0.5
+ROWS, PARTS, RATE, REPLICAS = 4, 4, 0.5, 2
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -69,37 +72,54 @@ def drop(params: Named) -> None:
             param.grad = None
 
 
-def _edited(stages: tuple[int, ...]) -> None:
-    for stage in stages:
-        booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
-        replica, replicas = plugin.data_parallel()
-        whole = model_of()
-        plain = sgd(whole)
-        for edit, calls in ((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2)):
-            for call in range(calls):
-                booster.execute_pipeline(iter([batch_of(call, replica)]), model, exact, optimizer)
-                for each in range(replicas):
-                    for part in split_batch(batch_of(call, each), PARTS, None):
-                        (exact(whole(**part.kwargs), part.kwargs) * part.share / replicas).backward()
-                if call == 0:
-                    edit(list(model.named_parameters()))
-                    edit(list(whole.named_parameters()))
-            for stepped in (optimizer, plain):
-                stepped.step()
-                stepped.zero_grad()
-            own = {name.removeprefix("module."): param.detach() for name, param in model.named_parameters()}
-            expected = {name: param.detach() for name, param in whole.named_parameters() if name in own}
-            assert_close(own, expected, 1e-9, f"stage {stage}, {edit.__name__}, {calls} calls")
-        if stage < 2:
-            with booster.no_sync(model, optimizer):
-                booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
-            with pytest.raises(RuntimeError, match=r"after a pass under no_sync\(\)"):
-                norms(list(model.named_parameters()))
-        booster.close()
+EDITS: list[tuple[Callable[[Named], None], int]] = [
+    *((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2)),
+]
+"""Each with the number of calls before the step; the edit is after the first."""
 
 
-def test_gradients_can_be_used_before_the_step() -> None:
-    run_ranks(4, _edited, (0, 1, 2))
+@functools.cache
+def plain() -> list[dict[str, Tensor]]:
+    """The parameters after each of the edits and its step."""
+    whole, found = model_of(), []
+    optimizer = sgd(whole)
+    for edit, calls in EDITS:
+        for call in range(calls):
+            for each in range(REPLICAS):
+                for part in split_batch(batch_of(call, each), PARTS, None):
+                    (exact(whole(**part.kwargs), part.kwargs) * part.share / REPLICAS).backward()
+            if call == 0:
+                edit(list(whole.named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: param.detach().clone() for name, param in whole.named_parameters()})
+    return found
+
+
+def _edited(stage: int, after: list[dict[str, Tensor]]) -> None:
+    booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
+    replica, replicas = plugin.data_parallel()
+    assert replicas == REPLICAS
+    for (edit, calls), values in zip(EDITS, after, strict=True):
+        for call in range(calls):
+            booster.execute_pipeline(iter([batch_of(call, replica)]), model, exact, optimizer)
+            if call == 0:
+                edit(list(model.named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        own = {name.removeprefix("module."): param.detach() for name, param in model.named_parameters()}
+        assert_close(own, {name: values[name] for name in own}, 1e-9, f"{edit.__name__}, {calls} calls")
+    if stage < 2:
+        with booster.no_sync(model, optimizer):
+            booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
+        with pytest.raises(RuntimeError, match=r"after a pass under no_sync\(\)"):
+            norms(list(model.named_parameters()))
+    booster.close()
+
+
+@pytest.mark.parametrize("stage", [*full(0), 1, *full(2)])
+def test_gradients_can_be_used_before_the_step(stage: int) -> None:
+    run_ranks(2 * REPLICAS, _edited, stage, plain())
 
 
 def _refused() -> list[str]:

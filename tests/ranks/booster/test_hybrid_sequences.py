@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from hybrid_setup import MAX_NORM, STEPS, Steps, Texts, made, optimizer_of, plain_steps
+from sets import full
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
@@ -14,18 +16,9 @@ from shardwise.testing import assert_close, run_ranks
 
 RANKS, BATCH = 4, 2
 RING = {"sequence_parallelism_mode": "ring_attn"}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"sp_size": 2, "zero_stage": 1}),
-    ("gpt2", {"sp_size": 4, **RING, "inner_ring_size": 2, "zero_stage": 2}),
-    ("llama", {"tp_size": 2, "sp_size": 2, **RING, "zero_stage": 0}),
-    ("bert", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
-    ("llama", {"tp_size": 2, "zero_stage": 2}),
-    ("gpt2", {"tp_size": 4, "enable_sequence_overlap": True, "zero_stage": 1}),
-    ("llama", {"tp_size": 2}),
-]
 
 
-def _trained(kind: str, given: dict[str, Any]) -> None:
+def _trained(kind: str, given: dict[str, Any], expected: Steps, of_parts: bool) -> None:
     tp, sp = given.get("tp_size", 1), given.get("sp_size", 1)
     shared: dict[str, Any] = {"precision": "fp32", "max_norm": MAX_NORM, "enable_sequence_parallelism": True}
     if "zero_stage" in given:
@@ -42,11 +35,8 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
     session = plugin.session(model)
     assert (session.mesh.sequence.size, session.mesh.tensor.size) == (sp, tp)
     facts = session.engine.layout.facts
-    # transformers casts logits to fp32 for its loss, whose sums round in another order over parts of sequences; a loss
-    # of a vocabulary that is cut does not cast those of fp64.
-    of_parts = kind != "bert" and tp > 1
     most = 1e-9 if of_parts else 1e-6
-    for (loss, norm, values), inputs in zip(plain(kind, replicas, BATCH, of_parts), loader, strict=True):
+    for (loss, norm, values), inputs in zip(expected, loader, strict=True):
         own = model(**inputs).loss
         told: list[Any] = [None] * RANKS
         dist.all_gather_object(told, own.item())
@@ -67,19 +57,30 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
     booster.close()
 
 
-def test_every_mode_equals_plain_pytorch() -> None:
-    for kind, given in CASES:
-        run_ranks(RANKS, _trained, kind, given, timeout=120.0)
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("llama", {"sp_size": 2, "zero_stage": 1}),
+        *full(
+            ("gpt2", {"sp_size": 4, **RING, "inner_ring_size": 2, "zero_stage": 2}),
+            ("bert", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
+        ),
+        ("llama", {"tp_size": 2, "sp_size": 2, **RING, "zero_stage": 0}),
+        ("llama", {"tp_size": 2, "zero_stage": 2}),
+        *full(("gpt2", {"tp_size": 4, "enable_sequence_overlap": True, "zero_stage": 1}), ("llama", {"tp_size": 2})),
+    ],
+    ids=str,
+)
+def test_every_mode_equals_plain_pytorch(kind: str, given: dict[str, Any]) -> None:
+    # transformers casts logits to fp32 for its loss, whose sums round in another order over parts of sequences; a loss
+    # of a vocabulary that is cut does not cast those of fp64.
+    tp = given.get("tp_size", 1)
+    of_parts = kind != "bert" and tp > 1
+    expected = plain_steps(kind, RANKS // (tp * given.get("sp_size", 1)), BATCH, of_parts)
+    run_ranks(RANKS, _trained, kind, given, expected, of_parts, timeout=120.0)
 
 
-STAGED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("bert", {"num_microbatches": 2}, {}),
-    ("gpt2", {**RING, "num_microbatches": 2, "zero_stage": 2}, {}),
-    ("llama", {"pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}, {"num_hidden_layers": 4}),
-]
-
-
-def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any], expected: Steps) -> None:
     shared: dict[str, Any] = {"sp_size": 2, "enable_sequence_parallelism": True, "max_norm": MAX_NORM, "zero_stage": 1}
     plugin = HybridParallelPlugin(**{"tp_size": 1, "pp_size": 2, "precision": "fp32"} | shared | given)
     assert plugin.data_parallel() == (0, 1)
@@ -90,7 +91,7 @@ def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
     model = made(kind, **changes)
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     batches, right = iter(loader), {}
-    for loss, norm, values in plain(kind, 1, 2 * BATCH, False, full=True, **changes):
+    for loss, norm, values in expected:
         out = booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer, broadcast_loss=True)
         optimizer.step()
         assert abs(out["loss"].item() - loss) < 1e-6 * loss
@@ -103,9 +104,18 @@ def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
     booster.close()
 
 
-def test_the_stages_of_a_pipeline_share_sequences() -> None:
-    for kind, given, changes in STAGED:
-        run_ranks(RANKS, _staged, kind, given, changes, timeout=120.0)
+@pytest.mark.parametrize(
+    ("kind", "given", "changes"),
+    [
+        *full(("bert", {"num_microbatches": 2}, {})),
+        ("gpt2", {**RING, "num_microbatches": 2, "zero_stage": 2}, {}),
+        *full(("llama", {"pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}, {"num_hidden_layers": 4})),
+    ],
+    ids=str,
+)
+def test_the_stages_of_a_pipeline_share_sequences(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+    expected = plain_steps(kind, 1, 2 * BATCH, False, True, **changes)
+    run_ranks(RANKS, _staged, kind, given, changes, expected, timeout=120.0)
 
 
 def _sent(compress: bool) -> tuple[float, int, float]:
@@ -121,7 +131,7 @@ def _sent(compress: bool) -> tuple[float, int, float]:
     )
     booster = Booster(plugin=plugin)
     model = made("llama", torch.float32)
-    loader = plugin.prepare_dataloader(Texts(BATCH * RANKS // 2), BATCH)
+    loader = plugin.prepare_dataloader(Texts(BATCH), BATCH)
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     (inputs,) = loader
     loss = model(**inputs).loss
@@ -136,7 +146,7 @@ def _sent(compress: bool) -> tuple[float, int, float]:
 
 def test_heads_travel_in_8_bits() -> None:
     """Of every four bytes of heads one, and one for each 128; the sums of the loss and the gathers stay as they are."""
-    wide, narrow = run_ranks(RANKS, _sent, False), run_ranks(RANKS, _sent, True)
+    wide, narrow = run_ranks(2, _sent, False), run_ranks(2, _sent, True)
     for (loss, sent, norm), (other, less, near) in zip(wide, narrow, strict=True):
         assert other != loss and abs(other - loss) < 0.02 * loss
         assert near != norm and abs(near - norm) < 0.1 * norm
