@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import shlex
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import other_numbers
 import pytest
+import sets
 import side_by_side
 import torch
 
@@ -32,15 +30,10 @@ PRELOADED = ("transformers.modeling_utils", "accelerate", "peft", "lightning", "
 """What takes seconds to import: ranks get those that collecting the tests has imported."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables that the user's shell may have and no test expects."""
-SETS = {
-    "full": "pairs of factors and costly cases: --full runs them, and so does naming their file or test",
-    "campaign": "the larger sets, for hours: -m campaign selects them, nothing else does",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
+    sets.add_options(parser)
     side_by_side.add_options(parser)
     other_numbers.add_options(parser)
 
@@ -48,41 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    for name, text in SETS.items():
-        config.addinivalue_line("markers", f"{name}: {text}")
+    sets.configure(config)
     config.pluginmanager.register(Clock(), "seconds-by-file")
     side_by_side.configure(config)
     other_numbers.configure(config)
 
 
-def _is_selected(item: pytest.Item, full: bool, named_files: set[Path]) -> bool:
-    if item.get_closest_marker("campaign"):
-        return False
-    return full or item.path in named_files or not item.get_closest_marker("full")
-
-
-def _shuffle(items: list[pytest.Item], seed: int) -> None:
-    generator = random.Random(seed)
-    files: dict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        files[item.path].append(item)
-    groups = list(files.values())
-    generator.shuffle(groups)
-    for group in groups:
-        generator.shuffle(group)
-    items[:] = [item for group in groups for item in group]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--shuffle") is not None:
-        _shuffle(items, config.getoption("--shuffle"))
-    if "campaign" in config.getoption("markexpr"):
-        return
-    named = {path.resolve() for arg in config.args if (path := Path(arg.split("::")[0])).is_file()}
-    selected = [item for item in items if _is_selected(item, config.getoption("full"), named)]
-    if len(selected) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
-        items[:] = selected
+    sets.select(config, items)
 
 
 def pytest_collection_finish() -> None:
@@ -93,15 +59,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failed test prints the command that repeats it alone, and the seed of its ranks."""
+    """A failed test prints the command that repeats it alone, and the seed."""
     report = yield
     if report.failed:
-        options = ["-m", "campaign"] if item.get_closest_marker("campaign") else []
-        options += ["--seed-shift", str(other_numbers.shift())] if other_numbers.shift() else []
-        options += ["--rounding"] if item.config.getoption("rounding") else []
-        command = shlex.join([sys.executable, "-m", "pytest", *options, item.nodeid])
-        text = f"cd {shlex.quote(str(item.config.rootpath))} && {command}\ntorch seed: {other_numbers.shift()}"
-        report.sections.append(("Repeat this test alone", text))
+        title, command = sets.how_to_repeat(item, other_numbers.options(item.config))
+        report.sections.append((title, f"{command}\ntorch seed: {other_numbers.shift()}"))
     return report
 
 

@@ -43,6 +43,12 @@ def configure(config: pytest.Config) -> None:
         register_optimizer_step_pre_hook(round_otherwise)
 
 
+def options(config: pytest.Config) -> list[str]:
+    """What ``config`` was given of the options above."""
+    shifted = ["--seed-shift", str(config.getoption("--seed-shift"))] if config.getoption("--seed-shift") else []
+    return shifted + (["--rounding"] if config.getoption("--rounding") else [])
+
+
 def shift() -> int:
     """What this process adds to seeds."""
     return int(os.environ.get(VARIABLE, "0")) if hasattr(torch.Generator, "shifted") else 0

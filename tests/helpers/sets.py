@@ -1,11 +1,31 @@
-"""Rows of ``pytest.mark.parametrize`` that belong to a larger set of tests than the others. See CONTRIBUTING.md."""
+"""The three sets of tests, their order, and how to repeat a test that failed. See CONTRIBUTING.md."""
 
 from __future__ import annotations
 
+import random
+import shlex
+import sys
+from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+MARKS = {
+    "full": "pairs of factors and costly cases: --full runs them, and so does naming their file or test",
+    "campaign": "the larger sets, for hours: -m campaign selects them, nothing else does",
+}
+
+
+def full(*rows: Any) -> list[Any]:
+    """Rows of ``pytest.mark.parametrize`` that only ``make test-full`` runs."""
+    return _marked(pytest.mark.full, rows)
+
+
+def campaign(*rows: Any) -> list[Any]:
+    """Rows of ``pytest.mark.parametrize`` that only ``make campaign`` runs."""
+    return _marked(pytest.mark.campaign, rows)
 
 
 def _marked(mark: pytest.MarkDecorator, rows: Iterable[Any]) -> list[Any]:
@@ -18,11 +38,51 @@ def _marked(mark: pytest.MarkDecorator, rows: Iterable[Any]) -> list[Any]:
     return marked
 
 
-def full(*rows: Any) -> list[Any]:
-    """Rows that only ``make test-full`` runs."""
-    return _marked(pytest.mark.full, rows)
+def add_options(parser: pytest.Parser) -> None:
+    """For ``pytest_addoption``."""
+    parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
 
 
-def campaign(*rows: Any) -> list[Any]:
-    """Rows that only ``make campaign`` runs."""
-    return _marked(pytest.mark.campaign, rows)
+def configure(config: pytest.Config) -> None:
+    """For ``pytest_configure``."""
+    for name, text in MARKS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For ``pytest_collection_modifyitems``: deselect other sets in place, and shuffle if asked to."""
+    if config.getoption("--shuffle") is not None:
+        _shuffle(items, config.getoption("--shuffle"))
+    if "campaign" in config.getoption("markexpr"):
+        return
+    named = {path.resolve() for arg in config.args if (path := Path(arg.split("::")[0])).is_file()}
+    selected = [item for item in items if _is_selected(item, config.getoption("--full"), named)]
+    if len(selected) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+        items[:] = selected
+
+
+def _is_selected(item: pytest.Item, with_full: bool, named_files: set[Path]) -> bool:
+    if item.get_closest_marker("campaign"):
+        return False
+    return with_full or item.path in named_files or not item.get_closest_marker("full")
+
+
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    generator = random.Random(seed)
+    files: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    groups = list(files.values())
+    generator.shuffle(groups)
+    for group in groups:
+        generator.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
+def how_to_repeat(item: pytest.Item, options: list[str]) -> tuple[str, str]:
+    """A section of a failed test's report: its title, and the command that runs this test alone."""
+    marked = ["-m", "campaign"] if item.get_closest_marker("campaign") else []
+    command = shlex.join([sys.executable, "-m", "pytest", *marked, *options, item.nodeid])
+    return "Repeat this test alone", f"cd {shlex.quote(str(item.config.rootpath))} && {command}"
