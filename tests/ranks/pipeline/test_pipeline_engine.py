@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import pytest
 import tensor_cases
 import torch
 from engine_setup import PLANS, adam, sharded
+from sets import campaign, full
 from tensor_setup import PAD, Case, Exact, loss_of
 from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
@@ -34,9 +35,17 @@ def batch_of(rank: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids.masked_fill(mask == 0, PAD), "labels": labels, "attention_mask": mask}
 
 
-def plain(case: Case, replicas: int, microbatches: int) -> Iterator[tuple[list[float], float, dict[str, Tensor]]]:
-    """By step: each replica's loss, the norm before clipping, and the parameters."""
-    model = case.made()
+Steps = list[tuple[list[float], float, dict[str, Tensor]]]
+
+
+@functools.cache
+def plain(name: str, index: int, layers: int, replicas: int, microbatches: int) -> Steps:
+    """By step: each replica's loss, the norm before clipping, and the parameters.
+
+    Computed by the test, for its ranks: each of them would take longer for it than for its own stages.
+    """
+    found: Steps = []
+    model = case_of(name, index, layers).made()
     optimizer = adam(model, LR)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -51,16 +60,23 @@ def plain(case: Case, replicas: int, microbatches: int) -> Iterator[tuple[list[f
             losses.append(total)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        yield losses, norm.item(), {name: p.detach().clone() for name, p in model.named_parameters()}
+        found.append((losses, norm.item(), {name: p.detach().clone() for name, p in model.named_parameters()}))
+    return found
 
 
 def wide(**numbers: float) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
-def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
-    case = case_of(name, index, sum(plan.pipeline.layers or (5,)))
-    model = case.made()
+def train(ranks: int, plan: Plan, name: str, index: int, microbatches: int, timeout: float = 60.0) -> None:
+    """Ranks against plain PyTorch."""
+    layers, replicas = sum(plan.pipeline.layers or (5,)), ranks // plan.mesh.pp // plan.mesh.tp
+    expected = plain(name, index, layers, replicas, microbatches)
+    run_ranks(ranks, trained, plan, name, index, expected, timeout=timeout)
+
+
+def trained(plan: Plan, name: str, index: int, expected: Steps) -> None:
+    model = case_of(name, index, sum(plan.pipeline.layers or (5,))).made()
     names = {id(param): name for name, param in model.named_parameters()}
     with sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer, pipeline = session.mesh, session.optimizer, session.pipeline
@@ -69,7 +85,8 @@ def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
             assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
             assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
         facts = session.engine.layout.facts
-        for step, (losses, norm, values) in enumerate(plain(case, mesh.size, microbatches)):
+        for step, (losses, norm, values) in enumerate(expected):
+            assert len(losses) == mesh.size
             with Exact():
                 outcome = pipeline.step(batch_of(mesh.rank, step), criterion, train=True)
             assert (outcome.loss is not None) == pipeline.last
@@ -122,10 +139,18 @@ CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
 MODELS = (("llama", 1), ("gpt2", 0), ("bert", 0))
 
 
+QUICK = (0, 2, 5, 8, 10)
+"""Of the cases: one pipeline alone, each schedule, parameters that are whole and divided, cut layers, own stages."""
+
+
 def by_turns() -> list[object]:
-    """Two of the models under each plan; the third in the campaign."""
-    rows = [(*case, *model, (at + kind) % 3 == 2) for at, case in enumerate(CASES) for kind, model in enumerate(MODELS)]
-    return [pytest.param(*row, marks=pytest.mark.campaign if later else ()) for *row, later in rows]
+    """Under each plan one of the models, by turns; the others in the campaign."""
+    rows: list[object] = []
+    for at, case in enumerate(CASES):
+        for kind, model in enumerate(MODELS):
+            now = [(*case, *model)] if at in QUICK else full((*case, *model))
+            rows += now if (at + kind) % 3 == 0 else campaign((*case, *model))
+    return rows
 
 
 @pytest.mark.parametrize(("ranks", "name", "sizes", "pipeline", "model", "index"), by_turns())
@@ -135,7 +160,7 @@ def test_training_equals_plain_pytorch(
     plan = PLANS[name].but(pp=2).but(**sizes).but(max_norm=MAX_NORM, pipeline=pipeline)
     assert plan.grad.average == "sum"
     microbatches = pipeline.microbatches or -(-ROWS // (pipeline.microbatch_rows or ROWS))
-    run_ranks(ranks, trained, plan, model, index, microbatches)
+    train(ranks, plan, model, index, microbatches)
 
 
 def reduced_bytes(plan: Plan) -> int:
@@ -150,6 +175,7 @@ def reduced_bytes(plan: Plan) -> int:
     raise AssertionError
 
 
+@pytest.mark.full
 def test_a_micro_batch_is_reduced_once_where_its_backward_pass_is_made_in_two() -> None:
     plan = PLANS["zero2_gloo"].but(pp=2)
     found = [sum(run_ranks(4, reduced_bytes, plan.but(pipeline=each))) for each in (TWO, ZBV)]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from checkpoint_setup import differences
 from engine_setup import PLANS, adam, sharded
+from sets import full
 from tensor_setup import Exact
-from test_pipeline_engine import LR, MAX_NORM, ONE, ZBV, batch_of, case_of, plain, trained
+from test_pipeline_engine import LR, MAX_NORM, ONE, ZBV, Steps, batch_of, case_of, plain, train
 from test_pipeline_stages import criterion
 from tier_setup import Fault, with_tiers
 
@@ -22,11 +23,11 @@ from shardwise.testing import assert_close, run_ranks
 
 @pytest.mark.parametrize(
     ("name", "mix", "pipeline", "tp"),
-    [("zero3", "all_disk", ONE, 1), ("zero2", "thirds", ZBV, 1), ("zero1", "thirds", ONE, 2)],
+    [("zero3", "all_disk", ONE, 1), *full(("zero2", "thirds", ZBV, 1), ("zero1", "thirds", ONE, 2))],
 )
 def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
     plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, tp=tp, max_norm=MAX_NORM, pipeline=pipeline)
-    run_ranks(4, trained, plan, "llama", 1, pipeline.microbatches, timeout=240)
+    train(4, plan, "llama", 1, pipeline.microbatches, timeout=240)
 
 
 def one_step(session: Session, step: int) -> None:
@@ -44,7 +45,7 @@ def states(session: Session) -> dict[str, Any]:
     return found
 
 
-def failing(plan: Plan, frozen: bool) -> list[str]:
+def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
     """A disk fails on one rank, while a state is put together and in an update; then all goes on, and states are loaded
     again. Of the second stage nothing is trained where it is ``frozen``, so it has no state on a disk."""
     model, told = case_of("llama", 0 if frozen else 1).made(), []
@@ -81,7 +82,7 @@ def failing(plan: Plan, frozen: bool) -> list[str]:
         if frozen:
             assert differences(states(session), before)
             return told
-        values = [values for _, _, values in plain(case_of("llama", 1), 2, 4)][1]
+        values = expected[1][-1]
         state = session.module.state_dict()
         assert_close({name: state[name] for name in values}, values, 1e-9, "after two steps")
         session.module.load_state_dict(parameters)
@@ -90,11 +91,11 @@ def failing(plan: Plan, frozen: bool) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [*full(False), True])
 def test_a_disk_that_fails_is_told_to_ranks_with_other_stages(frozen: bool, tmp_path: Path) -> None:
     plan = with_tiers(PLANS["zero1"], "all_disk", str(tmp_path)).but(pp=2, max_norm=MAX_NORM, pipeline=ONE)
     plan = plan.but(tiers=replace(plan.tiers, param_disk_fraction=0.0))
-    found = run_ranks(4, failing, plan, frozen, timeout=120)
+    found = run_ranks(4, failing, plan, frozen, plain("llama", 1, 5, 2, 3), timeout=120)
     for fails, *told in found:
         assert len(told) == 2 and fails == found[0][0]
         assert all(f"rank {fails}: " in each for each in told), told
@@ -123,6 +124,7 @@ def of_both(plan: Plan) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_parts_of_stages_on_a_disk(tmp_path: Path) -> None:
     plan = with_tiers(PLANS["zero1"], "all_disk", str(tmp_path)).but(pp=2, tp=2, max_norm=MAX_NORM, pipeline=ONE)
     found = run_ranks(4, of_both, plan, timeout=120)
