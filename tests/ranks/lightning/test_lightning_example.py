@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from sets import full
+from sets import campaign
 
 from shardwise.testing import run_ranks
 
@@ -39,7 +39,7 @@ def _run(strategy: str, folder: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("strategy", [*full("colossalai", "deepspeed"), "ddp_fully_sharded"])
+@pytest.mark.parametrize("strategy", [*campaign("colossalai", "deepspeed"), "ddp_fully_sharded"])
 def test_it_learns_under_each_strategy_and_leaves_one_checkpoint(strategy: str, tmp_path: Path) -> None:
     first, second = run_ranks(RANKS, _run, strategy, str(tmp_path))
     found = re.search(rf"{strategy}: validation loss (\S+) -> (\S+); rank 0 keeps (\d+) of (\d+) bytes", first)

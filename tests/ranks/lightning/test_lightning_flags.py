@@ -92,7 +92,7 @@ def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
     return seen, shown
 
 
-@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3"))
+@pytest.mark.parametrize("kind", kinds("colossalai"))
 def test_model_summary_counts_whole_parameters(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """Under the old strategies it counted shards. Also of a model that has no memory before it is sharded."""
     frozen, numel = WIDTH * HIDDEN + HIDDEN, HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
@@ -139,7 +139,7 @@ def _initialised(kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", kinds("deepspeed_3", "fully_sharded"))
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_init_module(kind: str, tmp_path: Any) -> None:
     """DeepSpeed refused ``empty_init=False`` at stage 3. Empty models are for checkpoints that fill them."""
     for found in run_ranks(RANKS, _initialised, kind, str(tmp_path)):
@@ -262,7 +262,7 @@ def _synchronised(kind: str, plugin: bool) -> tuple[Ended, bool]:
     return ended(made), type(model.net[1]) is nn.BatchNorm1d
 
 
-@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_layers_may_be_synchronised_by_a_plugin(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """The way that ``sync_batchnorm`` takes on GPUs: layers with collectives in forward and in backward."""
     found, expected = run_ranks(RANKS, _synchronised, kind, True), oracle(_synchronised, True)
@@ -273,7 +273,7 @@ def test_layers_may_be_synchronised_by_a_plugin(kind: str, oracle: Callable[...,
     assert float((alone.weights[name] - found[0][0].weights[name]).abs().max()) > 1e-4, "the plugin has an effect"
 
 
-@pytest.mark.parametrize("kind", kinds("colossalai", "fully_sharded"))
+@pytest.mark.parametrize("kind", kinds("colossalai"))
 def test_buffers_are_each_ranks_own(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """As under DeepSpeed and FairScale. ``ddp`` begins every forward with those of rank 0, which has the same here."""
     found, expected = run_ranks(RANKS, _synchronised, kind, False), oracle(_synchronised, False)

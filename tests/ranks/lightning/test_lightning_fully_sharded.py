@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_cases import rows
 from lightning_setup import OUT, WIDTH, Silent, Toy, close, data, fit, stock, toy, trainer, weights, worst
 from sets import full
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ IN = {"plain": list(VARIANTS), "norm": ["wrapped"], "value": ["kept"], "accumula
 IN["accumulate 3, clipped"] = ["default", "wrapped"]
 
 
-@pytest.mark.parametrize("run", [name if name == "norm" else full(name)[0] for name in RUNS])
+@pytest.mark.parametrize("run", rows(RUNS, ["norm"], ["plain"]))
 def test_weights_equal_those_of_ddp(run: str) -> None:
     """Five batches an epoch: with 2 and 3 to accumulate, each epoch ends with left-overs."""
     for found in run_ranks(RANKS, parity, LIGHTNING, IN[run], RUNS[run], {"schedule": True}):
@@ -184,7 +185,7 @@ def changing(make: Callable[[], Any]) -> tuple[dict[str, Tensor], list[Any]]:
     return {**first, **{f"second.{n}": v for n, v in second.items()}}, model.seen
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
 def test_accumulation_that_changes_during_a_run() -> None:
     for (ours, seen), (theirs, expected) in both(changing):
         assert seen == expected and worst(ours, theirs) <= TOLERANCE
@@ -396,7 +397,7 @@ def manual(make: Callable[[], Any]) -> dict[str, Tensor]:
     return fit(make(), toy(body=Manual), max_epochs=2)
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
 def test_manual_optimization_with_two_optimizers() -> None:
     for ours, theirs in both(manual):
         assert worst(ours, theirs) <= TOLERANCE
@@ -432,7 +433,7 @@ def hooks(make: Callable[[], Any]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
 def test_hooks_and_early_stopping() -> None:
     for ours, theirs in both(hooks):
         for name in theirs:
@@ -478,7 +479,7 @@ def compiled() -> tuple[float, int]:
     return worst(ours, fit(stock(), toy(body=Silent))), counter.op_count
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
 def test_compiled_module() -> None:
     for difference, operations in run_ranks(RANKS, compiled):
         assert difference <= TOLERANCE and operations >= 3

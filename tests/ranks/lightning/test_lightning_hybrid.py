@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 from lightning_deepspeed_setup import strategy
 from lightning_setup import close, trainer
-from sets import full
+from sets import campaign, full
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -70,6 +70,6 @@ def _fitted(stage: int, directory: Path) -> None:
     close(again)
 
 
-@pytest.mark.parametrize("stage", [1, *full(3)])
+@pytest.mark.parametrize("stage", [*full(1), *campaign(3)])
 def test_a_configuration_with_tensor_parallelism(stage: int, tmp_path: Path) -> None:
     run_ranks(RANKS, _fitted, stage, tmp_path, timeout=120.0)

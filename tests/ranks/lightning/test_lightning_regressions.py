@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, TWO, Recipe, ended, kinds, off, run, strategy
+from lightning_cases import STOCK, TWO, Recipe, ended, kinds, off, rows, run, strategy
 from lightning_setup import WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def _evaluated_first(kind: str, optimizer: bool) -> tuple[list[int], list[str], 
     return said, sorted({str(param.dtype) for param in model.parameters()}), float(model.net[0].weight[0, 0])
 
 
-@pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", of=TWO))
 def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
     for rank, (said, dtypes, weight) in enumerate(run_ranks(RANKS, _evaluated_first, kind, False)):
         assert said == [0, int(rank == 0)]
@@ -90,7 +90,7 @@ def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
         del weight
 
 
-@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=TWO))
+@pytest.mark.parametrize("kind", rows(TWO, [], ["colossalai"]))
 def test_layers_built_again_while_loading_do_not_lose_the_training(kind: str, tmp_path: Path) -> None:
     """They would have been outside of the sharding: never restored, never reduced, and trained by each rank alone."""
     for differences, said in run_ranks(RANKS, _remade, kind, str(tmp_path)):
@@ -229,6 +229,7 @@ def _not_a_directory(path: str) -> list[str]:
     return [str(caught.value)]
 
 
+@pytest.mark.full
 def test_a_disk_that_cannot_be_written_is_an_error_on_every_rank_and_the_model_stays(tmp_path: Path) -> None:
     """DeepSpeed took any path, and found out when it wrote."""
     file = tmp_path / "file"
@@ -260,6 +261,7 @@ def _pickled(path: str) -> list[str]:
     return notes
 
 
+@pytest.mark.full
 def test_a_file_with_classes_says_how_to_allow_them(tmp_path: Path) -> None:
     """``weights_only`` of ``fit`` and ``test`` never reaches a strategy that restores after its setup."""
     for notes in run_ranks(RANKS, _pickled, str(tmp_path / "one.ckpt")):
