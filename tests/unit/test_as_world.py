@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from program_setup import python, surroundings
 
 from shardwise.cli import as_world
 from shardwise.port import WHOLE, worlds
@@ -41,9 +39,8 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(CHILDREN)
     # What a site has to say to every process is still said.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own_site = 'own'\n")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "shardwise.cli.as_world", "fairscale", "program.py"]
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    command = ["-m", "shardwise.cli.as_world", "fairscale", "program.py"]
+    shown = python(*command, cwd=tmp_path, env=surroundings(tmp_path))
     assert shown.returncode == 0, shown.stderr
     spawned, started = shown.stdout.splitlines()[:2]
     assert spawned == "shardwise.fairscale shardwise.fairscale.nn"
@@ -52,9 +49,7 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     # A process that cannot have them ends, since it would go on with another library than the program.
     broken = {"SHARDWISE_AS": "fairscale=shardwise.fairscale.names", "PYTHONPATH": str(as_world.CHILDREN)}
     program = "import sys, types; sys.modules['fairscale'] = types.ModuleType('fairscale'); import sitecustomize"
-    again = subprocess.run(
-        [sys.executable, "-S", "-c", program], capture_output=True, text=True, env={**os.environ, **broken}
-    )
+    again = python("-S", "-c", program, env=surroundings(**broken))
     assert again.returncode == 1 and "SHARDWISE_AS='fairscale=shardwise.fairscale.names': fairscale is" in again.stderr
 
 
@@ -112,8 +107,7 @@ def test_every_library_whose_place_we_take_is_known() -> None:
     ],
 )
 def test_a_program_that_there_is_not_is_a_line_and_no_traceback(given: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", *given]
-    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    shown = python("-m", "shardwise.cli.as_world", "deepspeed", *given)
     assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr, shown.stderr
 
 
@@ -121,8 +115,5 @@ def test_what_a_module_cannot_import_is_its_own_affair(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import something_else")
     (tmp_path / "package" / "module.py").write_text("")
-    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "package.module"]
-    shown = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    shown = python("-m", "shardwise.cli.as_world", "deepspeed", "-m", "package.module", cwd=tmp_path)
     assert shown.returncode == 1 and "import something_else" in shown.stderr, shown.stderr

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import pytest
+from program_setup import python
 
 
+@pytest.mark.full
 def test_every_system_takes_steps() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.host"]
     given = ["--ranks", "2", "--blocks", "2", "--rounds", "1"]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=300)
+    done = python("-W", "ignore", "-m", "benchmarks.host", *given)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
     calls = {row[3].strip(): int(row[6]) for row in rows}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, SECONDS, finished, started
+from launching import SECONDS, finished, started
+from program_setup import forked_python, python, surroundings
+from sets import campaign, full
 from torch import nn
 
 from shardwise.cli import demo, run
@@ -157,7 +156,7 @@ def test_status_of(code: int, status: int) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "status", "whole"),
-    [("exit", 5, True), ("kill", 137, False), pytest.param("kill", 137, True, marks=pytest.mark.campaign)],
+    [("kill", 137, False), *full(("exit", 5, True)), *campaign(("kill", 137, True))],
 )
 def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int, whole: bool) -> None:
     script = tmp_path / "script.py"
@@ -183,7 +182,7 @@ shutdown()
 """
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_launchers_of_two_hosts_make_one_group(tmp_path: Path, whole: bool) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "found"
     script.write_text(MEETING)
@@ -311,43 +310,42 @@ def test_a_sample_is_no_run_of_blanks(temperature: float) -> None:
 
 
 def test_importing_the_command_line_does_not_import_torch() -> None:
-    code = "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+    done = python("-c", "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr
 
 
-def test_run_puts_our_names_in_place_of_a_library(tmp_path: Path) -> None:
+def test_run_takes_a_library_whose_place_we_take() -> None:
     launcher, script = _run_options(f"--as deepspeed --nproc 2 {__file__} --as x")
     assert launcher[-1] == "--module" and script == ["shardwise.cli.as_world", "deepspeed", __file__, "--as", "x"]
     _, script = _run_options("--as deepspeed -m program -m x")
     assert script == ["shardwise.cli.as_world", "deepspeed", "-m", "program", "-m", "x"]
+    assert main(["run", "--as", "horovod", __file__]) == 2
+
+
+OURS = """
+import sys, beside, deepspeed, importlib.metadata
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+print(deepspeed.__name__, importlib.metadata.version('deepspeed'), beside.VALUE, sys.argv[1:])
+"""
+TOO_LATE = """
+import sys, types
+sys.modules['deepspeed'] = types.ModuleType('deepspeed')
+import shardwise.deepspeed.as_deepspeed
+"""
+
+
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -> None:
+    runs = python if whole else forked_python
     (tmp_path / "beside.py").write_text("VALUE = 3\n")
     program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, beside, deepspeed, importlib.metadata\n"
-        "from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus\n"
-        "print(deepspeed.__name__, importlib.metadata.version('deepspeed'), beside.VALUE, sys.argv[1:])\n"
-    )
+    program.write_text(OURS)
     for start in ([str(program)], ["-m", "program"]):
-        command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", *start, "a", "-m"]
-        shown = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        )
+        command = ["-m", "shardwise.cli.as_world", "deepspeed", *start, "a", "-m"]
+        shown = runs(*command, cwd=tmp_path, env=surroundings(tmp_path))
         assert shown.stdout.split(maxsplit=3) == ["shardwise.deepspeed", "0.19.8", "3", "['a', '-m']\n"], shown.stderr
-    program.write_text(
-        "import sys, types\nsys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
-        "import shardwise.deepspeed.as_deepspeed\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    program.write_text(TOO_LATE)
+    shown = runs(str(program))
     assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
-    shown = subprocess.run(
-        [sys.executable, "-m", "shardwise.cli.as_world", "horovod", "x"], capture_output=True, text=True, cwd=ROOT
-    )
+    shown = runs("-m", "shardwise.cli.as_world", "horovod", "x")
     assert shown.returncode == 1 and "give one of colossalai, deepspeed, fairscale" in shown.stderr
-    assert main(["run", "--as", "horovod", __file__]) == 2

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+import pytest
+from program_setup import python, surroundings, until
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREVER = """
@@ -34,6 +36,11 @@ def _children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def _workers(pid: int) -> list[int]:
+    commands = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in _children(pid)}
+    return [child for child, command in commands.items() if command[1:3] == [b"-m", b"benchmarks.largest"]]
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -41,31 +48,27 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_a_size_ends_with_the_process_that_measures_it() -> None:
     """A driver that is killed kills that process at once; its child holds the GPU."""
-    with subprocess.Popen([sys.executable, "-c", FOREVER], cwd=ROOT) as measuring:
-        worker = 0
-        while not worker:
-            assert measuring.poll() is None
-            for child in _children(measuring.pid):
-                command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-                worker = child if command[1:3] == [b"-m", b"benchmarks.largest"] else 0
-            time.sleep(0.05)
-        measuring.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 10.0
+    with subprocess.Popen([sys.executable, "-c", FOREVER], cwd=ROOT, env=surroundings()) as measuring:
+        try:
+            until("its child", lambda: _workers(measuring.pid), measuring.poll)
+            (worker,) = _workers(measuring.pid)
+        finally:
+            measuring.kill()
     try:
-        while _runs(worker):
-            assert time.monotonic() < until, "it stays behind"
-            time.sleep(0.05)
+        until("the end of what it started", lambda: not _runs(worker))
     finally:
         if _runs(worker):
             os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_each_repeat_of_offload_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    done = subprocess.run([sys.executable, "-c", ONE_REPEAT, str(tmp_path), str(out)], cwd=ROOT, check=False)
-    assert done.returncode == 9
+    done = python("-c", ONE_REPEAT, str(tmp_path), str(out))
+    assert done.returncode == 9, done.stderr
     found = json.loads(out.read_text())
     assert "1 of 2 interleaved repeats" in found["text"] and "| nothing |" in found["text"]
     assert len(found["seconds"]["nothing"]["step"]) == 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from launching import finished
+from program_setup import forked_python, python, surroundings
 
 from benchmarks.gpu.driver import OUT
 from benchmarks.gpu.parts import FIRST_TESTS, LATER_TESTS, parts
@@ -72,6 +71,7 @@ def _names(log: Path, *way: str) -> set[str]:
     return {line.removeprefix("tests/gpu/") for line in shown.splitlines() if "::" in line}
 
 
+@pytest.mark.full
 def test_both_ways_know_the_same_tests(tmp_path: Path) -> None:
     """No test is lost where pytest is not installed."""
     expected, found = _names(tmp_path / "with"), _names(tmp_path / "without", "--without-pytest")
@@ -87,6 +87,7 @@ def test_both_ways_know_the_same_tests(tmp_path: Path) -> None:
     assert sorted(taken) == sorted(expected)
 
 
+@pytest.mark.full
 def test_some_of_a_file(tmp_path: Path) -> None:
     """The same under pytest and without it; a name that is none is an error."""
     given = ("test_parity.py", "--but", "test_fp32", "test_fp64", "--every", "30")
@@ -100,23 +101,22 @@ def test_some_of_a_file(tmp_path: Path) -> None:
     assert status == 2 and "test_fp32: no test of test_hosts.py" in shown
 
 
+@pytest.mark.full
 def test_another_package_named_tests_is_not_taken(tmp_path: Path) -> None:
     """The command of a part, where something has installed a regular package of that name, which wins by name."""
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     for name in ("tests/__init__.py", "tests/gpu/__init__.py", "tests/gpu/__main__.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong one')")
     (part,) = (p for p in parts(STAND_IN, "/disk") if p.name == "tests hosts")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     out = str(tmp_path / "found.json")
-    command = [sys.executable, *(text.replace(OUT, out) for text in part.command), "--without-pytest"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [text.replace(OUT, out) for text in part.command]
+    done = python(*command, "--without-pytest", env=surroundings(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(Path(out).read_text())["line"] == "1 skipped"
 
 
 def test_fixtures_parameters_and_outcomes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ODD, str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked_python("-c", ODD, str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["line"] == "1 failed, 1 skipped, 5 passed" and not found["running"]

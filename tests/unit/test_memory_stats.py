@@ -6,12 +6,11 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from program_setup import python
 
 from shardwise.gather.replay import simulate
 from shardwise.memory.budget import margin_bytes, model_budget_bytes
@@ -273,5 +272,5 @@ def test_reading_and_drawing_needs_no_torch() -> None:
         "import sys, shardwise.trace.dump, shardwise.trace.tiers_picture, shardwise.memory.budget\n"
         "sys.exit('torch' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

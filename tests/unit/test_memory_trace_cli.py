@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from program_setup import python, surroundings
 
 from shardwise.cli import trace
 from shardwise.cli.errors import BadInput
@@ -162,8 +161,6 @@ def test_help_and_a_saved_trace_need_no_torch(folder: Path) -> None:
         "trace.add_parser(parser.add_subparsers())\noptions = parser.parse_args(['trace', '--stats', 's.json'])\n"
         "options.main(options)\nsys.exit('torch' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, timeout=60, check=False, capture_output=True, text=True)
+    done = python("-c", code, cwd=folder, env=surroundings(PYTHONIOENCODING="ascii"))
     assert done.returncode == 0, done.stderr
     assert "# model data" in done.stdout  # plain letters where the terminal has no others
