@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sets import campaign
 from torch import nn
 
 from shardwise.build import build
@@ -95,7 +96,7 @@ def flip_bytes(directory: Path, stride: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("stride", [43, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("stride", [43, *campaign(1)])
 def test_every_flipped_byte_is_found_and_named(tmp_path: Path, stride: int) -> None:
     """By default a share of the bytes, and the ends, of every region."""
     saved(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from formats_setup import differing, same_bits, tensor
+from sets import full
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import open_checkpoint, write_peft
@@ -104,7 +105,7 @@ LORA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("use_safetensors", [True, False])
+@pytest.mark.parametrize("use_safetensors", [True, *full(False)])
 @pytest.mark.parametrize("kind", LORA)
 def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sets import full
 
 from tests.faults.fuzz import Reader
 from tests.faults.fuzz.campaign import CORPUS, corpus, reading_process
@@ -65,7 +66,14 @@ def test_what_was_once_found_stays_mended(reader: Reader, name: str) -> None:
     assert outcome in (READ, REFUSED), (recipe, outcome)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+OF_A_KIND = (
+    *("native-root", "converted", "hf-bins", "torch-older", "titan", "colossalai-safe"),
+    *("zero1", "zero2", "trainer", "accelerate"),
+)
+"""Others of the same reader are in the quick set."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in SUBJECTS if name not in OF_A_KIND), *full(*OF_A_KIND)])
 def test_every_checkpoint_reads_as_it_was_written(reader: Reader, name: str) -> None:
     ways = [way for way in dict.fromkeys(ways_of(SUBJECTS[name])) if not way.startswith("convert")]
     for way in ways:
@@ -80,6 +88,7 @@ def test_drawing_is_repeated_by_its_seed(reader: Reader) -> None:
     assert {change["op"] for changes in drawn[0] for change in changes} == {"tree", "bytes", "pickle", "file"}
 
 
+@pytest.mark.full
 def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
     call = {"op": "pickle", "file": ".metadata", "do": "insert", "at": 1, "code": CALLS[0].hex()}
     code = BROKEN.replace("WRONG", repr([*WRONG]))

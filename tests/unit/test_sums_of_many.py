@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from sets import full
 
 from shardwise.comm import Group, LocalGroup, PeerError, Summary
 from shardwise.comm.control import apart, in_one, spread_largest, spread_sums
 from shardwise.comm.exact import WORDS, end_word, first_word, rounded, words_of
 from shardwise.reduce.norm import each_norm
 
-RANKS = [64, 512, 4096]
 T = TypeVar("T")
 
 
@@ -116,7 +116,7 @@ def shares(size: int, norms: int) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize(("size", "norms"), [(64, 40), (512, 20), (4096, 4)])
+@pytest.mark.parametrize(("size", "norms"), [(64, 40), *full((512, 20), (4096, 4))])
 def test_sums_of_many_values_are_exact(size: int, norms: int) -> None:
     every = shares(size, norms)
     found, lengths = met(size, lambda group, rank: group.totals(every[rank], "a test", beside=[7.0, float(rank == 5)]))
@@ -137,7 +137,7 @@ def _in_use(column: Sequence[float]) -> int:
     return max(used) - min(used) + 1 if len(set(column)) > 1 else 0
 
 
-@pytest.mark.parametrize("size", [17, 64, 4096])
+@pytest.mark.parametrize("size", [17, 64, *full(4096)])
 def test_one_sum_and_the_largest(size: int) -> None:
     own = [row[0] for row in shares(size, 1)] if size < 100 else [(rank % 97) ** 0.5 for rank in range(size)]
     found, lengths = met(size, lambda group, rank: group.total(own[rank], "a test"))
@@ -192,7 +192,7 @@ def summed_up(size: int, values: Callable[[int], list[float]], own: Callable[[in
 
 @pytest.mark.parametrize(
     ("size", "count", "messages"),
-    [(64, 0, 1), (64, 1, 1), (64, 1536, 1), (64, 1537, 2), (64, 3000, 2), (512, 1537, 2), (4096, 300, 1)],
+    [(64, 0, 1), (64, 1, 1), (64, 1536, 1), (64, 1537, 2), (64, 3000, 2), *full((512, 1537, 2), (4096, 300, 1))],
 )
 def test_flags_travel_in_the_first_message(size: int, count: int, messages: int) -> None:
     some = [flags(rank, count) for rank in range(11)]
@@ -215,7 +215,7 @@ def test_one_flag_of_one_rank_is_seen_wherever_it_is() -> None:
         assert all(each == Summary([], [], [True] * 1600, False, False) for each in found)
 
 
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("size", [64, *full(512, 4096)])
 def test_the_first_rank_s_values(size: int) -> None:
     some = [[float((rank * at) % 41) for at in range(50)] for rank in range(41)]
     own = [[float(at) for at in range(50)], *(some[rank % 41] for rank in range(1, size))]
