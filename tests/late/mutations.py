@@ -138,7 +138,7 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self._path, sources = path, _digest()
-        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
         fresh: dict[str, Any] = {"sources": sources, "found": {}, "reach": {}}
         self._known = known if known.get("sources") == sources else fresh
         self.found: dict[str, str] = self._known["found"]
@@ -149,7 +149,7 @@ class Kept:
     def write(self) -> None:
         """Keep it."""
         self._path.parent.mkdir(exist_ok=True)
-        self._path.write_text(json.dumps(self._known, indent=1))
+        self._path.write_text(json.dumps(self._known, indent=1), "utf-8")
 
     def quickest(self, place: Place) -> list[Scenario]:
         """The scenarios that come to it."""
@@ -196,8 +196,8 @@ def main(words: Sequence[str]) -> int:
                 kept.write()
             print(f"{place} | {kept.found.get(str(place), 'NOT FOUND')}", flush=True)
     if not words:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(before + BEGIN + table(kept) + END + rest.split(END)[1])
+        before, rest = PAGE.read_text("utf-8").split(BEGIN)
+        PAGE.write_text(before + BEGIN + table(kept) + END + rest.split(END)[1], "utf-8")
     return int(any(str(place) not in kept.found for place in chosen))
 
 

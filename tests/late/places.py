@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -167,7 +168,7 @@ def _functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def _in_file(path: Path) -> Iterator[Place]:
-    source, texts = path.read_text(), list[tuple[str, str]]()
+    source, texts = path.read_text("utf-8"), list[tuple[str, str]]()
     if not any(f"{name}(" in source for name in (*CALLS, *RECEIVERS)):
         return  # to read all of the package as a tree takes seconds
     for inside, function in _functions(ast.parse(source)):
@@ -179,10 +180,16 @@ def _in_file(path: Path) -> Iterator[Place]:
             yield Place(where, inside, begins, node.lineno, node.col_offset, text, texts.count((inside, text)))
 
 
+@functools.cache
+def _every() -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Those that do not count, and those that do. To read and sort all of the package takes seconds."""
+    found = [place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path)]
+    return tuple(each for each in found if each.why_not), tuple(each for each in found if not each.why_not)
+
+
 def places(counted: bool = True) -> list[Place]:
     """All that count, in the order of files; or (``counted=False``) those that do not."""
-    found = [place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path)]
-    return [place for place in found if bool(place.why_not) != counted]
+    return list(_every()[counted])
 
 
 # ---- changing a function
@@ -302,7 +309,7 @@ def _compiled(file: str, tree: ast.AST, inside: Sequence[Place]) -> dict[Functio
 def taken_out(place: Place) -> Iterator[None]:
     """Inside the block the library is without it, in this process."""
     without = _Without(place)
-    tree = without.visit(ast.parse((ROOT / place.file).read_text()))
+    tree = without.visit(ast.parse((ROOT / place.file).read_text("utf-8")))
     if without.changes != 1:
         raise RuntimeError(f"{place}: {without.changes} calls were taken out; look at the script")
     with _changed(_compiled(place.file, tree, [place])):
@@ -330,7 +337,7 @@ def noted(chosen: Sequence[Place]) -> Iterator[set[int]]:
         for number, place in enumerate(chosen):
             if place.file == file:
                 here.setdefault((place.line, place.column), {})[place.text] = number
-        tree = _Noted(here).visit(ast.parse((ROOT / file).read_text()))
+        tree = _Noted(here).visit(ast.parse((ROOT / file).read_text("utf-8")))
         _NOTES.codes.update(_compiled(file, tree, own))
     with _changed(_NOTES.codes):
         yield _NOTES.numbers

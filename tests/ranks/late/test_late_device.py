@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from sets import campaign
 from torch import Tensor, nn
 
 from shardwise.device import (
@@ -57,7 +58,7 @@ def _train(seed: int) -> tuple[float, int]:
         return max(float((one - other.cpu()).abs().max()) for one, other in pairs), late
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS[:4], *campaign(*SEEDS[4:])])
 def test_training_gives_what_the_cpu_gives(pool: RankPool, seed: int) -> None:
     difference, late = pool.run(_train, seed)[0]
     assert difference < 1e-6

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sets import full
 
 from shardwise.testing import RankPool
 from tests.late.mutations import run_without
@@ -75,7 +76,10 @@ def pools() -> Iterator[dict[int, RankPool]]:
         yield {1: one, 2: two}
 
 
-@pytest.mark.parametrize("place", FOUND)
+QUICK = [place for place, scenario in FOUND.items() if scenario.endswith("(1 rank)")]
+
+
+@pytest.mark.parametrize("place", [*QUICK, *full(*(place for place in FOUND if place not in QUICK))])
 def test_a_wait_that_is_taken_out_is_found(pools: dict[int, RankPool], place: str) -> None:
     (chosen,) = (each for each in places() if str(each) == place)
     scenario = _named(FOUND[place])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import late_setup
 import pytest
 from late_axes import sent_first
 from late_setup import Found
+from sets import campaign, full
 
 from shardwise.testing import RankError, RankPool
 from tests.late.mutations import run_without
@@ -47,82 +49,128 @@ def four() -> Iterator[RankPool]:
         yield pool
 
 
+def by_turns(rows: Iterable[Any], seeds: Iterable[int] = SEEDS, quick: tuple[Any, ...] = ()) -> list[Any]:
+    """Each row with each seed: one seed by turns in the full set, or in the quick one for ``quick``; the others in the
+    campaign."""
+    found, every = [], list(seeds)
+    for index, row in enumerate(rows):
+        values = row if isinstance(row, tuple) else (row,)
+        for seed in every:
+            case = (*values, seed) if values else seed
+            if seed != every[index % len(every)]:
+                found += campaign(case)
+            else:
+                found += [case] if row in quick else full(case)
+    return found
+
+
 def _assert_right(found: list[Found]) -> None:
     assert [each for each in found if each.wrong or each.races] == []
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
-@pytest.mark.parametrize(
-    "name",
-    ["zero1", "zero2", "zero3", "ahead", "host", "mixed", "state_host", "zero2_state_host", "clipped", "early_host"],
+ON_ONE = (
+    "zero1",
+    "zero2",
+    "zero3",
+    "ahead",
+    "host",
+    "mixed",
+    "state_host",
+    "zero2_state_host",
+    "clipped",
+    "early_host",
 )
-def test_training_on_one_rank(alone: RankPool, name: str, model: str) -> None:
-    for seed in SEEDS if model == "mlp" else (1, 3):
-        _assert_right(alone.run(late_setup.train, name, seed, model))
 
 
-@pytest.mark.parametrize("model", ["tied", "used_twice", "unused", "checkpointed", "buffers"])
-def test_odd_modules(alone: RankPool, model: str) -> None:
-    for seed in (0, 1):
-        _assert_right(alone.run(late_setup.train, "host", seed, model))
+@pytest.mark.parametrize(
+    ("name", "model", "seed"),
+    [
+        *by_turns([(name, "mlp") for name in ON_ONE], quick=(("mixed", "mlp"),)),
+        *by_turns([(name, "gpt") for name in ON_ONE], (1, 3)),
+    ],
+)
+def test_training_on_one_rank(alone: RankPool, name: str, model: str, seed: int) -> None:
+    _assert_right(alone.run(late_setup.train, name, seed, model))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("model", "seed"), by_turns(["tied", "used_twice", "unused", "checkpointed", "buffers"], (0, 1))
+)
+def test_odd_modules(alone: RankPool, model: str, seed: int) -> None:
+    _assert_right(alone.run(late_setup.train, "host", seed, model))
+
+
+@pytest.mark.parametrize("seed", by_turns([()]))
 def test_a_program_that_changes_streams(alone: RankPool, seed: int) -> None:
     _assert_right(alone.run(late_setup.train, "mixed", seed, "mlp", True))
 
 
-@pytest.mark.parametrize("name", ["host", "zero2"])
-def test_checkpoints_are_of_their_time(alone: RankPool, name: str) -> None:
-    for seed in SEEDS:
-        _assert_right(alone.run(late_setup.train_and_save, name, seed))
+@pytest.mark.parametrize(("name", "seed"), by_turns(["host", "zero2"]))
+def test_checkpoints_are_of_their_time(alone: RankPool, name: str, seed: int) -> None:
+    _assert_right(alone.run(late_setup.train_and_save, name, seed))
 
 
-@pytest.mark.parametrize("name", [name for name in ALONE if name not in OTHERS])
-def test_what_the_library_does_with_streams_by_itself(alone: RankPool, name: str) -> None:
-    for seed in range(8):
-        _assert_right(alone.run(getattr(late_setup, name), name, seed))
+STREAMS = [name for name in ALONE if name not in OTHERS]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*("ddp", "zero1", "zero2", "zero3", "ahead", "host", "mixed", "clipped", "on_use", "replicas"), *EARLY],
-)
-def test_training_on_two_ranks(two: RankPool, name: str) -> None:
-    for seed in SEEDS:
-        _assert_right(two.run(late_setup.train, name, seed))
+@pytest.mark.parametrize(("name", "seed"), by_turns(STREAMS, range(8), quick=tuple(STREAMS)))
+def test_what_the_library_does_with_streams_by_itself(alone: RankPool, name: str, seed: int) -> None:
+    _assert_right(alone.run(getattr(late_setup, name), name, seed))
 
 
-@pytest.mark.parametrize("name", ["eight_bits", "eight_bits2"])
-def test_what_travels_in_8_bits_is_kept_for_the_streams_that_use_it(two: RankPool, name: str) -> None:
+ON_TWO = ("ddp", "zero1", "zero2", "zero3", "ahead", "host", "mixed", "clipped", "on_use", "replicas", *EARLY)
+
+
+@pytest.mark.parametrize(("name", "seed"), by_turns(ON_TWO, quick=("ahead",)))
+def test_training_on_two_ranks(two: RankPool, name: str, seed: int) -> None:
+    _assert_right(two.run(late_setup.train, name, seed))
+
+
+@pytest.mark.parametrize(("name", "seed"), by_turns(["eight_bits", "eight_bits2"]))
+def test_what_travels_in_8_bits_is_kept_for_the_streams_that_use_it(two: RankPool, name: str, seed: int) -> None:
     """It was not: the main stream's memory was dropped while the stream beside it read it, and given out again."""
-    for seed in SEEDS:
-        _assert_right(two.run(late_setup.train, name, seed))
+    _assert_right(two.run(late_setup.train, name, seed))
 
 
-def test_norms_that_are_read_later(two: RankPool) -> None:
-    for seed in range(8):
-        _assert_right(two.run(late_setup.late_norm, "norm", seed))
+@pytest.mark.parametrize("seed", by_turns([()], range(8), quick=((),)))
+def test_norms_that_are_read_later(two: RankPool, seed: int) -> None:
+    _assert_right(two.run(late_setup.late_norm, "norm", seed))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["replicas", "replicas_host", "secondary", "secondary_eight_bits", "by_hosts", "by_hosts2", "by_hosts_host"],
+IN_TWO_PARTS = (
+    "replicas",
+    "replicas_host",
+    "secondary",
+    "secondary_eight_bits",
+    "by_hosts",
+    "by_hosts2",
+    "by_hosts_host",
 )
-def test_what_is_done_in_two_parts(four: RankPool, name: str) -> None:
-    for seed in (0, 1):
-        _assert_right(four.run(late_setup.train, name, seed))
 
 
-def test_secondary_shards_that_are_used_twice(four: RankPool) -> None:
-    for seed in SEEDS:
-        _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
+@pytest.mark.parametrize(("name", "seed"), by_turns(IN_TWO_PARTS, (0, 1)))
+def test_what_is_done_in_two_parts(four: RankPool, name: str, seed: int) -> None:
+    _assert_right(four.run(late_setup.train, name, seed))
+
+
+@pytest.mark.parametrize("seed", by_turns([()]))
+def test_secondary_shards_that_are_used_twice(four: RankPool, seed: int) -> None:
+    _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
 
 
 BESIDE = [scenario for scenario in scenarios() if scenario.function in OTHERS]
 
 
-@pytest.mark.parametrize("scenario", BESIDE, ids=str)
+QUICK = (
+    "discarded (1 rank)",
+    "failed gather (1 rank)",
+    "renewed, state (2 ranks)",
+    "parts of sequences, ring (2 ranks)",
+)
+"""On one rank and on two, of the host's reads and of the device's messages."""
+
+
+@pytest.mark.parametrize("scenario", [each if str(each) in QUICK else full(each)[0] for each in BESIDE], ids=str)
 def test_what_is_done_beside_training(
     alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario
 ) -> None:
@@ -132,6 +180,7 @@ def test_what_is_done_beside_training(
     _assert_right({1: alone, 2: two, 3: three, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
 
 
+@pytest.mark.full
 def test_the_first_message_of_two_ranks_holds_the_host() -> None:
     """Unless they are connected: as over NCCL, where ranks that all send first wait for each other."""
     with RankPool(3) as pool:
@@ -140,15 +189,14 @@ def test_the_first_message_of_two_ranks_holds_the_host() -> None:
             pool.run(sent_first, False)
 
 
-def test_frozen_weights_that_are_rounded_on_the_way(two: RankPool) -> None:
-    for seed in SEEDS:
-        _assert_right(two.run(late_setup.train, "frozen_host", seed, "frozen"))
+@pytest.mark.parametrize("seed", by_turns([()]))
+def test_frozen_weights_that_are_rounded_on_the_way(two: RankPool, seed: int) -> None:
+    _assert_right(two.run(late_setup.train, "frozen_host", seed, "frozen"))
 
 
-@pytest.mark.parametrize("name", ["zero3", "on_use"])
-def test_ranks_that_use_different_units(two: RankPool, name: str) -> None:
-    for seed in SEEDS:
-        _assert_right(two.run(late_setup.train, name, seed, "mixture"))
+@pytest.mark.parametrize(("name", "seed"), by_turns(["zero3", "on_use"]))
+def test_ranks_that_use_different_units(two: RankPool, name: str, seed: int) -> None:
+    _assert_right(two.run(late_setup.train, name, seed, "mixture"))
 
 
 # ---- many seeds
