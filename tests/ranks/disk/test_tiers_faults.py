@@ -96,7 +96,7 @@ ALL_REQUESTS = [pytest.param(*case[:3], 1, id=f"{case[0]}-{case[2]}-all") for ca
 
 
 @pytest.mark.parametrize(
-    ("mix", "plan", "kind", "every"), [IDS[0], IDS[4], *full(*IDS[1:4], *IDS[5:]), *campaign(*ALL_REQUESTS)]
+    ("mix", "plan", "kind", "every"), [IDS[1], IDS[5], *full(IDS[0], *IDS[2:5], IDS[6]), *campaign(*ALL_REQUESTS)]
 )
 def test_a_failed_step_changes_nothing_and_can_be_repeated(
     mix: str, plan: Plan, kind: str, every: int, tmp_path: Path
