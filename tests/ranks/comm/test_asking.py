@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from alike_setup import PLANS, made, train
 from launching import SECONDS, forked, start
 from scope import Scope
-from served_setup import EPOCHS, NUMELS, serving, whole, write
+from served_setup import ASKS, BETWEEN_S, EPOCHS, NUMELS, at_the_end, serving, wait_for, whole, write
+from sets import full
 from torch import Tensor
 
 from shardwise.comm import Buffer, Group
@@ -68,7 +70,7 @@ def asks_as_it_likes(seed: int, trials: int) -> tuple[int, set[int]]:
     return made_, threads
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [*full(2), 3, *full(5)])
 def test_a_rank_gets_alone_what_it_likes(size: int) -> None:
     found = run_ranks(size, asks_as_it_likes, 11, 2)
     assert sum(count for count, _ in found) > 10 * size
@@ -97,7 +99,7 @@ def test_who_is_ahead_gets_what_comes() -> None:
     assert run_ranks(3, ahead_of_a_slow_update) == [(True, True)] * 3
 
 
-def gone(group: Group) -> list[str]:
+def gone(group: Group) -> str:
     """What a rank is told that asks a peer whose process is no more."""
     shards = shards_of(group)
     group.serve(shards)
@@ -105,12 +107,12 @@ def gone(group: Group) -> list[str]:
     group.barrier()
     if group.rank == 2:
         os._exit(3)
-    time.sleep(0.5)
-    try:
-        ask(group, shards, 1)[1].wait()
-    except served.PeerError as error:
-        return [str(error)]
-    return []
+    while True:  # it answers until it is gone
+        try:
+            ask(group, shards, 1)[1].wait()  # type: ignore[attr-defined]
+        except served.PeerError as error:
+            return str(error)
+        time.sleep(0.01)
 
 
 def ends(rank: int, meet: str, how: str) -> None:
@@ -118,24 +120,31 @@ def ends(rank: int, meet: str, how: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=3)
     group = Scope("asking").group
     if how == "one is gone":
-        assert "rank 2" in str(gone(group))
+        assert "rank 2" in gone(group)
     else:
         shards = shards_of(group)
         group.serve(shards)
         update(group, shards, 0)
-        for _ in range(4 if rank or how != "is slow" else 0):
+        for _ in range(ASKS if rank or how != "is slow" else 0):
             if how == "is slow":
-                time.sleep(0.5)
+                wait_for(Path(f"{meet}-ended"))
+                time.sleep(BETWEEN_S)
             out, handle = ask(group, shards, 1)
             handle.wait()
             assert torch.equal(out, expected(3, 0, 1))
     if how == "forgets":
         dist.destroy_process_group()
-    served.leave_at_exit()
-    raise SystemExit(len(serving()) if how != "one is gone" else 0)
+    if how == "one is gone":
+        served.leave_at_exit()
+        raise SystemExit(0)
+    with at_the_end(of_slow=how == "is slow" and rank == 0):
+        if rank == 0:
+            Path(f"{meet}-ended").touch()
+        served.leave_at_exit()
+    raise SystemExit(len(serving()))
 
 
-@pytest.mark.parametrize("how", ["just ends", "forgets", "is slow", "one is gone"])
+@pytest.mark.parametrize("how", ["just ends", *full("forgets", "is slow", "one is gone")])
 def test_a_process_ends(how: str, tmp_path: object) -> None:
     ranks = [start(forked(ends, rank, f"{tmp_path}/meet", how)) for rank in range(3)]
     for each in ranks:
@@ -143,6 +152,7 @@ def test_a_process_ends(how: str, tmp_path: object) -> None:
     assert [each.exitcode for each in ranks] == [0, 0, 3 if how == "one is gone" else 0]
 
 
+@pytest.mark.full
 def test_a_played_step_among_thousands_meets_as_often_whatever_the_units() -> None:
     """Rounds would be messages a unit, twice a step; and a thread for each peer thousands of threads."""
     found = []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
+from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -14,37 +17,68 @@ from shardwise.comm import PeerError
 from shardwise.comm.link import Link
 from shardwise.testing import run_ranks
 
-LATE_S = 0.5
+INSIDE_S = 0.2
+"""Until a thread that has begun to wait is inside of gloo; sooner or later, the test passes."""
+
+
+class Counted:
+    """A work whose waits are counted.
+
+    Attributes:
+        began: somebody waits.
+        through: of each wait that has ended, whether what it is for had come.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work, self.began, self.through = work, threading.Event(), list[bool]()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self.began.set()
+        try:
+            self._work.wait()
+        finally:
+            self.through.append(self._work.is_completed())
 
 
 def interrupted() -> list[str]:
-    """Rank 1 sends late; a signal comes to rank 0 while it waits, and it waits again."""
+    """A signal comes to rank 0 while it waits, and it waits again. Rank 1 sends when the signal is there."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     told = []
-    with Scope("gloo", 10.0) as group:
+    with Scope("gloo") as group:
         link, x = Link(group._gather_link._process_group, "test"), torch.zeros(3)  # type: ignore[attr-defined]
         if group.rank == 1:
-            time.sleep(2 * LATE_S)
+            dist.recv(torch.zeros(1), src=0)
             link.send(x + 1, 0, 1, "a test").wait()
         else:
             seen = list[float]()
             message = link.receive(x, 1, 1, "a test")
             message.arrived = lambda: seen.append(float(x[0]))
-            before = signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, LATE_S)
+            work = Counted(message._work)  # type: ignore[arg-type]
+            message._work = work  # type: ignore[assignment]
+
+            def signals() -> None:
+                work.began.wait()
+                time.sleep(INSIDE_S)
+                os.kill(os.getpid(), signal.SIGALRM)
+                dist.send(torch.zeros(1), dst=1)
+
+            thread, before = threading.Thread(target=signals), signal.signal(signal.SIGALRM, interrupt)
+            thread.start()
             try:
                 message.wait()
             except KeyboardInterrupt:
                 told.append("interrupted")
-            finally:
-                signal.signal(signal.SIGALRM, before)
-            start = time.monotonic()
+            thread.join()
+            signal.signal(signal.SIGALRM, before)
             message.wait()
             message.wait()
-            assert time.monotonic() - start < 5.0
+            assert work.through[-1] and work.through.count(True) == 1, "a second message was waited for"
             assert seen == [1.0]
             assert x.tolist() == [1.0] * 3
         group.barrier()
@@ -58,18 +92,16 @@ def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
 def lost() -> list[str]:
     """Nobody sends."""
     told = []
-    with Scope("gloo", 1.0) as group:
+    with Scope("gloo") as group:
         if group.rank == 0:
             link = Link(group._gather_link._process_group, "test")  # type: ignore[attr-defined]
             message = link.receive(torch.zeros(3), 1, 1, "a test")
-            for _ in range(2):
+            for at_most in (timedelta(seconds=0.2), None):
                 try:
-                    message.wait()
+                    message.wait(at_most)
                 except PeerError as error:
                     told.append(str(error)[:6])
-        else:
-            time.sleep(3.0)
-    dist.barrier()
+        dist.barrier()
     return told
 
 

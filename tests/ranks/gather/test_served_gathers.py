@@ -9,6 +9,7 @@ import gc
 import random
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from engine_setup import adam, check, data, run_plain, run_sharded, seeded, sharded
 from launching import SECONDS, forked, start
 from scope import PER_HOST, Scope, hosts_of
-from served_setup import EPOCHS, NUMELS, serving, whole, write
+from served_setup import BETWEEN_S, EPOCHS, NUMELS, at_the_end, serving, wait_for, whole, write
+from sets import full
 from torch import Tensor, nn
 from wander_setup import GLOO, Wanderer, counted, fails_and_goes_on, wander
 
@@ -67,7 +69,7 @@ def each_its_own_way(kind: str, seed: int, trials: int) -> int:
     return made
 
 
-@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("gloo", 3), ("hosts", 3), ("hosts", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 3), ("hosts", 3), *full(("gloo", 2), ("hosts", 4))])
 def test_ranks_gather_what_they_like(kind: str, size: int) -> None:
     assert len(set(run_ranks(size, each_its_own_way, kind, 2, 6))) == size, (
         "all made the same number: nothing was tried"
@@ -83,11 +85,16 @@ def late_writer(kind: str, fences: bool) -> bool:
         group.serve(shards)
         group.barrier()
         with nullcontext() if fences else unfenced:
-            time.sleep(0.3 * group.rank)
+            if fences:
+                time.sleep(0.3 * group.rank)
+            elif group.rank:  # until the first has gathered
+                dist.barrier()
             write(shards, group.rank, 1)
             group.fence("after an update")
             out = torch.zeros(bounds[-1], dtype=torch.float64)
             group.all_gather(out, shards[0]).wait()
+            if not fences and group.rank == 0:
+                dist.barrier()
             group.barrier()
         return torch.equal(out, whole(bounds, 1, 0))
 
@@ -98,27 +105,31 @@ def test_who_reads_early_reads_what_is_written(kind: str, size: int) -> None:
     assert run_ranks(size, late_writer, kind, False) != [True] * size, "the test cannot fail"
 
 
-def busy_peer() -> float:
-    """Seconds that a gather takes while the peer is at something else."""
+def busy_peer() -> list[str]:
+    """What comes first on a rank: the end of its gather, or its word to the peer that waits for nothing else."""
+    events = list[str]()
     with Scope("gloo") as group:
         shards = group.shards([((0, 5, 10), torch.float64)], joint=False)
         group.serve(shards)
         write(shards, group.rank, 1)
         group.fence("after an update")
-        began = time.monotonic()
+        word = torch.zeros(1)
         if group.rank:
-            time.sleep(5)
+            dist.recv(word, src=0)
+            events.append("told")
         else:
             out = torch.zeros(10, dtype=torch.float64)
             group.all_gather(out, shards[0]).wait()
-        took = time.monotonic() - began
+            assert torch.equal(out, whole((0, 5, 10), 1, 0))
+            events.append("gathered")
+            dist.send(word, dst=1)
         group.barrier()
-        return took
+        return events
 
 
 def test_a_gather_needs_no_turn_of_the_peer() -> None:
-    gathered, slept = run_ranks(2, busy_peer)
-    assert gathered < slept - 1
+    """If it did, neither rank would come to its end."""
+    assert run_ranks(2, busy_peer) == [["gathered"], ["told"]]
 
 
 # ---- in training
@@ -137,7 +148,7 @@ def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("size", "layers"), [(2, 24), (3, 24), (2, 5)])
+@pytest.mark.parametrize(("size", "layers"), [(2, 24), *full((3, 24)), (2, 5)])
 def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> None:
     for steps in run_ranks(size, meetings, GLOO, layers, 4):
         for purposes in steps[1:]:  # the first one agrees on the order of reductions
@@ -205,15 +216,15 @@ def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
     assert run_ranks(2, under_way, 9, small) == [units, units]
 
 
-@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("hosts", 3)])
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize(
+    ("closes", "kind", "size"), [(False, "gloo", 2), (True, "hosts", 3), *full((False, "hosts", 3), (True, "gloo", 2))]
+)
 def test_who_ends_early_leaves_the_others_what_they_need(kind: str, size: int, closes: bool) -> None:
     one, *others = run_ranks(size, ends_early, kind, closes)
     assert all(torch.equal(one, other) for other in others)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("prefetch", "size"), [(0, 2), (2, 3), *full((0, 3), (2, 2))])
 def test_ranks_that_wander_train_as_in_plain_torch(size: int, prefetch: int) -> None:
     found = run_ranks(size, run_sharded, Wanderer, wander, GLOO.but(prefetch=prefetch, gathered_fraction=0.2), 4)
     check(found, run_plain(Wanderer, wander, size, 4), f"{size} ranks", 1e-9)
@@ -268,7 +279,7 @@ def dropped() -> tuple[int, int]:
     during = len(serving())
     session.module(data(0, 0))
     del session, model
-    until = time.monotonic() + 20
+    until = time.monotonic() + SECONDS
     while serving() and time.monotonic() < until:
         gc.collect()
         time.sleep(0.01)
@@ -284,20 +295,26 @@ def ends(rank: int, port_file: str, how: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
     model = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
     session = build(model, adam(model), GLOO)
-    if rank and how == "is slow":
-        for layer in model:
-            layer.register_forward_pre_hook(lambda *_: time.sleep(0.5))
+    ended = Path(f"{port_file}-ended")
+
+    def slow(*_: object) -> None:
+        wait_for(ended)
+        time.sleep(BETWEEN_S)
+
+    for layer in model if rank and how == "is slow" else ():
+        layer.register_forward_pre_hook(slow)
     out = session.module(data(0, 0))
     if how == "forgets":
         dist.destroy_process_group()
     assert out.isfinite().all()
-    from shardwise.comm import serving as module
-
-    module.leave_at_exit()
+    with at_the_end(of_slow=how == "is slow" and rank == 0):
+        if rank == 0:
+            ended.touch()
+        served.leave_at_exit()
     raise SystemExit(len(serving()))
 
 
-@pytest.mark.parametrize("how", ["just ends", "forgets", "is slow"])
+@pytest.mark.parametrize("how", ["just ends", *full("forgets", "is slow")])
 def test_no_thread_waits_when_the_process_ends(how: str, tmp_path: object) -> None:
     ranks = [start(forked(ends, rank, f"{tmp_path}/meet", how)) for rank in range(2)]
     for each in ranks:
