@@ -1,8 +1,9 @@
-"""What each of four ranks on two hosts runs behind a wire that is late: how long what they do together takes."""
+"""What each of four ranks on two hosts runs over a wire that counts rounds: how many what they do together takes."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rounds_wire import WORDS, words_of
 from torch import nn
 
 from shardwise.build import Session, build
@@ -17,21 +19,35 @@ from shardwise.comm import HostsGroup
 from shardwise.mesh import Mesh, init_distributed
 from shardwise.plan import zero
 
-ROUNDS, UNITS, WIDTH = 4, 12, 64
+TRIES, UNITS, WIDTH = 3, 12, 64
 
 
-def quickest(act: Callable[[], object], ahead_s: float) -> float:
-    """Seconds of the quickest of some rounds, which the ranks, of one machine, begin at one time."""
-    seconds = []
-    for _ in range(ROUNDS):
-        at = torch.tensor([time.time() + ahead_s], dtype=torch.float64)
-        dist.broadcast(at, 0)
-        time.sleep(max(at.item() - time.time(), 0.0))
-        act()
-        seconds.append(time.time() - at.item())
-    longest = torch.tensor(seconds)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.min().item()
+class Counter:
+    """Rounds of the wire, in a folder that the ranks of both hosts have."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._words, self._met = folder, words_of(os.environ["ROUNDS_FILE"]), 0
+
+    def meet(self, what: str = "") -> None:
+        """Return when all ranks are here: over files, not over the wire."""
+        self._met += 1
+        name = what or f"met{self._met}-"
+        (self._folder / f"{name}{dist.get_rank()}").touch()
+        while len(list(self._folder.glob(f"{name}*"))) < dist.get_world_size():
+            time.sleep(0.005)
+
+    def of(self, act: Callable[[], object]) -> list[tuple[int, int]]:
+        """Where this rank began and ended, in each of some tries."""
+        found = []
+        for _ in range(TRIES):
+            self.meet()
+            while not WORDS.unpack_from(self._words)[1]:  # what is left of before
+                time.sleep(0.005)
+            self.meet()
+            began = WORDS.unpack_from(self._words)[0]
+            act()
+            found.append((began, WORDS.unpack_from(self._words)[0]))
+        return found
 
 
 def step(session: Session) -> None:
@@ -60,13 +76,16 @@ def main() -> None:
     for act in acts.values():  # where places are kept, they are from now on
         for _ in range(3):
             act()
-    folder, way_s = Path(sys.argv[1]), float(sys.argv[2])
-    (folder / f"ready{dist.get_rank()}").touch()
-    while not (folder / "late").exists():
-        time.sleep(0.1)
-    found = {what: quickest(act, 6.0 * way_s) for what, act in acts.items()}
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+    folder = Path(sys.argv[1])
+    counter = Counter(folder)
+    counter.meet("ready")
+    while not (folder / "in rounds").exists():
+        time.sleep(0.005)
+    found = {what: counter.of(act) for what, act in acts.items()}
+    counter.meet("counted")
+    while not (folder / "at once").exists():
+        time.sleep(0.005)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
     session.close()
     mesh.close()
     dist.barrier()
