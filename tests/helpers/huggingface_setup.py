@@ -28,6 +28,8 @@ def launched() -> Iterator[None]:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        os.environ.pop(name, None)
     if several:
         os.environ.update(dict(zip(names, map(str, (rank, rank, ranks, ranks, "localhost", 1, 1)), strict=True)))
     threads = torch.get_num_threads()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, UNSET
+from launching import ROOT, UNSET, finished
 from torch import Tensor, nn
 
 PROGRAM = """
@@ -79,6 +79,26 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
+def check(path: Path, stage: int) -> None:
+    found = torch.load(path, weights_only=True)
+    assert (found["stage"], found["ranks"]) == (stage, 2)
+    for name, value in plain().items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_with_the_variables_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What ``accelerate launch`` tells a program, without its processes."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "ds.json").write_text(FILE)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    command = ["shardwise", "run", "--as", "deepspeed", "--nproc", "2", str(tmp_path / "program.py")]
+    status, shown = finished(*command, str(tmp_path / "found.pt"), log=tmp_path / "log")
+    assert status == 0, shown[-4000:]
+    check(tmp_path / "found.pt", 2)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["a file of DeepSpeed's", "answers of accelerate config"])
 def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -89,18 +109,19 @@ def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Pa
         "answers of accelerate config": ["--config_file", "answers.yaml"],
     }[kind]
     command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
-    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in UNSET and not name.startswith(("ACCELERATE_", "LOCAL_"))
+    }
     ended = subprocess.run(
         [*command, "--main_process_port", free_port(), "program.py", str(tmp_path / "found.pt")],
         cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
-        text=True,
-        timeout=300,
+        encoding="utf-8",
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
-    assert (found["stage"], found["ranks"]) == (2 if "file" in kind else 3, 2)
-    for name, value in plain().items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
+    check(tmp_path / "found.pt", 2 if "file" in kind else 3)

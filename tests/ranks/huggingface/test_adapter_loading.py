@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_setup import RANKS, arguments, gpt2, launched, quiet, rows
+from sets import full
 from torch import Tensor
 
 from shardwise.plan import Plan, zero
@@ -69,7 +70,8 @@ def best_and_again(plan: Plan, folder: str, several: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "several"), [(zero(3), False), (zero(3, torch.bfloat16), True), (zero(2, torch.bfloat16), False)]
+    ("plan", "several"),
+    [*full((zero(3), False)), (zero(3, torch.bfloat16), True), *full((zero(2, torch.bfloat16), False))],
 )
 def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -> None:
     for found in run_ranks(RANKS, best_and_again, plan, str(tmp_path), several, timeout=200.0):
@@ -96,6 +98,7 @@ def with_prompts(folder: str) -> tuple[Tensor, Tensor, Tensor]:
     return best, last, saved
 
 
+@pytest.mark.full
 def test_the_best_prompts_are_loaded(tmp_path: Path) -> None:
     for best, last, saved in run_ranks(RANKS, with_prompts, str(tmp_path), timeout=120.0):
         assert bool(best.isfinite().all()) and not torch.equal(best, last)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from launching import finished
 
@@ -116,6 +117,7 @@ def run(folder: Path, initial: Any, config: str, *launch: str) -> tuple[dict[str
     return load_file(folder / "final" / "model.safetensors"), state, norms
 
 
+@pytest.mark.full
 def test_programs_for_deepspeed_train_as_plain_ones(tmp_path: Path) -> None:
     from huggingface_setup import gpt2
 

@@ -81,6 +81,7 @@ def run(program: Path, kind: str, config: str, *launch: str) -> tuple[list[list[
     return json.loads((folder / "history.json").read_text()), load_file(folder / name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
     """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""

@@ -87,34 +87,48 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, (where, found, wanted)
 
 
+def as_theirs(stage: int, plain: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> dict[str, Tensor]:
+    session = sharded(stage)
+    for options in (None, FULL, FIRST, FLAT, StateDictOptions(cpu_offload=True, ignore_frozen_params=True)):
+        wanted = theirs.get_state_dict(plain, optimizer, options=options)
+        found = ours.get_state_dict(session.module, session.optimizer, options=options)
+        same(found[0], wanted[0], "weights")
+        same(found[1], wanted[1], "optimizer")
+    whole = session.module.state_dict()
+    other = sharded(stage, seed=7, count=1)
+    for options in (None, FLAT, FULL):
+        given = ours.get_state_dict(session.module, session.optimizer, options=options)
+        taken = {"model_state_dict": given[0], "optim_state_dict": given[1]}
+        ours.set_state_dict(other.module, other.optimizer, **taken, options=options)
+        same(ours.get_state_dict(other.module, other.optimizer, options=FULL)[1], ours_full(session), "taken")
+        steps(other.module, other.backward, other.optimizer, 1)
+    if stage == 3:
+        weights, state = ours.get_state_dict(session.module, session.optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "ours"))
+        refused(session, plain)
+    first = ours.get_model_state_dict(session.module, options=FIRST)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    ours.set_model_state_dict(other.module, first, options=spread)
+    check([other.module.state_dict()], whole, "from rank 0")
+    for each in (session, other):
+        each.close()
+        each.mesh.close()
+    return whole
+
+
+def at_stage_1() -> None:
+    plain, optimizer = by_torch()
+    as_theirs(1, plain, optimizer, "")
+
+
+@pytest.mark.full
+def test_states_at_stage_1_are_those_of_fully_shard() -> None:
+    run_ranks(2, at_stage_1)
+
+
 def on_rank(folder: str) -> dict[str, Tensor]:
     plain, optimizer = by_torch()
-    for stage in (3, 1):
-        session = sharded(stage)
-        for options in (None, FULL, FIRST, FLAT, StateDictOptions(cpu_offload=True, ignore_frozen_params=True)):
-            wanted = theirs.get_state_dict(plain, optimizer, options=options)
-            found = ours.get_state_dict(session.module, session.optimizer, options=options)
-            same(found[0], wanted[0], "weights")
-            same(found[1], wanted[1], "optimizer")
-        whole = session.module.state_dict()
-        other = sharded(stage, seed=7, count=1)
-        for options in (None, FLAT, FULL):
-            given = ours.get_state_dict(session.module, session.optimizer, options=options)
-            taken = {"model_state_dict": given[0], "optim_state_dict": given[1]}
-            ours.set_state_dict(other.module, other.optimizer, **taken, options=options)
-            same(ours.get_state_dict(other.module, other.optimizer, options=FULL)[1], ours_full(session), "taken")
-            steps(other.module, other.backward, other.optimizer, 1)
-        if stage == 3:
-            weights, state = ours.get_state_dict(session.module, session.optimizer)
-            dcp.save({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "ours"))
-            refused(session, plain)
-        first = ours.get_model_state_dict(session.module, options=FIRST)
-        spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        ours.set_model_state_dict(other.module, first, options=spread)
-        check([other.module.state_dict()], whole, "from rank 0")
-        for each in (session, other):
-            each.close()
-            each.mesh.close()
+    whole = as_theirs(3, plain, optimizer, folder)
     without_state(os.path.join(folder, "partly"))
     weights, state = theirs.get_state_dict(plain, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "theirs"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import check, data, seeded, told
+from sets import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -89,8 +90,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=())
 
 
-def on_rank() -> tuple[State, dict[str, State], State, dict[str, State]]:
-    """What torch trains, and each plan; in fp64, and with bf16 over fp32."""
+def plans_by_name() -> tuple[dict[str, Callable[[nn.Module], Plan]], dict[str, Callable[[nn.Module], Plan]]]:
+    """In fp64, and with bf16 over fp32."""
     policy = ModuleWrapPolicy({Block})
     grid = init_device_mesh("cpu", (2, 1))
     strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -113,6 +114,12 @@ def on_rank() -> tuple[State, dict[str, State], State, dict[str, State]]:
         "bf16": lambda model: plan_of_fully_shard(model, mp_policy=BF16, units=[model[1], model[2]]),
         "bf16, FSDP1": lambda model: plan_of_fsdp(model, mixed_precision=MIXED, auto_wrap_policy=policy),
     }
+    return plans, halves
+
+
+def on_rank(quick: bool) -> tuple[State, dict[str, State], State, dict[str, State]]:
+    """What torch trains, and each plan; in fp64, and with bf16 over fp32."""
+    plans, halves = ({n: p for n, p in each.items() if (n in QUICK) is quick} for each in plans_by_name())
     found = {name: own(plan) for name, plan in plans.items()}
     ddp = by_torch(DistributedDataParallel)
     whole = by_torch(fsdp2)
@@ -126,9 +133,13 @@ def on_rank() -> tuple[State, dict[str, State], State, dict[str, State]]:
     )
 
 
-def test_plans_train_what_torch_trains() -> None:
-    for rank, (wanted, found, wanted_bf16, found_bf16) in enumerate(run_ranks(2, on_rank)):
-        assert len(found) == 13 and len(found_bf16) == 2
+QUICK = ["ddp", "offload", "fully_shard", ShardingStrategy.SHARD_GRAD_OP.name, "hybrid", "bf16"]
+
+
+@pytest.mark.parametrize("quick", [True, *full(False)], ids=["quick", "others"])
+def test_plans_train_what_torch_trains(quick: bool) -> None:
+    for rank, (wanted, found, wanted_bf16, found_bf16) in enumerate(run_ranks(2, on_rank, quick)):
+        assert (len(found), len(found_bf16)) == ((5, 1) if quick else (8, 1))
         for name, state in found.items():
             check([state], wanted, f"{name}, rank {rank}")
         for name, state in found_bf16.items():  # a product in 16 bits may be added up in another order
