@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_setup import HIDDEN, OUT, WIDTH, close, data, fabric, toy, trainer
+from sets import full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -423,32 +424,42 @@ def of_deepspeed(directory: str) -> None:
     own.strategy.unshard()
 
 
-def parity() -> None:
-    """All of what must be exact."""
-    for kind in KINDS:
-        for clip in (None, "norm", "value"):
-            joint(kind, FABRIC, clip)
-        apart(kind)
-    joint("fully_sharded", LIGHTNING_FABRIC, None)
+CLIPS = (None, "norm", "value")
+ONCE = dict(zip(KINDS, (*CLIPS, "norm"), strict=True))
+"""Each strategy with one way of clipping, each way at least once."""
+
+
+def each_once() -> None:
+    for kind, clip in ONCE.items():
+        joint(kind, FABRIC, clip)
     two_models()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_programs_equal_plain_pytorch(ranks: int) -> None:
+def the_rest() -> None:
+    for kind in KINDS:
+        for clip in CLIPS:
+            if clip != ONCE[kind]:
+                joint(kind, FABRIC, clip)
+        apart(kind)
+    joint("fully_sharded", LIGHTNING_FABRIC, None)
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, each_once), *full((2, the_rest), (1, each_once), (1, the_rest))])
+def test_programs_equal_plain_pytorch(ranks: int, part: Callable[[], None]) -> None:
     """Weights, optimizer state and norms within 1e-11 of one process, on each engine plan, in both packages."""
-    run_ranks(ranks, parity)
+    run_ranks(ranks, part)
 
 
-def test_number_formats() -> None:
+@pytest.mark.parametrize("part", [*full(formats), scaled])
+def test_number_formats(part: Callable[[], None]) -> None:
     """16 and 64 bits, and a loss scale on a CPU; a precision plugin that would be lost is refused."""
-    run_ranks(2, formats)
-    run_ranks(2, scaled)
+    run_ranks(2, part)
 
 
-def test_checkpoints_go_between_strategies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [*full(saved), with_trainer])
+def test_checkpoints_go_between_strategies(part: Callable[[str], None], tmp_path: Path) -> None:
     """Fabric's to Fabric's others, to a Trainer, to ``shardwise.shard``, and a Trainer's to Fabric."""
-    run_ranks(2, saved, str(tmp_path))
-    run_ranks(2, with_trainer, str(tmp_path))
+    run_ranks(2, part, str(tmp_path))
 
 
 def test_what_else_programs_do(tmp_path: Path) -> None:
@@ -456,5 +467,6 @@ def test_what_else_programs_do(tmp_path: Path) -> None:
     run_ranks(2, around, str(tmp_path))
 
 
+@pytest.mark.full
 def test_configurations_of_deepspeed(tmp_path: Path) -> None:
     run_ranks(2, of_deepspeed, str(tmp_path))

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning_deepspeed_setup import BUCKET, RANKS, Options, noted, rank, strategy
 from lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from sets import full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -61,6 +63,7 @@ def check_against_ddp(runs: list[str], stages: list[int]) -> None:
             assert steps == expected, f"stage {stage}, {run}"
 
 
+@pytest.mark.full
 def test_every_stage_equals_stock_ddp() -> None:
     check_against_ddp(["plain"], [0, 1, 2, 3])
     check_against_ddp(["accumulate 2"], [1, 3])
@@ -72,11 +75,13 @@ def test_every_stage_equals_stock_ddp_whatever_the_run() -> None:
     check_against_ddp(list(RUNS), [0, 1, 2, 3])
 
 
+@pytest.mark.full
 def test_left_over_batches_of_accumulation_are_stepped_alike_at_every_stage() -> None:
     """DeepSpeed lost them at stages 1 and 3, kept them for a later step at 2, and stepped where Lightning did not."""
     check_against_ddp(["accumulate 3"], [0, 1, 2, 3])
 
 
+@pytest.mark.full
 def test_clipping_by_value_and_with_accumulation() -> None:
     """DeepSpeedStrategy refused to clip by value."""
     check_against_ddp(["clip value"], [1, 3])
@@ -91,6 +96,7 @@ def other_namespace() -> float:
     return worst(fit(strategy(ns, stage=3), toy(ns), ns), oracle)
 
 
+@pytest.mark.full
 def test_under_pytorch_lightning() -> None:
     assert max(run_ranks(RANKS, other_namespace, timeout=120.0)) <= 1e-6
 
@@ -114,26 +120,24 @@ OFFLOADED: dict[str, Options] = {
 }
 
 
-def offloaded(directory: str) -> dict[str, tuple[bool, dict[str, int]]]:
-    found = {}
-    for name, arguments in OFFLOADED.items():
-        expected = fit(strategy(stage=arguments["stage"]), toy(where="configure_model"))
-        path = {"nvme_path": directory} if "disk" in name else {}
-        made = trainer(strategy(**arguments, **path))
-        made.fit(toy(where="configure_model"), data())
-        equal = all(map(torch.equal, weights(made).values(), expected.values()))
-        memory = made.strategy.session.memory().by_tier
-        found[name] = equal, {str(tier): sum(kinds.values()) for tier, kinds in memory.items()}
-        close(made)
-    return found
+def offloaded(name: str, directory: str) -> tuple[bool, dict[str, int]]:
+    arguments = OFFLOADED[name]
+    expected = fit(strategy(stage=arguments["stage"]), toy(where="configure_model"))
+    path = {"nvme_path": directory} if "disk" in name else {}
+    made = trainer(strategy(**arguments, **path))
+    made.fit(toy(where="configure_model"), data())
+    equal = all(map(torch.equal, weights(made).values(), expected.values()))
+    memory = made.strategy.session.memory().by_tier
+    close(made)
+    return equal, {str(tier): sum(kinds.values()) for tier, kinds in memory.items()}
 
 
-def test_offloading_to_host_and_disk_changes_no_bit(tmp_path: Path) -> None:
-    for results in run_ranks(RANKS, offloaded, str(tmp_path), timeout=120.0):
-        for name, (equal, by_tier) in results.items():
-            assert equal, name
-            tier = "disk" if "disk" in name else "host"
-            assert any(tier in key.lower() and size > 0 for key, size in by_tier.items()), (name, by_tier)
+@pytest.mark.parametrize("name", [*full("optimizer on the host", "all on the host"), "all on a disk"])
+def test_offloading_to_host_and_disk_changes_no_bit(name: str, tmp_path: Path) -> None:
+    for equal, by_tier in run_ranks(RANKS, offloaded, name, str(tmp_path), timeout=120.0):
+        assert equal
+        tier = "disk" if "disk" in name else "host"
+        assert any(tier in key.lower() and size > 0 for key, size in by_tier.items()), by_tier
 
 
 # ---- configurations
@@ -183,7 +187,7 @@ def configured(directory: str) -> None:
     assert [[found.get(name) for name in names] for found in model.configs] == [[1, 1, 0.0, {"enabled": True}]] * 2
     close(made)
     path = Path(directory) / f"{rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}), "utf-8")
     os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(path)
     try:
         with noted() as texts:
@@ -224,7 +228,10 @@ def contradictions() -> None:
         with pytest.raises(Exception, match=message):
             fit(strategy(config=config), toy(), **options)
     fit(strategy(config={"gradient_accumulation_steps": 2}), toy(), accumulate_grad_batches=2)
-    # A norm of the config goes before Trainer's, which is not applied on top of it.
+
+
+def norms() -> None:
+    """A norm of the config goes before Trainer's, which is not applied on top of it."""
     tight = fit(strategy(config={"gradient_clipping": 0.02}), toy())
     with noted() as texts:
         both = fit(strategy(config={"gradient_clipping": 0.02}), toy(), gradient_clip_val=0.001)
@@ -233,8 +240,9 @@ def contradictions() -> None:
     assert worst(tight, fit(stock(), toy(), gradient_clip_val=0.02)) <= 1e-6 < worst(tight, fit(stock(), toy()))
 
 
-def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins() -> None:
-    run_ranks(RANKS, contradictions, timeout=120.0)
+@pytest.mark.parametrize("task", [contradictions, *full(norms)])
+def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins(task: Callable[[], None]) -> None:
+    run_ranks(RANKS, task, timeout=120.0)
 
 
 class Changing(Toy):
@@ -286,6 +294,7 @@ def edited() -> None:
         fit(own, toy())
 
 
+@pytest.mark.full
 def test_what_is_written_into_the_config_of_a_strategy_counts_until_the_model_is_sharded() -> None:
     """Lightning hands that object to DeepSpeed."""
     run_ranks(RANKS, edited, timeout=120.0)
@@ -319,6 +328,7 @@ def by_config() -> None:
     assert any("configure_optimizers gave a scheduler" in text for text in texts)
 
 
+@pytest.mark.full
 def test_optimizer_and_scheduler_of_the_config() -> None:
     run_ranks(RANKS, by_config, timeout=120.0)
 
@@ -358,6 +368,7 @@ def halves() -> None:
     assert any("loss_scale=8 without effect" in text for text in texts) == (rank() == 0)
 
 
+@pytest.mark.campaign
 def test_precisions_and_the_lowest_loss_scale() -> None:
     run_ranks(RANKS, halves, timeout=120.0)
 
@@ -365,27 +376,55 @@ def test_precisions_and_the_lowest_loss_scale() -> None:
 # ---- logs
 
 
+TIMED: Options = {"zero_optimization": {"stage": 2}, "steps_per_print": 2, "wall_clock_breakdown": True}
+
+
+def logged(arguments: Options, loader: Any) -> tuple[list[str], str]:
+    """The lines about steps, and the batch size that is known."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        made = trainer(strategy(**{"logging_level": logging.INFO, **arguments}))
+        made.fit(toy(), loader)
+    lines = [line for line in output.getvalue().splitlines() if "step" in line]
+    size = str(made.strategy.config["train_micro_batch_size_per_gpu"])
+    close(made)
+    return lines, size
+
+
+def times() -> tuple[list[str], str]:
+    return logged({"config": TIMED}, data())
+
+
+def check_times(lines: list[str]) -> None:
+    begins = ["time of step 1", "step=2", "time of step 2", "time of step 3", "step=4", "time of step 4"]
+    assert [line.split(":")[0].split(",")[0] for line in lines] == begins
+    for line in lines:
+        if line.startswith("time"):
+            parts = [float(part.split()[1]) for part in line.split(": ")[1].split(", ")]
+            assert len(parts) == 3 and all(part > 0 for part in parts), line
+
+
+def test_times_of_steps_are_logged_by_rank_0() -> None:
+    (lines, size), (others, _) = run_ranks(RANKS, times)
+    check_times(lines)
+    assert (size, others) == ("4", [])
+
+
 def logs() -> dict[str, list[str]]:
     found = {}
-    config = {"zero_optimization": {"stage": 2}, "steps_per_print": 2, "wall_clock_breakdown": True}
     cases: dict[str, tuple[Options, Any]] = {
         "quiet": ({"logging_level": 30}, data()),
         "throughput": ({}, data(12)),
-        "times": ({"config": config}, data()),
+        "times": ({"config": TIMED}, data()),
         "no batch sampler": (
-            {"config": config},
+            {"config": TIMED},
             DataLoader([(torch.ones(2, WIDTH), torch.ones(2, OUT))] * 8, batch_size=None),
         ),
         "told": ({"logging_batch_size_per_gpu": 32}, data(12)),
     }
     for name, (arguments, loader) in cases.items():
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            made = trainer(strategy(**{"logging_level": logging.INFO, **arguments}))
-            made.fit(toy(), loader)
-        found[name] = [line for line in output.getvalue().splitlines() if "step" in line]
-        found[f"{name}, batch"] = [str(made.strategy.config["train_micro_batch_size_per_gpu"])]
-        close(made)
+        found[name], size = logged(arguments, loader)
+        found[f"{name}, batch"] = [size]
     counted: list[tuple[int, int]] = []
     ended = StepClock.step_ended
     StepClock.step_ended = lambda clock, step, samples, progress: counted.append((step, samples))
@@ -395,29 +434,19 @@ def logs() -> dict[str, list[str]]:
         StepClock.step_ended = ended
     assert counted == [(1, 24), (2, 8), (3, 24), (4, 8)], "batches of 4 on two ranks, one left over in each epoch"
     with noted() as texts:
-        fit(strategy(config=config), toy())
+        fit(strategy(config=TIMED), toy())
     assert any("wall_clock_breakdown=True shows with" in text for text in texts) == (rank() == 0)
     return found
 
 
+@pytest.mark.full
 def test_throughput_and_times_are_logged_whatever_the_loader() -> None:
     """A loader without a batch sampler ended in an AttributeError."""
     first, second = run_ranks(RANKS, logs, timeout=120.0)
     assert not any(lines for name, lines in second.items() if "batch" not in name), "rank 0 logs"
     assert first["quiet"] == []
     assert len(first["throughput"]) == 1 and first["throughput"][0].startswith("step=10, lr=[0.05], samples/s=")
-    assert [line.split(":")[0].split(",")[0] for line in first["times"]] == [
-        "time of step 1",
-        "step=2",
-        "time of step 2",
-        "time of step 3",
-        "step=4",
-        "time of step 4",
-    ]
-    for line in first["times"]:
-        if line.startswith("time"):
-            parts = [float(part.split()[1]) for part in line.split(": ")[1].split(", ")]
-            assert len(parts) == 3 and all(part > 0 for part in parts), line
+    check_times(first["times"])
     assert (first["no batch sampler, batch"], first["times, batch"], first["told, batch"]) == (["1"], ["4"], ["32"])
     assert len(first["no batch sampler"]) == 6
 
@@ -463,5 +492,6 @@ def activations() -> None:
     assert not checkpointing.is_configured(), "a strategy that asks for nothing undoes what another asked for"
 
 
+@pytest.mark.full
 def test_activation_checkpointing_arguments_change_no_bit() -> None:
     run_ranks(RANKS, activations, timeout=120.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning_deepspeed_setup import RANKS, Options, noted, rank, strategy
 from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.checkpoint.formats import open_checkpoint
@@ -55,6 +57,7 @@ def expected_after_one_epoch() -> dict[str, Tensor]:
     return fit(strategy(stage=3), toy(schedule=True), max_epochs=1, accumulate_grad_batches=3)
 
 
+@pytest.mark.campaign  # test_lightning_checkpoints.py has both
 def test_a_resumed_run_is_the_straight_run_and_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
     """DeepSpeed counted accumulation by itself (another result after a resume) and refused other numbers of ranks."""
     run_ranks(RANKS, resumes, str(tmp_path), timeout=120.0)
@@ -87,12 +90,26 @@ def save_after_test(directory: str) -> None:
     close(made)
 
 
+@pytest.mark.full
 def test_saving_after_test_and_one_engine_for_all_of_a_run(tmp_path: Path) -> None:
     """Lightning made a second engine for evaluation, after which nothing could be saved (its issues 15247, 17523)."""
     run_ranks(RANKS, save_after_test, str(tmp_path), timeout=120.0)
 
 
-def full_weights(directory: str) -> None:
+def _faults(variant: Callable[..., str], run: Callable[[str], Any]) -> None:
+    """Of the entries of a file."""
+    faults: list[tuple[Options, str]] = [
+        ({"net.0.weight": None}, r"missing \['net.0.weight'\]"),
+        ({"extra": torch.ones(1)}, r"unexpected \['extra'\]"),
+        ({"net.0.bias": torch.ones(3)}, r"net.0.bias: \(3,\) instead of \(16,\)"),
+    ]
+    for number, (changes, message) in enumerate(faults):
+        with pytest.raises(RuntimeError, match=message):
+            run(variant(f"fault-{number}", **changes))
+
+
+def full_weights(directory: str, restores: str) -> None:
+    """``restores``: the weights alone, or optimizers as well."""
     source = trainer(stock())
     source.fit(toy(), data())
     expected = weights(source)
@@ -115,18 +132,13 @@ def full_weights(directory: str) -> None:
         made.test(toy(seed=9), data(), ckpt_path=path, verbose=False)
         return made
 
-    for place in (str(path), variant("bare")):
-        made = run(place)
-        assert all(map(torch.equal, weights(made).values(), expected.values()))
-        close(made)
-    faults: list[tuple[Options, str]] = [
-        ({"net.0.weight": None}, r"missing \['net.0.weight'\]"),
-        ({"extra": torch.ones(1)}, r"unexpected \['extra'\]"),
-        ({"net.0.bias": torch.ones(3)}, r"net.0.bias: \(3,\) instead of \(16,\)"),
-    ]
-    for number, (changes, message) in enumerate(faults):
-        with pytest.raises(RuntimeError, match=message):
-            run(variant(f"fault-{number}", **changes))
+    if restores == "weights":
+        for place in (str(path), variant("bare")):
+            made = run(place)
+            assert all(map(torch.equal, weights(made).values(), expected.values()))
+            close(made)
+        _faults(variant, run)
+        return
     # Optimizers go on where the file has their state, and start anew with a warning where it has none.
     straight = fit(stock(), toy(), max_epochs=2)
     again = trainer(strategy(stage=3, load_full_weights=True), max_epochs=2)
@@ -147,15 +159,18 @@ def full_weights(directory: str) -> None:
     close(again)
 
 
-def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restores", ["weights", *full("optimizers")])
+def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entries(
+    restores: str, tmp_path: Path
+) -> None:
     """Lightning collected these errors and never raised them."""
-    run_ranks(RANKS, full_weights, str(tmp_path), timeout=120.0)
+    run_ranks(RANKS, full_weights, str(tmp_path), restores, timeout=120.0)
 
 
-def deepspeed_directories(root: str) -> None:
+def deepspeed_directories(root: str, goes_on: list[tuple[str, int]]) -> None:
     straight = fit(stock(), toy(schedule=True), max_epochs=2)
     after_one = fit(stock(), toy(schedule=True), max_epochs=1)
-    for saved, stage in (("stage1", 3), ("stage2", 2), ("stage3", 1)):
+    for saved, stage in goes_on:
         path = f"{root}/{saved}.ckpt"
         tested = trainer(strategy(stage=stage))
         tested.test(toy(seed=9), data(), ckpt_path=f"{path}/checkpoint", verbose=False)
@@ -172,11 +187,12 @@ def deepspeed_directories(root: str) -> None:
         trainer(strategy()).test(toy(), data(), ckpt_path=f"{root}/../empty", verbose=False)
 
 
-def test_runs_that_deepspeed_saved_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_on", [[("stage3", 1)], *full([("stage1", 3), ("stage2", 2)])], ids=["one", "others"])
+def test_runs_that_deepspeed_saved_go_on(goes_on: list[tuple[str, int]], tmp_path: Path) -> None:
     with tarfile.open(Path(__file__).parents[2] / "data" / "lightning_deepspeed.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     (tmp_path / "empty").mkdir()
-    run_ranks(RANKS, deepspeed_directories, str(tmp_path / "ds"), timeout=120.0)
+    run_ranks(RANKS, deepspeed_directories, str(tmp_path / "ds"), goes_on, timeout=120.0)
 
 
 class Partly(Toy):
@@ -215,5 +231,6 @@ def frozen(directory: str) -> None:
         made.fit(toy(body=Partly), data())
 
 
+@pytest.mark.full
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     run_ranks(RANKS, frozen, str(tmp_path), timeout=120.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning_cases import STOCK, THREE, strategy
+from lightning_cases import STOCK, THREE, kinds, rows, strategy
 from lightning_setup import Toy, close, data, fabric, toy, trainer, weights
 from torch import Tensor, nn
 
@@ -28,21 +28,22 @@ class Hyper(Toy):
         self.save_hyperparameters()  # type: ignore[attr-defined]
 
 
-def resumed(path: str) -> list[dict[str, Tensor]]:
-    """A straight run of ddp; and one that begins under each strategy, and goes on under ddp from its directory."""
-    found = []
-    for kind in (STOCK, *THREE):
-        arguments = {"accumulate_grad_batches": 2, "limit_train_batches": 4}
-        made = trainer(strategy(kind), max_epochs=2 if kind == STOCK else 1, **arguments)
-        made.fit(toy(body=Hyper, schedule=True, seed=8), data())
-        if kind != STOCK:
-            made.save_checkpoint(f"{path}/{kind}")
-            close(made)
-            made = trainer(strategy(STOCK), max_epochs=2, **arguments)
-            made.fit(toy(body=Hyper, schedule=True, seed=9), data(), ckpt_path=f"{path}/{kind}")
-            assert made.global_step == 4
-        found.append(weights(made))
-    # Fabric's own data parallelism reads what ours saved.
+def resumed(kind: str, path: str) -> dict[str, Tensor]:
+    """A straight run of ddp, or one that begins under a strategy, and goes on under ddp from its directory."""
+    arguments = {"accumulate_grad_batches": 2, "limit_train_batches": 4}
+    made = trainer(strategy(kind), max_epochs=2 if kind == STOCK else 1, **arguments)
+    made.fit(toy(body=Hyper, schedule=True, seed=8), data())
+    if kind != STOCK:
+        made.save_checkpoint(f"{path}/{kind}")
+        close(made)
+        made = trainer(strategy(STOCK), max_epochs=2, **arguments)
+        made.fit(toy(body=Hyper, schedule=True, seed=9), data(), ckpt_path=f"{path}/{kind}")
+        assert made.global_step == 4
+    return weights(made)
+
+
+def of_fabric(path: str) -> None:
+    """Fabric's own data parallelism reads what ours saved."""
     own = fabric(shardwise.fabric.DDPFullyShardedStrategy(), FABRIC)
     model = nn.Linear(3, 3)
     sharded, optimizer = own.setup(model, torch.optim.Adam(model.parameters()))
@@ -58,29 +59,36 @@ def resumed(path: str) -> list[dict[str, Tensor]]:
     assert own.load(f"{path}/fabric", state) == {} and state["epoch"] == 5
     assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
     assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], moments)
-    return found
 
 
-def test_ddp_goes_on_from_a_directory(tmp_path: Path) -> None:
+def test_ddp_of_fabric_goes_on_from_a_directory(tmp_path: Path) -> None:
+    run_ranks(RANKS, of_fabric, str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return run_ranks(RANKS, resumed, STOCK, str(tmp_path_factory.mktemp("straight")), timeout=180.0)[0]
+
+
+@pytest.mark.parametrize("name", rows(THREE, [], ["fully_sharded"]))
+def test_ddp_goes_on_from_a_directory(name: str, straight: dict[str, Tensor], tmp_path: Path) -> None:
     """As the straight run of ddp ends: weights, schedules, moments and counters; and one process loads the module."""
-    straight, *others = run_ranks(RANKS, resumed, str(tmp_path), timeout=180.0)[0]
-    for found in others:
-        assert all(float((value - straight[name]).abs().max()) < 1e-6 for name, value in found.items())
+    ended = run_ranks(RANKS, resumed, name, str(tmp_path), timeout=180.0)[0]
+    assert all(float((value - straight[key]).abs().max()) < 1e-6 for key, value in ended.items())
     kind = type(toy(body=Hyper))
-    for name in THREE:
-        model = kind.load_from_checkpoint(tmp_path / name, map_location="cpu")
-        file = to_single_file(tmp_path / name, tmp_path / "one.ckpt", optimizers=True)
-        assert model.seed == 8 and len(file["optimizer_states"]) == 1
-        assert all(torch.equal(value, file["state_dict"][n]) for n, value in model.state_dict().items())
-        again = kind.load_from_checkpoint(tmp_path / "one.ckpt", seed=3)
-        assert again.seed == 3 and torch.equal(again.net[0].weight, model.net[0].weight)
-    found = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fp32.pt", tag=THREE[0])
+    model = kind.load_from_checkpoint(tmp_path / name, map_location="cpu")
+    file = to_single_file(tmp_path / name, tmp_path / "one.ckpt", optimizers=True)
+    assert model.seed == 8 and len(file["optimizer_states"]) == 1
+    assert all(torch.equal(value, file["state_dict"][n]) for n, value in model.state_dict().items())
+    again = kind.load_from_checkpoint(tmp_path / "one.ckpt", seed=3)
+    assert again.seed == 3 and torch.equal(again.net[0].weight, model.net[0].weight)
+    found = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fp32.pt", tag=name)
     assert found["state_dict"].keys() == torch.load(tmp_path / "fp32.pt", weights_only=False)["state_dict"].keys()
     own = importlib.import_module("lightning.pytorch.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
     assert "zero" in own.__name__ and own.__module__ == "lightning.pytorch.utilities.deepspeed"  # Lightning's own name
-    for place, tag in ((tmp_path, THREE[0]), (tmp_path / THREE[0], None)):
+    for place, tag in ((tmp_path, name), (tmp_path / name, None)):
         same = own(place, tmp_path / "own.pt", tag)["state_dict"]
-        assert all(torch.equal(value, same[name]) for name, value in found["state_dict"].items())
+        assert all(torch.equal(value, same[key]) for key, value in found["state_dict"].items())
     with pytest.raises((ModuleNotFoundError, FileNotFoundError), match=r"deepspeed|latest"):
         own(tmp_path / "nothing", tmp_path / "own.pt")  # what is not ours is Lightning's affair
     with pytest.raises(FileNotFoundError, match="with tag='none': no such directory"):
@@ -135,13 +143,20 @@ def measured(kind: str, path: str) -> tuple[dict[str, float], list[float]]:
     return found, kept
 
 
-def test_metrics_of_ranks_are_put_together(tmp_path: Path) -> None:
+Logged = tuple[dict[str, float], list[float]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Logged]:
+    return run_ranks(RANKS, measured, STOCK, str(tmp_path_factory.mktemp("measured")))
+
+
+@pytest.mark.parametrize("kind", kinds("colossalai"))
+def test_metrics_of_ranks_are_put_together(kind: str, expected: list[Logged], tmp_path: Path) -> None:
     """The values that ddp logs, on both ranks; a kept state is each rank's own in a directory."""
-    expected = run_ranks(RANKS, measured, STOCK, str(tmp_path))
     assert expected[0][0]["mean_epoch"] != 0.0
-    for kind in THREE:
-        for rank, (found, kept) in enumerate(run_ranks(RANKS, measured, kind, str(tmp_path))):
-            assert found.keys() == expected[rank][0].keys()
-            assert all(abs(found[name] - value) < 1e-5 for name, value in expected[rank][0].items()), kind
-            assert kept[:2] == expected[rank][1][:2] == [4.0 * (rank + 1), 12.0]
-            assert kept[2] == kept[0], "each rank's own"
+    for rank, (found, kept) in enumerate(run_ranks(RANKS, measured, kind, str(tmp_path))):
+        assert found.keys() == expected[rank][0].keys()
+        assert all(abs(found[name] - value) < 1e-5 for name, value in expected[rank][0].items())
+        assert kept[:2] == expected[rank][1][:2] == [4.0 * (rank + 1), 12.0]
+        assert kept[2] == kept[0], "each rank's own"

@@ -23,14 +23,16 @@ import pytest
 import torch
 from launching import UNSET, Forked, fork_rank, forked, start
 from lightning.pytorch.strategies.launchers import subprocess_script
+from sets import campaign, full
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 PROGRAM = lightning_program.__file__
 SECONDS = 120.0
+RENDEZVOUS = ["--standalone", "--local-addr=127.0.0.1"]  # a machine's own name may have no address
 COMMANDS = {
     "popen": [sys.executable, PROGRAM],
     "spawn": [sys.executable, PROGRAM],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, "--nproc-per-node=2", PROGRAM],
 }
 SET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -62,7 +64,7 @@ def _forked(command: list[str], env: dict[str, str], cwd: str | None) -> Forked:
 
 def _program(directory: str, how: str) -> None:
     os.setsid()  # all that it starts can be ended together
-    with open(f"{directory}/output", "w") as output:
+    with open(f"{directory}/output", "wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     for name in UNSET:
@@ -71,14 +73,17 @@ def _program(directory: str, how: str) -> None:
     sys.argv = [PROGRAM, directory, method(how)]  # of the processes that popen starts
     subprocess_script.subprocess = SimpleNamespace(Popen=_forked)
     if how == "torchrun":
-        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+        where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
+        config = LaunchConfig(1, 1, 2, start_method="fork", **where)  # type: ignore[arg-type]
         elastic_launch(config, lightning_program.main)(directory, "popen")
     else:
         lightning_program.main(directory, method(how))
 
 
 @pytest.mark.parametrize(
-    "launchers", [["popen", "torchrun"], pytest.param(list(COMMANDS), marks=pytest.mark.campaign)], ids=["two", "all"]
+    "launchers",
+    [*full(["popen"]), *campaign(["popen", "torchrun"], list(COMMANDS))],
+    ids=["one", "two", "all"],
 )
 def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model: it writes the weights."""
@@ -89,7 +94,7 @@ def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, l
 
     def ended(how: str) -> tuple[Any, str]:
         running[how].join(SECONDS)
-        return running[how].exitcode, (tmp_path / how / "output").read_text()
+        return running[how].exitcode, (tmp_path / how / "output").read_text("utf-8", "replace")
 
     try:
         check(tmp_path, launchers, ended)
@@ -114,7 +119,8 @@ def test_scripts_give_the_same_weights_under_every_launcher(tmp_path: Path) -> N
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,
         )
 
