@@ -60,7 +60,7 @@ def live_bytes() -> Iterator[LiveBytes]:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_peak_memory_is_one_layer(bare: bool) -> None:
-    width, layers = 512, 40  # wide enough that two generator states of 5 KB a layer count for little
+    width, layers = 512, 15  # wide enough that two generator states of 5 KB a layer count for little
     layer_bytes = 4 * (width * width + width)
 
     def build() -> nn.Module:

@@ -55,7 +55,7 @@ def test_the_peak_is_left_alone_once_there_is_a_trace(monkeypatch: pytest.Monkey
 
 # ---- how often the allocator is asked
 
-LAYERS, WIDTH, STEPS = 32, 8, 4
+LAYERS, WIDTH, STEPS = 12, 8, 4
 CAPACITY = 1 << 20
 
 
