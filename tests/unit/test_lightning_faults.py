@@ -1,7 +1,7 @@
 """What was wrong or refused in the old strategies and around them, and the tests that would notice if it came back.
 
 A test is named by its file (without ``test_lightning_``), itself, and the case that matters where it has several. All
-of them are in the default run.
+of them are in the full set.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sets import campaign, full
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -268,9 +269,11 @@ def _cases(mark: pytest.Mark) -> Iterator[str]:
             yield "-".join(str(v) if isinstance(v, (str, int, float)) else f"{name}{index}" for name, v in named)
 
 
-def by_default(test: Callable[..., Any]) -> set[str]:
+def in_full_set(test: Callable[..., Any]) -> set[str]:
     """The cases that run without ``-m campaign``, as pytest names them; one without a name where there are none."""
-    marks: list[pytest.Mark] = getattr(test, "pytestmark", [])
+    of_file = getattr(sys.modules[test.__module__], "pytestmark", [])
+    marks: list[pytest.Mark] = [*getattr(test, "pytestmark", [])]
+    marks += [each.mark for each in (of_file if isinstance(of_file, list) else [of_file])]
     if any(mark.name == "campaign" for mark in marks):
         return set()
     found = {""}
@@ -281,18 +284,19 @@ def by_default(test: Callable[..., Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(("of", "fault", "test"), FAULTS, ids=[test for _, _, test in FAULTS])
-def test_the_fault_has_a_test_that_runs_by_default(of: str, fault: str, test: str) -> None:
+def test_the_fault_has_a_test_in_the_full_set(of: str, fault: str, test: str) -> None:
     parts = re.fullmatch(r"(\w+)::(\w+)(?:\[(.+)\])?", test)
     assert parts is not None, test
     file, name, case = parts.groups()
-    cases = by_default(_test(file, name))
+    cases = in_full_set(_test(file, name))
     assert case in cases if case else cases, f"{of}, {fault}: {sorted(cases)}"
 
 
-@pytest.mark.parametrize("left", [1, pytest.param(2, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize(("a", "b"), [("x", {}), pytest.param("y", 2, marks=[pytest.mark.campaign])])
+@pytest.mark.parametrize("left", [1, *full(3), *campaign(2)])
+@pytest.mark.parametrize(("a", "b"), [("x", {}), *campaign(("y", 2))])
 def test_the_cases_are_those_of_pytest(a: str, b: Any, left: int, request: pytest.FixtureRequest) -> None:
     """What is said above of a test's cases is what pytest runs."""
     if "campaign" not in request.config.getoption("markexpr"):
-        assert by_default(test_the_cases_are_those_of_pytest) == {"x-b0-1"}
-        assert request.node.name == "test_the_cases_are_those_of_pytest[x-b0-1]"
+        cases = in_full_set(test_the_cases_are_those_of_pytest)
+        assert cases == {"x-b0-1", "x-b0-3"}
+        assert request.node.name in {f"test_the_cases_are_those_of_pytest[{case}]" for case in cases}
