@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from interrupts import Interrupts
+from sets import campaign, full
 from torch import nn
 
 from shardwise.chunk import arrays as arrays_module
@@ -298,7 +299,7 @@ def test_arrays_are_kept_up_to_the_limit() -> None:
     assert arrays.idle_bytes() == 0 == arrays.read_bytes()
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("stride", [37, *full(5), *campaign(1)])
 def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None:
     inside = Interrupts([arrays_module, chunk_module, pool_module])
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from launching import SECONDS, Forked, forked, start, started, written
+from sets import campaign, full
 
 from shardwise.cli import follow, run
 from shardwise.cli.errors import BadInput
@@ -40,7 +41,7 @@ def _until(what: str, happened: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -> None:
     """Also those that are deaf to what can be refused."""
     script, log = tmp_path / "script.py", tmp_path / "log"
@@ -131,7 +132,7 @@ def _launch(port: int) -> None:
     sys.exit(launch([*meeting, "--rdzv-conf=is_host=0,read_timeout=100000"], [__file__], 1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *full(signal.SIGINT)])
 def test_a_signal_ends_a_launcher_that_waits_for_another_host(number: signal.Signals) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -159,6 +160,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, options: str, unknown: set[str], unt
         return []
 
     monkeypatch.setattr(run.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(run.socket, "getfqdn", lambda: "this-host")
     run.check_hosts(_parser().parse_args(["run", *options.split(), __file__]))
     return asked

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sets import full
 
 from shardwise.deepspeed.names import WORLD
 
-ABOVE = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "lightning_fabric")
+ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
 NOT_OF_DEEPSPEED = {"utils.is_initialized"}
 """Read inside ``try`` by a model of transformers, and in no release of DeepSpeed since years."""
 

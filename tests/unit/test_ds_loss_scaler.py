@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sets import full
 from shardwise.deepspeed.utils import safe_set_full_grad
 from torch import nn
 
@@ -80,7 +81,10 @@ def test_overflows_that_are_left() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("half", "scale"), [({"fp16": {"enabled": True, "loss_scale": 138.0}}, 138.0), ({}, 1.0)])
+STATIC = {"fp16": {"enabled": True, "loss_scale": 138.0}}
+
+
+@pytest.mark.parametrize(("half", "scale"), [(STATIC, 138.0), *full(({}, 1.0))])
 def test_a_scale_that_stays(half: dict[str, Any], scale: float) -> None:
     engine = engine_of(2, **half)
     scaler = engine.optimizer.loss_scaler

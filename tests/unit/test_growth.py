@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from alike_setup import PLANS, WIDTH, Blocks, made, train
+from sets import full
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.build import Session
@@ -90,8 +91,14 @@ def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, 
     return found
 
 
-@pytest.mark.parametrize("transport", ["native", "queued"])
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("zero1", "queued"),
+        ("zero3", "native"),
+        *full(("zero1", "native"), ("zero2", "native"), ("zero2", "queued"), ("zero3", "queued")),
+    ],
+)
 def test_a_step_grows_with_the_logarithm(name: str, transport: Transport) -> None:
     few, some, many = (counted(STEADY[name], ranks, transport) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
@@ -140,7 +147,7 @@ def clipped(session: Session) -> None:
     assert len(lengths) == 3
 
 
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", ["zero2", *full("zero1", "zero3")])
 def test_a_step_that_clips_by_torch_grows_with_the_logarithm(name: str) -> None:
     few, some, many = (counted(STEADY[name], ranks, step=clipped) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
@@ -169,7 +176,7 @@ class Branches:
             train(session, 1)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", ["zero2", *full("zero3")])
 def test_steps_that_take_turns_grow_with_the_logarithm(name: str) -> None:
     """Sets of chunks in use that have been met before cost nothing."""
     few, some, many = (counted(STEADY[name], ranks, step=Branches()) for ranks in (FEW, SOME, MANY))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from program_setup import python
 from torch import nn
 
 import shardwise.lightning
@@ -162,8 +161,9 @@ for pid in children:
 """
 
 
+@pytest.mark.full
 def test_importing_one_package_leaves_the_other_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=100, check=False)
+    done = python("-c", LOADED)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["lightning alone", "pytorch_lightning alone"]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cuda_setup import FakeCuda
+from program_setup import python, surroundings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -379,13 +377,10 @@ print(t.live_bytes, memory_facts().rss_bytes - start)
 """
 
 
+@pytest.mark.full
 def test_it_is_what_the_process_grows_by() -> None:
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, "-c", RSS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = python("-c", RSS, env=surroundings(MALLOC_MMAP_THRESHOLD_="65536"))
+    assert done.returncode == 0, done.stderr
     counted, grown = map(int, done.stdout.split())
     assert counted == 16 * 65536 * 64 * F32
     assert 0.97 * counted <= grown <= 1.1 * counted
