@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from engine_setup import PLANS, Breaks, adam, check, data, run_plain, seeded, sgd, sharded
+from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,6 +120,13 @@ CALLS = {True: "loss.backward", False: "session.backward"}
 THEN = {True: "zero_grad", False: "new_forward"}
 
 
+def backward_set(name: str, direct: bool, then: bool) -> list[pytest.MarkDecorator]:
+    """Each way to call and to go on once, with parameters that stay and that are gathered."""
+    if (direct == then) != (name in ("ddp", "zero3")):
+        return [pytest.mark.campaign]
+    return [] if (name, direct) in (("zero2", True), ("zero3_gloo", False)) else [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("name", "direct", "then_zero_grad"),
     [
@@ -127,7 +135,7 @@ THEN = {True: "zero_grad", False: "new_forward"}
             direct,
             then,
             id=f"{name}-{CALLS[direct]}-{THEN[then]}",
-            marks=[] if (direct == then) == (name in ("ddp", "zero3")) else pytest.mark.campaign,
+            marks=backward_set(name, direct, then),
         )
         for name in ("ddp", *STAGES)
         for direct in CALLS
@@ -137,6 +145,12 @@ THEN = {True: "zero_grad", False: "new_forward"}
 def test_exception_in_backward(name: str, direct: bool, then_zero_grad: bool) -> None:
     results = run_ranks(2, backward_fails, PLANS[name], direct, then_zero_grad)
     check(results, run_plain(Net, one_pass, 2, STEPS), name)
+
+
+def forward_set(name: str, error: type[BaseException], grad: bool) -> list[pytest.MarkDecorator]:
+    if (error is KeyboardInterrupt) != (grad == (name == "zero3")):
+        return [pytest.mark.campaign]
+    return [] if (name, grad) in (("zero2", True), ("zero3_gloo", False)) else [pytest.mark.full]
 
 
 def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[str, Tensor]:
@@ -162,7 +176,7 @@ def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[st
             error,
             grad,
             id=f"{name}-{error.__name__}-{'grad' if grad else 'no_grad'}",
-            marks=[] if (error is KeyboardInterrupt) == (grad == (name == "zero3")) else pytest.mark.campaign,
+            marks=forward_set(name, error, grad),
         )
         for name in STAGES
         for error in (KeyboardInterrupt, ArithmeticError)
@@ -188,7 +202,7 @@ def inference_first(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", [*STAGES, "half"])
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo", "half")])
 def test_training_after_inference_mode(name: str) -> None:
     check(run_ranks(2, inference_first, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
 
@@ -203,7 +217,7 @@ def leftover(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["zero2", *full("zero3", "zero3_gloo")])
 def test_gradients_from_before_build_are_no_part_of_the_first_step(name: str) -> None:
     check(run_ranks(2, leftover, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
 
@@ -222,7 +236,7 @@ def dropped(plan: Plan) -> list[Grads]:
     return found
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
 def test_zero_grad_of_the_module_drops_gradients(name: str) -> None:
     expected = plain_gradients(Net, square)
     for of_model, of_session in run_ranks(2, dropped, PLANS[name]):
@@ -241,7 +255,7 @@ def outside_the_optimizer(plan: Plan) -> list[Grads]:
     return found
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["zero2", *full("zero3", "zero3_gloo")])
 def test_gradients_in_no_optimizer_do_not_pile_up(name: str) -> None:
     expected = plain_gradients(Net, square)
     for found in run_ranks(2, outside_the_optimizer, PLANS[name]):
@@ -265,7 +279,7 @@ def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
         return graphs, session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["ddp", *STAGES])
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
 def test_create_graph_in_backward(name: str) -> None:
     results = run_ranks(2, keeps_graph, PLANS[name])
     assert not any(graphs for graphs, _ in results)
@@ -295,13 +309,9 @@ def penalties(plan: Plan, direct: bool) -> list[Grads]:
 @pytest.mark.parametrize(
     ("name", "direct"),
     [
-        ("zero2", True),
         ("zero3", False),
-        ("zero3_gloo", True),
-        *[
-            pytest.param(n, d, marks=pytest.mark.campaign)
-            for n, d in (("zero2", False), ("zero3", True), ("zero3_gloo", False))
-        ],
+        *full(("zero2", True), ("zero3_gloo", True)),
+        *campaign(("zero2", False), ("zero3", True), ("zero3_gloo", False)),
     ],
 )
 def test_autograd_grad(name: str, direct: bool) -> None:
@@ -327,7 +337,7 @@ def reentrant(plan: Plan) -> tuple[dict[int, int], Grads]:
         return dict(session.engine.counts.reduced), session.full_gradients()
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
 def test_reentrant_checkpointing_is_one_pass(name: str) -> None:
     expected = plain_gradients(reentrant_net, square)
     for passes, gradients in run_ranks(2, reentrant, PLANS[name].but(average="mean")):
@@ -350,7 +360,7 @@ def generate(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["zero3_gloo", *full("zero2", "zero3")])
 def test_ranks_make_different_numbers_of_forwards_inside_gathered(name: str) -> None:
     """As in generation; over gloo a gather that one rank makes alone would hang."""
     check(run_ranks(2, generate, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharded
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.build import build
@@ -15,6 +17,11 @@ from shardwise.testing import run_ranks
 
 STEPS, RANKS = 3, 2
 STAGES = ["ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo"]
+
+
+def quick(*names: str) -> list[Any]:
+    """All stages, of which the others are in the full set."""
+    return [*names, *full(*[name for name in STAGES if name not in names])]
 
 
 def generator() -> nn.Module:
@@ -65,7 +72,7 @@ def plain_gan() -> dict[str, Tensor]:
     return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", quick("zero3"))
 def test_gan(name: str) -> None:
     expected = plain_gan()
     for direct in (False, True):
@@ -94,7 +101,7 @@ def distil(plan: Plan) -> tuple[dict[str, Tensor], bool]:
         return ss.module.state_dict(), all(torch.equal(kept[n], same[n]) for n in same)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", quick("zero3_gloo"))
 def test_distillation_with_a_sharded_teacher(name: str) -> None:
     student, teacher = seeded(generator, 1), seeded(generator, 2).requires_grad_(False)
     optimizer = adam(student)
@@ -131,8 +138,14 @@ def two_optimizers(plan: Plan) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("average", ["sum", "mean"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("name", "average"),
+    [
+        *[("zero2", "mean"), ("zero3", "sum")],
+        *full(*[(name, "sum") for name in STAGES if name != "zero3"]),
+        *full(*[(name, "mean") for name in STAGES if name != "zero2"]),
+    ],
+)
 def test_two_optimizers_over_one_model(name: str, average: str) -> None:
     model = seeded(generator)
     first, second = halves(model)
@@ -194,7 +207,7 @@ def step_between(plan: Plan) -> tuple[dict[str, Tensor], str]:
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", quick("zero2"))
 def test_a_step_of_one_optimizer_leaves_graphs_of_the_other_valid(name: str, early: bool) -> None:
     model = seeded(TwoParts)
     own = parts(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, data, run_plain, run_sharded, seeded, sgd, sharded
+from sets import campaign, full
 from torch import Tensor, nn
 from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, gradient_of_the_input, mean_square, on_rank
 
@@ -27,7 +28,11 @@ LINES.append(["zero2_gloo", "hybrid", "zero3_unplanned"])
 SOME = {name: list(PROGRAMS)[turn::3] for line in LINES for turn, name in enumerate(line)}
 
 
-@pytest.mark.parametrize("name", [*PLANS, "zero3_unplanned"])
+QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
+"""Every program with parameters that stay, and with those that are gathered."""
+
+
+@pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in [*PLANS, "zero3_unplanned"] if name not in QUICK])])
 def test_programs(name: str) -> None:
     check_programs(4 if name == "hybrid" else 2, name, SOME.get(name, list(PROGRAMS)))
 
@@ -38,7 +43,7 @@ def test_all_programs(name: str) -> None:
     check_programs(4 if name == "hybrid" else 2, name, list(PROGRAMS))
 
 
-@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3_gloo", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", [*full("zero2"), *campaign("zero3_gloo")])
 def test_programs_on_three_ranks(name: str) -> None:
     check_programs(3, name, list(PROGRAMS))
 
@@ -55,9 +60,7 @@ def direct(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp", pytest.param("zero1", marks=pytest.mark.campaign), "zero2", "zero3", "zero3_gloo"]
-)
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo"), *campaign("zero1")])
 def test_direct_backward(name: str) -> None:
     def program(model: nn.Module, rank: int, step: int) -> Passes:
         for micro in range(2):
@@ -70,7 +73,7 @@ def mean_with_penalty(plan: Plan) -> dict[str, Tensor]:
     return run_sharded(Experts, gradient_of_the_input, plan, STEPS)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
 def test_autograd_grad_is_not_a_micro_batch(name: str) -> None:
     """Under ``average="mean"`` the step is divided by its backward passes, and autograd.grad is none."""
     results = run_ranks(2, mean_with_penalty, PLANS[name].but(average="mean"))
@@ -95,7 +98,7 @@ def flow_through(plan: Plan) -> list[Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "half", "zero3", "zero3_gloo"])
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "half", "zero3_gloo")])
 def test_backward_through_a_frozen_model(name: str) -> None:
     for rank, grads in enumerate(run_ranks(2, flow_through, PLANS[name])):
         for micro, grad in enumerate(grads):
@@ -118,7 +121,7 @@ def sync_of_no_sync(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero1_gloo"])
+@pytest.mark.parametrize("name", ["zero1", *full("ddp", "zero1_gloo")])
 def test_no_sync_with_other_parameters(name: str) -> None:
     def program(model: nn.Module, rank: int, step: int) -> Passes:
         for micro in range(2 + rank):
@@ -142,7 +145,7 @@ def exception_in_forward(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
 def test_forward_that_raises(name: str) -> None:
     def program(model: nn.Module, rank: int, step: int) -> Passes:
         yield mean_square(model(data(rank, step))), False
@@ -161,7 +164,7 @@ def sparse(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1", "zero3")])
 def test_sparse_embedding_gradients(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
@@ -201,7 +204,7 @@ def written_back(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return dropped, session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero3_gloo", "half"])
+@pytest.mark.parametrize("name", ["half", *full("zero3", "zero3_gloo")])
 def test_gathered_write_back(name: str) -> None:
     plain = seeded(Experts).state_dict()
     changed = plain | {"trunk.weight": torch.ones(6, 6, dtype=torch.float64)}
