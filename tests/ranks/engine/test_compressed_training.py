@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_setup import tiers
 from engine_setup import one_mesh
+from sets import full
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
@@ -127,7 +128,7 @@ def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, *full(2, 4)])
 def test_the_same_bits_whatever_carries_them(size: int) -> None:
     names = {2: list(SHARDED), 3: ["zero1", "zero3"], 4: list(REPLICATED)}[size]
     results = run_ranks(size, transports, names)
@@ -181,7 +182,7 @@ def row_bytes(numel: int) -> int:
     return numel + -(-numel // BLOCK)
 
 
-@pytest.mark.parametrize("name", ["zero2_fp32", "zero3_fp32", "ddp"])
+@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
 def test_one_step_is_within_the_stated_bounds(name: str) -> None:
     size = 2
     plan = SHARDED[name].but(compress="fp8", shared_memory=False)
@@ -331,7 +332,7 @@ def overflows(shared: bool) -> list[tuple[bool, float]]:
     return told
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [False, *full(True)])
 def test_an_overflow_is_found(shared: bool) -> None:
     for told in run_ranks(2, overflows, shared):
         assert [changed for changed, _ in told] == [True, False, True]
@@ -362,6 +363,7 @@ def trained_for_curve(plan: Plan, mesh: Mesh) -> tuple[list[float], None]:
     return [sum(value for row in rows for value in row) / len(rows) for rows in losses], None
 
 
+@pytest.mark.full
 def test_the_loss_falls_as_without() -> None:
     plain, *narrow = run_ranks(2, curves)[0]
     mean = lambda losses: sum(losses[-6:]) / 6  # noqa: E731

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, run_sharded, seeded, sharded
 from scope import PER_HOST, hosts_of
+from sets import campaign, full
 from torch import Tensor, nn
 from wander_setup import Wanderer, counted, fails_and_goes_on, wander
 
@@ -32,21 +33,20 @@ def on_hosts(per_host: int, *args: Any) -> Any:
         return run_sharded(*args)
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(3, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "half", "zero3_tensor", "zero3_straddling"])
+@pytest.mark.parametrize("size", [4, *campaign(3)])
+@pytest.mark.parametrize("name", ["zero1", "zero3_straddling", *full("ddp", "zero2", "zero3", "half", "zero3_tensor")])
 def test_training_is_that_of_plain_torch(name: str, size: int) -> None:
     found = run_ranks(size, on_hosts, PER_HOST, layers, several, PLANS[name], 3)
     check(found, run_plain(layers, several, size, 3), f"{name} of {size} ranks")
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, *full(True)])
 def test_arrays_renewed_at_their_first_use(late: bool) -> None:
     plan = zero(2).but(gather_on_use=True, overlap=not late)
     check(run_ranks(4, on_hosts, 2, layers, several, plan, 3), run_plain(layers, several, 4, 3), "renewed late")
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("prefetch", "size"), [(2, 3), *full((0, 3), (0, 4), (2, 4))])
 def test_ranks_that_wander_train_as_in_plain_torch(size: int, prefetch: int) -> None:
     """They gather other layers, in another order, with collectives of their own in between."""
     plan = zero(3).but(prefetch=prefetch, gathered_fraction=0.2)
@@ -82,7 +82,7 @@ def step_of(plan: Plan, steps: int) -> list[tuple[dict[str, int], dict[str, int]
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *full(1, 2)])
 def test_bytes_of_a_step_between_hosts(stage: int) -> None:
     """Two hosts of two ranks. A host takes the sums of its half from the other, and the other half of the parameters,
     once between two updates as they fit into its landing; from rank to rank each of its ranks takes both, the latter as
@@ -129,7 +129,7 @@ def on_its_host(per_host: int) -> tuple[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("per_host", "group"), [(2, "SharedGroup('secondary', rank"), (4, "None"), (1, "None"), (3, "None")]
+    ("per_host", "group"), [(2, "SharedGroup('secondary', rank"), *full((4, "None"), (1, "None"), (3, "None"))]
 )
 def test_secondary_shards_are_placed_inside_a_host_by_themselves(per_host: int, group: str) -> None:
     found = run_ranks(4, on_its_host, per_host)

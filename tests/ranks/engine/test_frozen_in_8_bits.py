@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engine_setup import one_mesh, sharded, told
+from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 
@@ -269,7 +270,7 @@ def check(results: list[list[Result]], name: str, format_: str) -> None:
             assert_close({key: found.state[key] for key in own}, own, RTOL, f"{name}: parameters")
 
 
-CASES = ["modules", "tensors", "straddling", "host", "disk", "capacity", "second copy", "fp8", "int4"]
+CASES = ["straddling", "host", "int4", *full("modules", "tensors", "disk", "capacity", "second copy", "fp8")]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -278,6 +279,7 @@ def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: 
     check(results, name, name if name in LARGEST else "int8")
 
 
+@pytest.mark.full
 def test_four_ranks_of_which_two_keep_a_second_copy() -> None:
     results = run_ranks(4, trainings, zero(3).but(compress_frozen="int8", secondary=2))
     check(results, "second copies", "int8")

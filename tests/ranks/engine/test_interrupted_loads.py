@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import sets
 import torch
 from interrupts import Interrupts
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
@@ -253,8 +254,11 @@ def short(name: str, directory: str, tries: int) -> tuple[dict[str, int], list[s
     return everywhere(with_tiers(plan, mix, directory), names, directory, tries)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("tries", [8, pytest.param(0, marks=pytest.mark.campaign)])
+QUICK = ["masters"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *sets.full(*[name for name in PLANS if name not in QUICK])])
+@pytest.mark.parametrize("tries", [8, *sets.campaign(0)])
 def test_an_interrupt_in_a_load_is_followed_by_what_is_right(name: str, tries: int, tmp_path: Path) -> None:
     ((points, wrong),) = run_ranks(1, short, name, str(tmp_path), tries, timeout=120.0 if tries else 7200.0)
     assert min(points.values()) >= 8, points

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_setup import adam, check, data, one_mesh, run_sharded, seeded, sgd, sharded, told
+from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +78,10 @@ TWO: Cases = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases", "mixed"), [(4, FOUR, NAMES[1::2]), (2, TWO, [])], ids=["4", "2"])
+@pytest.mark.parametrize(
+    ("ranks", "cases", "mixed"),
+    [pytest.param(4, FOUR, NAMES[1::2], id="4", marks=pytest.mark.full), pytest.param(2, TWO, [], id="2")],
+)
 def test_programs(ranks: int, cases: Cases, mixed: list[str]) -> None:
     """Every way to use a model, other blocks on every rank among them."""
     results = run_ranks(ranks, programs, cases, mixed)
@@ -322,7 +326,7 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "size", "shared"), [(4, 2, False), (4, 2, None), (4, 1, False), (2, 1, None)])
+@pytest.mark.parametrize(("ranks", "size", "shared"), [(4, 2, False), *full((4, 2, None), (4, 1, False), (2, 1, None))])
 def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None:
     """Of K = 5 units of B bytes, one of them frozen, with N ranks and secondary groups of k: the first pass after an
     update sends (N-1)/N B for each unit among all, which frozen ones are kept through; every other gather sends (k-1)/k
