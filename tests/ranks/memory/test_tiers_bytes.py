@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engine_setup import one_mesh, sharded
+from sets import full
 from tier_setup import SHARES, with_tiers
 from torch import nn
 
@@ -84,7 +85,7 @@ def home(host: float, disk: float) -> str:
     return "host" if host == 1 else "disk" if disk == 1 else "device"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *full(1, 2)])
 def test_bytes_by_tier_and_kind(stage: int, tmp_path: Path) -> None:
     mixes = [mix for mix in SHARES if mix != "thirds"]
     plans = [plan_of(stage, mix, str(tmp_path)) for mix in mixes]
@@ -160,8 +161,15 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
         assert "masters" not in found["by_tier"].get("host", {}) and "masters" not in found["by_tier"]["device"]
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("shared", "update"),
+    [
+        pytest.param(None, "step", id="shared-step", marks=pytest.mark.full),
+        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.full),
+        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.full),
+        pytest.param(False, "backward", id="gloo-backward"),
+    ],
+)
 def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
     share = UNIT // 2
     masters, moments, shard = pages(4 * share), pages(2 * 4 * share), pages(2 * share)
@@ -182,7 +190,7 @@ def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_pat
                 assert (found["disk_read"], found["disk_write"]) == (read, written), (mix, step, found)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, *full(1)])
 def test_host_tiers_send_no_more(stage: int, tmp_path: Path) -> None:
     shares = {"s_host": (0.0, 1.0), "p_host": (1.0, 0.0), "all_host": (1.0, 1.0)}
     plans = [
