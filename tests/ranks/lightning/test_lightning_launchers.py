@@ -82,7 +82,7 @@ def _program(directory: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     "launchers",
-    [*full(["popen"]), *campaign(["popen", "torchrun"], list(COMMANDS))],
+    [["popen"], *full(["popen", "torchrun"]), *campaign(list(COMMANDS))],
     ids=["one", "two", "all"],
 )
 def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
