@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from sets import campaign, full
 
 from shardwise.checkpoint.formats.output import output_files, write_text
 from shardwise.testing import run_ranks
@@ -27,6 +28,7 @@ CHANGES = {
     True: [("one", "one"), ("one", "two"), ("two", "two"), ("", "one")],
     False: [("one", "one"), ("two", "one"), ("three", "two"), ("", "two")],
 }
+SOME = {True: CHANGES[True][:2], False: CHANGES[False][1::2]}
 OTHERS = {
     True: [("two", "one"), ("three", "two"), ("", "two")],
     False: [("one", "two"), ("two", "two"), ("", "one")],
@@ -151,9 +153,7 @@ def _kills(folder: str, before: str, after: str, can_exchange: bool) -> list[str
     raise AssertionError("more than 100 calls: the loop does not end")
 
 
-@pytest.mark.parametrize(
-    "changes", [CHANGES, pytest.param(OTHERS, marks=pytest.mark.campaign)], ids=["each once", "others"]
-)
+@pytest.mark.parametrize("changes", [SOME, *full(CHANGES), *campaign(OTHERS)], ids=["some", "each once", "others"])
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_model_replaces_the_old_one_whole_or_not(
     can_exchange: bool, changes: dict[bool, list[tuple[str, str]]], tmp_path: Path

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_setup import differences, everything
 from engine_setup import PLANS, one_mesh
+from sets import full
 from test_checkpoint_apart import ROOT, begin, on_host, stop
 from torch import nn
 
@@ -78,8 +79,14 @@ def saves(folder: str, of: list[int], name: str, use_async: bool) -> list[Any]:
         return [*found, again.user_state]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one directory", "apart"])
-@pytest.mark.parametrize("name", CASES)
+BOTH = [
+    pytest.param(name, apart, id=f"{name}-{('one directory', 'apart')[apart]}")
+    for name in CASES
+    for apart in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "apart"), [*BOTH[::4], *BOTH[3::4], *full(*BOTH[1::4], *BOTH[2::4])])
 def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str, apart: bool) -> None:
     for said, left, before, wrong, after in run_ranks(2, saves, str(tmp_path), [0, int(apart)], name, name == "levels"):
         assert "rank 0 could not" in said and CASES[name][3] in said, said
