@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,8 @@ RELATIVE = 1e-4
 """How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
 SECONDS = 600.0
 REPOSITORY = Path(__file__).parents[2]
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher around this process has told it is not for the programs."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class Outcome:
     output: str
 
 
-def outcome(case: Case) -> Outcome:
-    """Port (or not), run, and compare."""
+def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]] | None = None) -> Outcome:
+    """Port (or not), run, and compare. ``started`` runs a command in a folder in another way than a shell does."""
     with TemporaryDirectory(prefix="ported-") as name:
         folder = Path(name)
         for path in PROGRAMS.glob("*.py"):
             text = path.read_text("utf-8")
             (folder / path.name).write_text(text if case.instead else rewritten(Program(text, worlds())), "utf-8")
-        status, output = _run(_started(case), folder)
+        status, output = (started or _run)(_started(case), folder)
     loss = _loss(output)
     if status != 0:
         return Outcome(case, loss, f"ended with {status}: {_reason(output)}", output)
@@ -72,13 +74,16 @@ def _started(case: Case) -> list[str]:
         return [sys.executable, *run, *command]
     if not case.ranks:
         return [sys.executable, *command]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher += ["--nproc-per-node", str(case.ranks)]
     return [sys.executable, *launcher, *command]
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -86,7 +91,8 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     ) as process:
         try:

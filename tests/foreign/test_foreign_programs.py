@@ -1,29 +1,45 @@
-"""Programs written for other libraries, ported and run: one of each library here, all of them in the campaign."""
+"""Programs written for other libraries, ported and run: one of each library in the full set, all in the campaign.
+
+In the quick set one of them runs in forks of a process that has imported torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import launching
 import pytest
+from sets import campaign, full
 
 from tests.foreign.cases import CASES, Case
 from tests.foreign.running import outcome
 
-ALWAYS = {
-    "colossalai_booster.py --plugin gemini",
-    "deepspeed_zero3.py",
-    "fairscale_fsdp.py",
-    "transformers_deepspeed.py 3",
-}
+QUICK = "fairscale_fsdp.py"
+FULL = {"colossalai_booster.py --plugin gemini", "deepspeed_zero3.py", "transformers_deepspeed.py 3"}
 
 
-def _marked(case: Case) -> object:
-    return pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else (pytest.mark.campaign,))
+def in_forks(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """A program that writes no file, with ``shardwise run`` in torchrun's place."""
+    return launching.finished("shardwise", "run", "--nproc", "2", str(folder / command[-1]), log=folder / "log")
 
 
-@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_a_program_runs_in_forks_as_it_did() -> None:
+    (case,) = (case for case in CASES if case.name == QUICK)
+    found = outcome(case, in_forks)
+    assert not found.wrong, f"{found.wrong}\n{found.output[-4000:]}"
+
+
+def in_sets() -> list[object]:
+    rows = [(case.name in FULL, pytest.param(case, id=case.name)) for case in CASES]
+    return [each for now, row in rows for each in (full(row) if now else campaign(row))]
+
+
+@pytest.mark.parametrize("case", in_sets())
 def test_a_program_runs_as_it_did(case: Case) -> None:
     found = outcome(case)
     assert not found.wrong, f"{found.wrong}\n{found.output[-4000:]}"
 
 
 def test_those_of_every_run_are_there() -> None:
-    assert {case.name for case in CASES} >= ALWAYS
+    assert {case.name for case in CASES} >= FULL

@@ -39,8 +39,8 @@ def test_parts_are_put_together_and_the_last_run_of_a_test_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = {**FOUND[1], "outcome": "passed"}
-    (tmp_path / "old").write_text("".join(f"{json.dumps(each)}\n" for each in FOUND))
-    (tmp_path / "new").write_text(f'{json.dumps(again)}\n{{"test": "cut by a ki')
+    (tmp_path / "old").write_text("".join(f"{json.dumps(each)}\n" for each in FOUND), "utf-8")
+    (tmp_path / "new").write_text(f'{json.dumps(again)}\n{{"test": "cut by a ki', "utf-8")
     assert [each["outcome"] for each in kept([tmp_path / "old"])] == [each["outcome"] for each in FOUND]
     monkeypatch.setattr(sys, "argv", ["run", "--kept", str(tmp_path / "old"), str(tmp_path / "new")])
     assert main() == 0
@@ -53,5 +53,5 @@ def test_parts_are_put_together_and_the_last_run_of_a_test_counts(
 
 def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.foreign.upstream.run_deepspeed", "--checkout", str(tmp_path)]
-    ended = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, encoding="utf-8", check=False)
     assert ended.returncode == 2 and f"there is no {tmp_path / 'tests' / 'unit' / 'common.py'}" in ended.stderr

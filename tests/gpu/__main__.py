@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown := set(chosen.files) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: give some of {', '.join(known)}")
     chosen.files = [HERE / name for name in chosen.files or known]
-    text = "".join(path.read_text() for path in chosen.files)
+    text = "".join(path.read_text("utf-8") for path in chosen.files)
     if unknown := {name for name in (*chosen.only, *chosen.but) if f"\ndef {name}(" not in text}:
         parser.error(f"{', '.join(sorted(unknown))}: no test of {', '.join(path.name for path in chosen.files)}")
     return chosen

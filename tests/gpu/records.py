@@ -66,5 +66,5 @@ class Records:
             "slowest": dict(slowest),
         }
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(data))
+        partial.write_text(json.dumps(data), "utf-8")
         os.replace(partial, self._path)

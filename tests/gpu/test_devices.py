@@ -84,7 +84,7 @@ def started(code: list[str], environment: Mapping[str, str]) -> tuple[list[str],
         cwd=ROOT,
         env=kept | environment,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=100,
         check=False,
     )

@@ -70,7 +70,7 @@ def test_torchrun_with_one_process(device_type: str) -> None:
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=100,
         check=False,
     )

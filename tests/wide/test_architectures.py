@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sets import full
 
 pytest.importorskip("transformers")
 
@@ -32,7 +33,7 @@ def wrong(kind: str, plans: tuple[str, ...], folder: Path) -> list[str]:
         return [found for plan in plans for found in wrong(kind, (plan,), folder)]
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", [*full("llama", "t5"), "mixtral"])
 def test_an_architecture_trains_as_plain(kind: str, tmp_path: Path) -> None:
     found = wrong(kind, FEW[kind], tmp_path)
     assert not found, "\n".join(found)

@@ -1,6 +1,8 @@
 """Odd uses under every plan, on two ranks in fp64: as in plain PyTorch, or an error that names the thing.
 
 Compared are the losses, and after every step all parameters and buffers. NaN is never equal.
+
+Quick: every use once, under two plans by turns. Full: every use under both. Campaign: under every plan.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.testing import RankError, assert_close, run_ranks
 from tests.wide.architectures import PLANS, plan_of
@@ -78,9 +82,9 @@ def plainly(name: str) -> list[Trained]:
     return found
 
 
-def _train(use: Use, plan: Plan, found: Trained, sessions: list[Session]) -> None:
+def _train(use: Use, plan: Plan, mesh: Mesh, found: Trained, sessions: list[Session]) -> None:
     model, own = _made(use)
-    session = build(model, own, plan)
+    session = build(model, own, plan, mesh)
     sessions.append(session)
     optimizer = session.optimizer
     assert optimizer is not None
@@ -107,20 +111,26 @@ def _train(use: Use, plan: Plan, found: Trained, sessions: list[Session]) -> Non
 
 
 def train_uses(names: Sequence[str], plan_name: str, directory: str) -> list[Trained]:
-    """On each rank, a use after the other, each on a mesh of its own, since an error may leave one unusable."""
+    """On each rank, a use after the other. Those that may be refused have a mesh of their own: an error may leave one
+    unusable."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    plan = plan_of(plan_name, directory)
+    shared = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     found = []
     for name in names:
         found.append(Trained())
         sessions: list[Session] = []
+        own = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm) if USES[name].refused else None
         try:
-            _train(USES[name], plan_of(plan_name, directory), found[-1], sessions)
+            _train(USES[name], plan, own or shared, found[-1], sessions)
         except Exception as error:  # which it may be is the caller's to say
             found[-1].error = f"{type(error).__name__}: {error}"
         for session in sessions:
             session.close()
-            session.mesh.close()
+        if own is not None:
+            own.close()
+    shared.close()
     return found
 
 
@@ -148,7 +158,7 @@ def _wrong(name: str, by_rank: Sequence[Trained]) -> str:
 def wrong(names: Sequence[str], plan: str, folder: Path) -> dict[str, str]:
     """By use; where a rank dies or hangs, each use is tried alone."""
     try:
-        results = run_ranks(RANKS, train_uses, list(names), plan, str(folder), timeout=30.0 + 2.0 * len(names))
+        results = run_ranks(RANKS, train_uses, list(names), plan, str(folder), timeout=60.0 + 4.0 * len(names))
     except RankError as error:
         if len(names) == 1:
             return {names[0]: str(error)[:SHOWN]}
@@ -157,12 +167,20 @@ def wrong(names: Sequence[str], plan: str, folder: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-OFTEN = ("zero2", "zero3")
+FIRST, OTHERS = list(USES)[::2], list(USES)[1::2]
 
 
-@pytest.mark.parametrize("plan", [p if p in OFTEN else pytest.param(p, marks=pytest.mark.campaign) for p in PLANS])
-def test_odd_uses_train_as_plain_or_are_refused(plan: str, tmp_path: Path) -> None:
-    found = wrong(list(USES), plan, tmp_path)
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        pytest.param("zero2", FIRST, id="zero2-first"),
+        pytest.param("zero3", OTHERS, id="zero3-others"),
+        *full(pytest.param("zero2", OTHERS, id="zero2-others"), pytest.param("zero3", FIRST, id="zero3-first")),
+        *campaign(*(pytest.param(p, list(USES), id=p) for p in PLANS if p not in ("zero2", "zero3"))),
+    ],
+)
+def test_odd_uses_train_as_plain_or_are_refused(plan: str, names: list[str], tmp_path: Path) -> None:
+    found = wrong(names, plan, tmp_path)
     assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardwise.port import Program, rewritten, worlds
-from tests.foreign.running import REPOSITORY
+from tests.foreign.running import OF_LAUNCHERS, REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 
 PAGE = REPOSITORY / "docs" / "porting.md"
@@ -124,7 +124,8 @@ def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> lis
     report.unlink(missing_ok=True)
     llama = folder / "llama"
     path = [str(Path(__file__).parent / "without_gpu"), str(folder), str(REPOSITORY)]
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
+    environment |= {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "FAST_TEST": str(int(not zoo)),
@@ -152,7 +153,8 @@ def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> lis
     ):
         process.wait()
     if not report.exists():
-        raise SystemExit(f"pytest ended with {process.returncode}: {report.with_suffix('.log').read_text()[-2000:]}")
+        said = report.with_suffix(".log").read_text("utf-8", "replace")
+        raise SystemExit(f"pytest ended with {process.returncode}: {said[-2000:]}")
     found = [_outcome(case) for case in Tree.parse(report).iter("testcase")]
     for each in found:
         print(f"{each.status:8}{each.seconds:5.0f} s  {each.name}  {each.why}", flush=True)

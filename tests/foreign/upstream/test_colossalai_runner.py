@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.foreign.upstream import names_colossalai, programs_colossalai, run_colossalai
 from tests.foreign.upstream.names_colossalai import imported, missing, shown
 from tests.foreign.upstream.run_colossalai import kept, table
 
-REPOSITORY = Path(__file__).parents[3]
+Run = Callable[..., tuple[int, str]]
 TESTS = """
 import os
 import pytest
@@ -104,19 +108,28 @@ def write(checkout: Path, files: dict[str, str]) -> None:
         path.write_text(text, "utf-8")
 
 
-def run(name: str, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.foreign.upstream.{name}", *arguments]
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``python -m`` of a runner, in this process: the exit status, and what it printed."""
+
+    def called(runner: Any, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [runner.__name__, *arguments])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                status = runner.main()
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        return status, "".join(capsys.readouterr())
+
+    return called
 
 
-def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "checkout", FILES)
     checkout = str(tmp_path / "checkout")
-    status, told = run("programs_colossalai", checkout)
+    status, told = run(programs_colossalai, checkout)
     assert status == 0 and "2 of 3 get past their imports" in told, told
     assert "examples/train.py: past, without no_such_package" in told and "applications/App/run.py: past" in told
     assert "examples/lost.py: " in told and "NoSuchName" in told
@@ -129,7 +142,7 @@ def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
         "seconds": 1,
     }
     results.write_text(json.dumps(earlier) + "\n", "utf-8")
-    status, told = run("run_colossalai", checkout, "--seconds", "100", "--results", str(results))
+    status, told = run(run_colossalai, checkout, "--seconds", "100", "--results", str(results))
     assert status == 1 and "5 passed, 2 failed, 1 skipped" in told, told
     alone = "test_cluster/test_cannot_be_imported.py::not imported"
     assert f"without a known reason: ['{alone}', 'test_cluster/test_made_up.py::test_ranks[1]']" in told
@@ -138,11 +151,11 @@ def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
     lines = table(kept(results)).splitlines()
     assert "| `test_cluster` | 5 | 2 | 1 |" in lines and "| `test_zero` | 0 | 1 | 0 |" in lines, lines
     assert lines[-1] == "| `test_zero/test_b.py::test` | slow | TimeoutError: 4 ranks |"
-    status, told = run("run_colossalai", str(tmp_path))
+    status, told = run(run_colossalai, str(tmp_path))
     assert status == 2 and "tests/kit" in told
 
 
-def test_names_that_a_checkout_has_and_we_have_not_are_told(tmp_path: Path) -> None:
+def test_names_that_a_checkout_has_and_we_have_not_are_told(tmp_path: Path, run: Run) -> None:
     files = {
         "colossalai/__init__.py": "from .initialize import launch\nfrom .initialize import *",
         "colossalai/initialize.py": "import os\nclass Unheard: pass\ndef launch(): pass\ndef _own(): pass",
@@ -162,7 +175,7 @@ def test_names_that_a_checkout_has_and_we_have_not_are_told(tmp_path: Path) -> N
     used = {("colossalai.zero", "GeminiDDP"), ("colossalai.nn", "HybridAdam"), ("colossalai.nn", "Nothing")}
     assert imported(tmp_path) == used
     assert missing(shown(tmp_path) | used) == {("colossalai.initialize", "Unheard"), ("colossalai.nn", "Nothing")}
-    status, told = run("names_colossalai", str(tmp_path))
+    status, told = run(names_colossalai, str(tmp_path))
     assert status == 1 and "1 missing of its own\n  colossalai.initialize.Unheard\n" in told, told
     assert "colossalai.nn.Nothing\nof 4 public names, and 3 that programs and pages import" in told
-    assert run("names_colossalai", str(tmp_path / "docs"))[0] == 2
+    assert run(names_colossalai, str(tmp_path / "docs"))[0] == 2
