@@ -107,7 +107,8 @@ campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 
 # Ranks killed at random moments of saves, bytes flipped, readers of hostile files, system calls that fail, a soak; fewer
-# KILLS take a share of all of it. The last line says what was lost.
+# KILLS take a share of all of it, and fewer than 50 a short run of each part: KILLS=25 takes about a minute on two cores.
+# The last line says what was lost.
 faults: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.faults $(KILLS)
 

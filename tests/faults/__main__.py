@@ -2,8 +2,10 @@
 
 ``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails, and
 the soak and each mix of tiers have 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least
-3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50. Readers are given ten hostile
-inputs for each kill; those that make one fail are added to ``tests/data/fuzz``, which the tests read.
+3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50. Below 50 every part is there and
+short, for a minute or two in all: the soak has 400 steps and no judgement of memory, the mixes 10, and of the line that
+says which checkpoint is the newest one bit of each byte is flipped. Readers are given ten hostile inputs for each kill;
+those that make one fail are added to ``tests/data/fuzz``, which the tests read.
 """
 
 from __future__ import annotations
@@ -20,24 +22,28 @@ from tests.faults import flips, fuzz, io_errors, kills, mixes, soak
 from tests.faults.report import Report
 
 WHOLE = 1000  # kills
+SHORT = 50  # with fewer kills
 LEAST_STEPS, STEPS = 3_000, 10_000
 LEAST_OF_A_MIX = 50
+SHORT_STEPS, SHORT_OF_A_MIX = 400, 10
 INPUTS_A_KILL = 10
 
 
 def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
     """By name, in the order in which they run: ranks can be forked only before this process has used pools."""
     share = min(count / WHOLE, 1.0)
-    whole = share == 1
+    whole, short = share == 1, count < SHORT
     # Of bytes there are some 60,000 and of calls 250 an action, in all numbers of errors.
     mixed = STEPS if whole else max(round(STEPS * share / len(mixes.PAIRS)), LEAST_OF_A_MIX)
+    mixed = SHORT_OF_A_MIX if short else mixed
+    soaked = SHORT_STEPS if short else max(round(STEPS * share), LEAST_STEPS)
     byte_stride, call_stride = (1, 1) if whole else (max(round(3 / share), 2), max(round(0.6 / share), 2))
     return {
         "kills": lambda: kills.campaign(count, seed, directory),
-        "flips": lambda: flips.campaign(byte_stride, bits=8 if whole else 1),
+        "flips": lambda: flips.campaign(byte_stride, bits=8 if whole else 1, head_bits=1 if short else 8),
         "fuzz": lambda: fuzz.campaign(INPUTS_A_KILL * count, seed, directory),
         "errors": lambda: io_errors.campaign(call_stride, directory),
-        "soak": lambda: soak.campaign(max(round(STEPS * share), LEAST_STEPS), directory),
+        "soak": lambda: soak.campaign(soaked, directory),
         "mixes": lambda: mixes.campaign(mixed, directory, mixes.MIXES if whole else mixes.PAIRS),
     }
 

@@ -155,16 +155,16 @@ class Place:
             os.close(fd)
 
 
-def changed_bytes(place: Place, stride: int, bits: int) -> Iterator[Fault]:
+def changed_bytes(place: Place, stride: int, bits: int, head_bits: int) -> Iterator[Fault]:
     """Every ``stride``-th byte with ``bits`` of its bits in turn, and with all eight.
 
-    The manifest's first line always has all of it: it says which checkpoint is the newest.
+    Every byte of the manifest's first line, which says which checkpoint is the newest, with ``head_bits`` of them.
     """
     for file, content in place.content.items():
         head = content.index(b"\n") if file == MANIFEST else 0
         for at in (at for at in range(len(content)) if at < head or at % stride == 0):
             kind, tensors = place.region(file, at)
-            masks = [1 << (at // stride + bit) % 8 for bit in range(8 if at < head else bits)]
+            masks = [1 << (at // stride + bit) % 8 for bit in range(head_bits if at < head else bits)]
             for mask in [*masks, 0xFF] if bits > 1 else masks:
                 good, bad = content[at : at + 1], bytes([content[at] ^ mask])
 
@@ -178,7 +178,7 @@ def changed_bytes(place: Place, stride: int, bits: int) -> Iterator[Fault]:
                     tensors,
                     lambda put=put, bad=bad: put(bad),  # type: ignore[misc]
                     lambda put=put, good=good: put(good),  # type: ignore[misc]
-                    loads=3 if at < head else int(mask == masks[0]),
+                    loads=3 if at < head and head_bits > 1 else int(mask == masks[0]),
                 )
 
 
@@ -387,11 +387,11 @@ class Judge:
         latest.write_bytes(content)
 
 
-def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: int, bits: int) -> None:
+def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: int, bits: int, head: int) -> None:
     judge = Judge(root, report, older)
     new, old = Place(root / NEW), Place(root / OLD)
     faults = [
-        changed_bytes(new, stride, bits),
+        changed_bytes(new, stride, bits, head),
         cut_and_longer(new),
         lost_blocks(new, old),
         swapped_pieces(new),
@@ -407,11 +407,12 @@ def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: 
     judge.subject.session.close()
 
 
-def campaign(stride: int = 1, bits: int = 8) -> Report:
-    """Every ``stride``-th byte, ``bits`` single bits of each; 1 and 8 are everything."""
+def campaign(stride: int = 1, bits: int = 8, head_bits: int = 8) -> Report:
+    """Every ``stride``-th byte, ``bits`` single bits of each, ``head_bits`` where a manifest says which is the newest;
+    1, 8 and 8 are everything."""
     report = Report("flips")
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         for ranks in (1, 2):
             root = Path(folder) / f"of-{ranks}"
             older = run_ranks(ranks, write_two, str(root))[0] if ranks > 1 else write_two(str(root))
@@ -419,7 +420,7 @@ def campaign(stride: int = 1, bits: int = 8) -> Report:
             report.counts[f"bytes in {ranks} rank's checkpoint"] = sum(
                 len(content) for path, content in before.items() if path.parent.name == NEW
             )
-            _damage(root, older, report, stride, bits if ranks == 1 else 1)
+            _damage(root, older, report, stride, bits if ranks == 1 else 1, head_bits)
             assert before == {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
             shutil.rmtree(root)
     return report

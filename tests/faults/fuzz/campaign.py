@@ -159,14 +159,14 @@ def reading_process(directory: str | None = None) -> Iterator[Reader]:
 
 def corpus() -> dict[str, dict[str, Any]]:
     """The recipes that once found something, by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))}
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(CORPUS.glob("*.json"))}
 
 
 def _keep(recipe: dict[str, Any], outcome: str, name: str) -> None:
     """A recipe is a file of the tests from now on."""
     CORPUS.mkdir(exist_ok=True)
     text = json.dumps({**recipe, "found": outcome[:200]}, indent=1)
-    (CORPUS / f"{name}.json").write_text(text + "\n")
+    (CORPUS / f"{name}.json").write_text(text + "\n", "utf-8")
 
 
 def campaign(count: int, seed: int = 0, directory: str | None = None, keep: bool = True) -> Report:
