@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
+from sets import campaign, full
 from tensor_cases import CASES, adapted, decoder
 from tensor_setup import Case, Exact
 from torch import Tensor
@@ -45,12 +46,12 @@ CHOSEN: dict[str, tuple[int, ...]] = {
 }
 
 
-def shared(mode: str) -> int:
+def shared(mode: str, heads: int | None = None) -> int:
     count = 0
     with ring_of_all() as ring:
         for name, chosen in CHOSEN.items():
             cases = CASES[name]()
-            for at in chosen:
+            for at in chosen[:heads]:
                 causal = cases[at].kind.endswith(("ForCausalLM", "LMHeadModel"))
                 batch = batch_of(cases[at], length=11 + count % 3, padded="both" if causal else "right")
                 inner = 2 if mode == "ring_attn" and count % 2 else None
@@ -60,7 +61,12 @@ def shared(mode: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(2, "all_to_all"), (4, "ring_attn")])
+@pytest.mark.parametrize("mode", ["all_to_all", *full("ring_attn")])
+def test_the_first_head_of_an_architecture_of_parts_is_the_whole_one(mode: str) -> None:
+    assert set(run_ranks(2, shared, mode, 1, timeout=400.0)) == {len(CHOSEN)}
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [*campaign((2, "all_to_all")), *full((4, "ring_attn"))])
 def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str) -> None:
     assert set(run_ranks(ranks, shared, mode, timeout=400.0)) == {sum(map(len, CHOSEN.values()))}
 
@@ -127,7 +133,7 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
     assert torch.equal(made, tokens)
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
+@pytest.mark.parametrize(("ranks", "mode"), [*full((4, "all_to_all")), (2, "ring_attn")])
 def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
     assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sequence_setup import Ring, ring_of_all
+from sets import full
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,7 +123,7 @@ def rings(ranks: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *full(4)])
 def test_keys_and_values_go_around(ranks: int) -> None:
     assert min(run_ranks(ranks, rings, ranks, timeout=300.0)) >= 27 + 3 * 2 * 6
 
@@ -177,7 +178,7 @@ def by_heads(ranks: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, *full(4)])
 def test_heads_are_exchanged(ranks: int) -> None:
     assert set(run_ranks(ranks, by_heads, ranks)) == {27}
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from engine_setup import sharded
+from engine_setup import one_mesh, sharded
 from sequence_setup import batch_of
+from sets import full
 from tensor_cases import CASES
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor, nn
 
 from shardwise.build import Session
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
 
 STEPS, MAX_NORM = 3, 0.3
 
-LAYOUTS = [
+LAYOUTS: list[tuple[str, Plan, str]] = [
     ("sp4 zero1", zero(1).but(sp=4), "all_to_all"),
     ("dp2 sp2 zero3", zero(3).but(sp=2), "all_to_all"),
     ("dp2 sp2 zero3, gloo", zero(3).but(sp=2, shared_memory=False), "ring_attn"),
@@ -42,8 +45,19 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.02)
 
 
-def plain_steps(case: Case, groups: int) -> tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]:
-    """Clipped norms and each group's losses by step, and the parameters at the end."""
+def many_heads() -> Case:
+    case = CASES["llama"]()[1]
+    return replace(case, config=case.config.__class__(**(case.config.to_dict() | {"num_attention_heads": 8})))
+
+
+Steps = tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]
+
+
+@functools.cache
+def plain_steps(groups: int) -> Steps:
+    """Clipped norms and each group's losses by step, and the parameters at the end; computed by the test, for its
+    ranks."""
+    case = many_heads()
     model = case.made()
     optimizer = adam(model)
     norms, losses = [], []
@@ -73,11 +87,9 @@ def steps(case: Case, session: Session, norms: list[Tensor], losses: list[list[T
         assert_close({"norm": norm}, {"norm": norms[step]}, 1e-11, f"step {step}")
 
 
-def trained(plan: Plan, mode: str) -> int:
-    case = CASES["llama"]()[1]
-    case = replace(case, config=case.config.__class__(**(case.config.to_dict() | {"num_attention_heads": 8})))
-    groups = 4 // plan.mesh.tp // plan.mesh.sp
-    norms, losses, expected = plain_steps(case, groups)
+def trained(plan: Plan, mode: str, steps_of_plain: Steps) -> None:
+    case = many_heads()
+    norms, losses, expected = steps_of_plain
     tensor = TensorPlan(vocabulary_multiple=4)
     plan = plan.but(max_norm=MAX_NORM, sequence=SequencePlan(mode=mode), tensor=tensor)  # type: ignore[arg-type]
     model = case.made()
@@ -95,21 +107,35 @@ def trained(plan: Plan, mode: str) -> int:
     assert_close({"loss": alone.detach()}, {"loss": after.detach()}, 1e-11, "after unshard()")
     assert all("forward" not in vars(module) for module in model.modules())
     assert model.config._attn_implementation == "sdpa"
-    return groups
 
 
-@pytest.mark.parametrize(("name", "plan", "mode"), LAYOUTS, ids=[name for name, _, _ in LAYOUTS])
+QUICK = ("dp2 sp2 zero3", "tp2 sp2 zero3")
+
+
+def in_sets() -> list[object]:
+    rows = [(name, pytest.param(name, plan, mode, id=name)) for name, plan, mode in LAYOUTS]
+    return [each for name, row in rows for each in ([row] if name in QUICK else full(row))]
+
+
+@pytest.mark.parametrize(("name", "plan", "mode"), in_sets())
 def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) -> None:
-    assert set(run_ranks(4, trained, plan, mode, timeout=300.0)) == {2 if "dp2" in name else 1}
+    groups = 4 // plan.mesh.tp // plan.mesh.sp
+    assert groups == (2 if "dp2" in name else 1)
+    run_ranks(4, trained, plan, mode, plain_steps(groups), timeout=300.0)
 
 
 FAMILIES = ("bert", "bloom", "falcon", "gemma2", "gpt2", "gptj", "opt", "qwen3_moe")
 
 
-def cut_besides() -> int:
+def cut_besides(families: list[str]) -> int:
     """One step of layers that are cut over two ranks, and sequences that two share; modes by turns."""
+    with one_mesh(zero(1).but(tp=2, sp=2)) as mesh:
+        return _cut_besides(families, mesh)
+
+
+def _cut_besides(families: list[str], mesh: Mesh) -> int:
     count = 0
-    for name in FAMILIES:
+    for name in families:
         for case in (CASES[name]()[0], CASES[name]()[-1]):
             plain, model, given = case.made(), case.made(), batch_of(case, padded="right")
             with Exact():
@@ -120,7 +146,7 @@ def cut_besides() -> int:
             mode: Any = ("all_to_all", "ring_attn")[(count + count // 2) % 2]
             shared = SequencePlan(mode=mode, parallel_output=count % 3 > 0)
             plan = zero(1).but(tp=2, sp=2, tensor=tensor, sequence=shared)
-            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan) as session:
+            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, mesh) as session:
                 with Exact():
                     loss = loss_of(session.module(**given))
                 session.backward(loss)
@@ -135,5 +161,6 @@ def cut_besides() -> int:
     return count
 
 
-def test_layers_that_are_cut_share_sequences_too() -> None:
-    assert set(run_ranks(4, cut_besides, timeout=400.0)) == {2 * len(FAMILIES)}
+@pytest.mark.parametrize("families", [["gpt2", "qwen3_moe"], *full([*FAMILIES])], ids=["two", "all"])
+def test_layers_that_are_cut_share_sequences_too(families: list[str]) -> None:
+    assert set(run_ranks(4, cut_besides, families, timeout=400.0)) == {2 * len(families)}

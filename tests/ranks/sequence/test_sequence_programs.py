@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from sequence_setup import ROWS, Ring, averaged, batch_of, grads_of, ring_of_all
+from sets import full
 from tensor_cases import CASES
 from tensor_setup import Exact
 from torch import Tensor, nn
@@ -157,18 +158,18 @@ CHECKS: list[Callable[[Ring], None]] = [
     of_states,
     of_own_forward,
     of_copies,
-    of_compiled,
     of_one_configuration,
     refused,
 ]
 
 
-def programs() -> int:
+def programs(checks: list[Callable[[Ring], None]]) -> int:
     with ring_of_all() as ring:
-        for check in CHECKS:
+        for check in checks:
             check(ring)
-    return len(CHECKS)
+    return len(checks)
 
 
-def test_programs_get_whole_sequences_or_are_told_why_not() -> None:
-    assert run_ranks(2, programs, timeout=400.0) == [len(CHECKS)] * 2
+@pytest.mark.parametrize("checks", [CHECKS, *full([of_compiled])], ids=["usual", "compiled"])
+def test_programs_get_whole_sequences_or_are_told_why_not(checks: list[Callable[[Ring], None]]) -> None:
+    assert run_ranks(2, programs, checks, timeout=400.0) == [len(checks)] * 2

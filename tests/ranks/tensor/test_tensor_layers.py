@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cut_setup import VOCABULARY, WIDTH, Model, Parts, batch, made, rows_of
 from scope import Scope
+from sets import full
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -72,9 +74,19 @@ def trained(kind: str, tied: bool, gathers: bool) -> None:
         assert_close(whole(model, axis, grads), expected_grads, 1e-11, "gradients")
 
 
-@pytest.mark.parametrize("gathers", [False, True], ids=["parallel loss", "gathered logits"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared"), (4, "gloo")])
+def in_sets() -> list[object]:
+    """Each number of ranks over each kind of group once in the quick set, with tied weights and gathered logits by
+    turns."""
+    rows: list[object] = []
+    for at, (ranks, kind) in enumerate([(1, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared"), (4, "gloo")]):
+        for turn, (tied, gathers) in enumerate(product((False, True), (False, True))):
+            name = f"{ranks}-{kind}-{'tied' if tied else 'untied'}-{'gathered logits' if gathers else 'parallel loss'}"
+            row = pytest.param(ranks, kind, tied, gathers, id=name)
+            rows += [row] if at % 4 == turn else full(row)
+    return rows
+
+
+@pytest.mark.parametrize(("ranks", "kind", "tied", "gathers"), in_sets())
 def test_cut_layers_are_the_whole_ones(ranks: int, kind: str, tied: bool, gathers: bool) -> None:
     run_ranks(ranks, trained, kind, tied, gathers)
 

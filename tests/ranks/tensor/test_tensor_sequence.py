@@ -15,8 +15,9 @@ import pytest
 import torch
 import transformers
 from engine_setup import PLANS, sharded
-from hybrid_setup import LENGTH, MAX_NORM, WIDTH, Texts, made, optimizer_of, plain
+from hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
 from scope import Scope
+from sets import full
 from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import Case, Exact, compare, cut, run, whole
 from torch import Tensor, nn
@@ -52,10 +53,9 @@ def plan_of(mode: Mode | None, **changes: Any) -> TensorPlan:
 # ---- engines
 
 
-def trained(plan: Plan, mode: Mode, checkpointed: bool) -> None:
+def trained(plan: Plan, mode: Mode, checkpointed: bool, expected: Steps) -> None:
     """Three steps with clipping, sequences of seven tokens, some of them padding."""
-    changes: dict[str, Any] = {"tie_word_embeddings": checkpointed}
-    model = made("llama", **changes)
+    model = made("llama", tie_word_embeddings=checkpointed)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = plan.but(tp=2, max_norm=MAX_NORM, tensor=plan_of(mode))
@@ -63,7 +63,7 @@ def trained(plan: Plan, mode: Mode, checkpointed: bool) -> None:
         mesh, optimizer = session.mesh, session.optimizer
         assert optimizer is not None
         texts = Texts(3 * mesh.size * BATCH)
-        for step, (loss, norm, values) in enumerate(plain("llama", mesh.size, BATCH, True, **changes)):
+        for step, (loss, norm, values) in enumerate(expected):
             rows = [(step * BATCH + row) * mesh.size + mesh.rank for row in range(BATCH)]
             own = session.module(**{name: torch.stack([texts[row][name] for row in rows]) for name in texts.items}).loss
             session.backward(own)
@@ -82,10 +82,18 @@ def trained(plan: Plan, mode: Mode, checkpointed: bool) -> None:
             assert_close(held, parts, 1e-9, f"parameters after step {step}")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_training_equals_plain_pytorch(mode: Mode) -> None:
-    for name, checkpointed in (("zero1", False), ("zero3", False), ("zero3", True)):
-        run_ranks(4, trained, PLANS[name], mode, checkpointed)
+@pytest.mark.parametrize(
+    ("mode", "name", "checkpointed"),
+    [
+        ("split_gather", "zero1", False),
+        ("ring", "zero3", True),
+        *full(("split_gather", "zero3", False), ("split_gather", "zero3", True)),
+        *full(("ring", "zero1", False), ("ring", "zero3", False)),
+    ],
+)
+def test_training_equals_plain_pytorch(mode: Mode, name: str, checkpointed: bool) -> None:
+    expected = plain_steps("llama", 2, BATCH, True, tie_word_embeddings=checkpointed)
+    run_ranks(4, trained, PLANS[name], mode, checkpointed, expected)
 
 
 # ---- random numbers
@@ -143,7 +151,7 @@ def drawn(mode: Mode) -> None:
                 assert all(torch.equal(others[key], grad) for key, grad in found[0].items())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
 def test_a_rank_drops_its_own_of_its_tokens(mode: Mode) -> None:
     run_ranks(2, drawn, mode)
 
@@ -174,14 +182,14 @@ def kept(mode: Mode | None, length: int) -> tuple[int, int]:
         return between, 3 * 3 * 2 * length * 24 * 8
 
 
-def test_tokens_between_layers_are_divided_by_the_ranks() -> None:
-    for ranks, length in ((2, 8), (4, 8), (4, 6)):
-        for mode in (None, *MODES):
-            found = run_ranks(ranks, kept, mode, length)
-            shares = [(length + ranks - 1 - rank) // ranks for rank in range(ranks)] if mode else [length] * ranks
-            assert [between for between, _ in found] == [
-                whole * n // length for n, (_, whole) in zip(shares, found, strict=True)
-            ]
+@pytest.mark.parametrize(("ranks", "length"), [(2, 7), *full((2, 8), (4, 8), (4, 6))])
+def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int) -> None:
+    for mode in (None, *MODES):
+        found = run_ranks(ranks, kept, mode, length)
+        shares = [(length + ranks - 1 - rank) // ranks for rank in range(ranks)] if mode else [length] * ranks
+        assert [between for between, _ in found] == [
+            whole * n // length for n, (_, whole) in zip(shares, found, strict=True)
+        ]
 
 
 def counted(mode: Mode | None) -> dict[str, int]:
@@ -302,9 +310,12 @@ def faulty(name: str) -> str:
     return ""
 
 
-def test_a_fault_is_found() -> None:
-    for name in FAULTS:
-        assert all(run_ranks(2, faulty, name)), name
+QUICK_FAULTS = ("the ranks take each other's tokens", "the ring sums to a neighbour's piece")
+
+
+@pytest.mark.parametrize("name", [*QUICK_FAULTS, *full(*(name for name in FAULTS if name not in QUICK_FAULTS))])
+def test_a_fault_is_found(name: str) -> None:
+    assert all(run_ranks(2, faulty, name))
 
 
 # ---- what is refused, and what goes on as it was
@@ -394,7 +405,7 @@ def cut_parts(model: nn.Module) -> dict[str, Any]:
     return {name.replace("_checkpoint_wrapped_module.", ""): part for name, part in parts_of(model).items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["split_gather", *full("ring")])
 def test_recomputed_layers_know_whose_tokens_they_had(mode: Mode) -> None:
     run_ranks(4, wrapped, mode)
 
@@ -416,9 +427,9 @@ def beside_tables(mode: Mode) -> None:
         assert_close(whole(model, axis, grads), expected, 1e-11, "gradients", floor=1e-2)
 
 
-def test_adapters_and_models_of_ones_own() -> None:
-    for mode in MODES:
-        run_ranks(2, beside_tables, mode)
+@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
+def test_adapters_and_models_of_ones_own(mode: Mode) -> None:
+    run_ranks(2, beside_tables, mode)
 
 
 # ---- torch's own
@@ -458,6 +469,7 @@ def beside_torch(mode: Mode) -> None:
         assert_close(whole(ours, axis, grads), full, 1e-11, "gradients")
 
 
-def test_loss_and_gradients_are_those_of_torchs_own_layers() -> None:
-    for mode in MODES:
-        run_ranks(2, beside_torch, mode)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_torchs_own_layers(mode: Mode) -> None:
+    run_ranks(2, beside_torch, mode)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_setup import differences, everything
 from cut_setup import VOCABULARY, WIDTH, Block, made
+from sets import full
 from tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
 from tier_setup import Fault
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         return (state, optimizer_state) if session.mesh.first else None
 
 
-@pytest.mark.parametrize("name", ["zero1 tp2", "zero3 tp4", "zero3 tp2 small disk"])
+@pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
 def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
     found = run_ranks(4, kept, str(tmp_path / "disk"), name, timeout=240.0)
     assert found[0] is not None and found[1:] == [None] * 3
@@ -84,6 +85,7 @@ def unread(root: str) -> list[str]:
     return told
 
 
+@pytest.mark.full
 def test_a_disk_that_fails_is_told_to_ranks_with_other_parts(tmp_path: Path) -> None:
     for told in run_ranks(4, unread, str(tmp_path / "disk"), timeout=240.0):
         assert len(told) == 2 and all("rank 3" in each and "Nothing has changed" in each for each in told), told
@@ -127,7 +129,7 @@ def unsharded(name: str, root: str) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("name", ["zero1 tp2", "zero3 tp4", "zero2 tp2 small"])
+@pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4", "zero2 tp2 small")])
 def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) -> None:
     states = run_ranks(4, unsharded, name, str(tmp_path / "disk"), timeout=240.0)
     assert all(not differences(state, states[0]) for state in states)
