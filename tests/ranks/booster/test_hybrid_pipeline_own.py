@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -182,7 +183,9 @@ ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"), [(OwnNet, {"zero_stage": 1}), (OwnNet, ZBV), (OwnShared, {})], ids=["1f1b", "zbv", "shared"]
+    ("kind", "given"),
+    [*full((OwnNet, {"zero_stage": 1})), (OwnNet, ZBV), (OwnShared, {})],
+    ids=["1f1b", "zbv", "shared"],
 )
 def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     run_ranks(2, _exact, kind, given)
