@@ -1,14 +1,20 @@
-"""Covering designs: few rows in which every allowed pair of values occurs. Greedy and deterministic."""
+"""Covering designs: few rows in which every allowed pair of values occurs, and fewer in which every value occurs.
+
+Greedy and deterministic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import TypeVar
 
-__all__ = ["Row", "allowed_pairs", "cover"]
+__all__ = ["Row", "allowed_pairs", "cover", "each_once"]
 
 Row = dict[str, str]
 _Pair = tuple[str, str, str, str]
+_T = TypeVar("_T")
 
 
 def _pair(first: str, value: str, second: str, other: str) -> _Pair:
@@ -86,3 +92,26 @@ def cover(
         first, value, second, other = next(iter(design.open))
         design.add({first: value, second: other})
     return design.rows
+
+
+def each_once(
+    rows: Sequence[_T], values: Callable[[_T], Iterable[Hashable]], cost: Callable[[_T], float] = lambda row: 1.0
+) -> list[_T]:
+    """Few and cheap ones of ``rows``, in their order, in which all ``values`` of all rows occur.
+
+    Among rows with as much for their cost, one whose values have occurred less often is taken.
+    """
+    found = [set(values(row)) for row in rows]
+    missing: set[Hashable] = set().union(*found)
+    seen: Counter[Hashable] = Counter()
+    chosen: set[int] = set()
+
+    def rank(at: int) -> tuple[float, int, int]:
+        return len(found[at] & missing) / cost(rows[at]), -sum(seen[value] for value in found[at]), -at
+
+    while missing:
+        best = max(range(len(rows)), key=rank)
+        chosen.add(best)
+        missing -= found[best]
+        seen.update(found[best])
+    return [rows[at] for at in sorted(chosen)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import torch
 
 from shardwise.plan import ByNumel, BySearch, ByTensor, Plan, ScalerPlan, replicated, zero
 from shardwise.testing import MODELS
-from tests.parity.covering import Row, cover
+from tests.parity.covering import Row, cover, each_once
 from tests.parity.sharded import OPTIMIZERS, Setting, Tolerance
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "label",
     "make_setting",
     "plan_product",
+    "quick_rows",
     "tolerance",
 ]
 
@@ -70,6 +71,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 COSTS = {"gloo": 4.0, "3": 3.0, "4": 4.0}
 """A message of gloo takes two changes of threads on either side; more ranks than two cores take turns."""
+QUICK_COSTS = {**COSTS, "1": 2.0}
+"""For the quick set: one rank shards nothing."""
 
 RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2, "bf16_no_master": 2e-2}
 """16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
@@ -192,3 +195,8 @@ def dangerous_product() -> list[Row]:
 def default_rows() -> list[Row]:
     """Every model under every main plan at 2 ranks in fp64, and every allowed pair of values of any factors."""
     return cover(FACTORS, allowed, dangerous_product(), COSTS)
+
+
+def quick_rows(rows: Sequence[Row]) -> list[Row]:
+    """Few of ``rows``, in which every model and every value of every other factor occurs."""
+    return each_once(rows, dict.items, lambda row: math.prod(QUICK_COSTS.get(value, 1.0) for value in row.values()))

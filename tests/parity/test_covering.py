@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.covering import Row, allowed_pairs, cover
-from tests.parity.matrix import FACTORS, allowed, dangerous_product, default_rows
+from tests.parity.covering import Row, allowed_pairs, cover, each_once
+from tests.parity.matrix import FACTORS, allowed, dangerous_product, default_rows, quick_rows
 
 BITS = dict.fromkeys("abcdefg", ("0", "1"))
 
@@ -33,6 +33,9 @@ def test_the_matrix_has_every_allowed_pair_and_the_whole_dangerous_product() -> 
     assert all(allowed(row) for row in rows)
     found = {(f, v, g, w) for row in rows for f, v in row.items() for g, w in row.items()}
     assert not [pair for pair in allowed_pairs(FACTORS, allowed) if pair not in found]
+    quick = quick_rows(rows)
+    assert quick == quick_rows(rows) == [row for row in rows if row in quick] and len(quick) <= 40
+    assert {item for row in quick for item in row.items()} == {(f, v) for f, values in FACTORS.items() for v in values}
     wanted = {tuple(part.items()) for part in dangerous_product()}
     assert wanted <= {tuple((f, row[f]) for f in ("model", "plan", "ranks", "numbers")) for row in rows}
 
@@ -43,6 +46,14 @@ def test_a_value_that_costs_more_is_taken_less_often_and_every_pair_still_occurs
     assert not [pair for pair in allowed_pairs(factors, lambda row: True) if not _occurs(pair, rows)]
     dear = sum(row["c"] == "dear" for row in rows)
     assert dear < sum(row["c"] == "dear" for row in cover(factors)) and dear <= len(rows) / 3
+
+
+def test_every_value_once_needs_few_rows_and_cheap_ones_that_differ() -> None:
+    rows = [{"a": a, "b": b, "c": c} for a in "01234" for b in "01234" for c in ("cheap", "dear")]
+    chosen = each_once(rows, dict.items, lambda row: 4.0 if row["c"] == "dear" else 1.0)
+    assert {item for row in chosen for item in row.items()} == {item for row in rows for item in row.items()}
+    assert len(chosen) <= 6 and sum(row["c"] == "dear" for row in chosen) == 1
+    assert [row for row in rows if row in chosen] == chosen
 
 
 def _occurs(pair: tuple[str, str, str, str], rows: list[Row]) -> bool:

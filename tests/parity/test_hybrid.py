@@ -1,4 +1,8 @@
-"""Architectures that no other test trains, over every way to divide a model; ``python -m tests.parity`` has all."""
+"""Architectures that no other test trains, over every way to divide a model; ``python -m tests.parity`` has all.
+
+Quick: two layouts that use every axis. Full: every layout once, with one of two architectures. Campaign: every layout
+with both.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,29 @@ def right(by_rank: list[list[Found]], layouts: list[str]) -> None:
         assert not [f"{each.layout}: {each.wrong}" for each in found if each.wrong]
 
 
-@pytest.mark.parametrize("architecture", ["falcon", "mixtral"])
+# What each axis does once, with all that is sent along it.
+QUICK = ["tp2pp2x2 ring", "dp2tp2 zero3"]
+TURNS = {"falcon": FOUR[::2], "mixtral": FOUR[1::2]}
+
+
+def test_an_architecture_over_all_axes_equals_one_process() -> None:
+    right(run_ranks(4, measured, "mixtral", QUICK, ["float64"], timeout=300.0), QUICK)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", TURNS)
 def test_every_layout_equals_one_process(architecture: str) -> None:
+    """Each with one of two architectures."""
+    layouts = TURNS[architecture]
+    right(run_ranks(4, measured, architecture, layouts, ["float64"], timeout=300.0), layouts)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", TURNS)
+def test_every_layout_with_every_architecture_equals_one_process(architecture: str) -> None:
     right(run_ranks(4, measured, architecture, FOUR, ["float64"], timeout=300.0), FOUR)
 
 
+@pytest.mark.full
 def test_three_axes_of_two_equal_one_process() -> None:
     right(run_ranks(8, measured, "llama", EIGHT, ["float64"], timeout=300.0), EIGHT)

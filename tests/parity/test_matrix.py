@@ -1,8 +1,9 @@
 """The parity matrix: sharded training against plain training in one process.
 
-The default run has every model under every main plan at 2 ranks in fp64, and every pair of values of any two
-factors somewhere (see :mod:`tests.parity.covering`). ``-m campaign`` runs every model under every plan at every rank
-count in every number format.
+The full set has every model under every main plan at 2 ranks in fp64, and every pair of values of any two factors
+somewhere (see :mod:`tests.parity.covering`): about 460 rows. The quick set has those about 36 of them that
+:func:`~tests.parity.matrix.quick_rows` chooses: every model and every value of every other factor at least once.
+``-m campaign`` runs every model under every plan at every rank count in every number format.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from sets import full
 
 from shardwise.testing import MODELS, RankError, run_ranks
 from tests.parity.covering import Row
@@ -22,6 +24,7 @@ from tests.parity.matrix import (
     label,
     make_setting,
     plan_product,
+    quick_rows,
     tolerance,
 )
 from tests.parity.sharded import Run, check_beside_rounding, plain, train_all, train_on_rank
@@ -36,6 +39,7 @@ def _by_mesh(row: Row) -> tuple[str, bool, bool, str]:
 
 # Neighbours use one mesh, whose set-up takes as long as a training.
 ROWS = sorted(default_rows(), key=_by_mesh)
+QUICK = quick_rows(ROWS)
 
 
 class Matrix:
@@ -76,7 +80,7 @@ def matrix(request: pytest.FixtureRequest) -> Matrix:
     return Matrix([i.callspec.params["row"] for i in here if "matrix" in i.fixturenames])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=label)
+@pytest.mark.parametrize("row", [each for row in ROWS for each in ([row] if row in QUICK else full(row))], ids=label)
 def test_sharded_training_equals_plain_training(matrix: Matrix, row: Row) -> None:
     setting = make_setting(row)
     runs = matrix.runs(row)
@@ -85,8 +89,7 @@ def test_sharded_training_equals_plain_training(matrix: Matrix, row: Row) -> Non
     assert row["clip"] == "unclipped" or min(expected.norms) > MAX_NORM  # else clipping was not tested
 
 
-@pytest.mark.parametrize("numbers", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize(("ranks", "numbers"), [("2", "fp32"), ("3", "bf16"), *full(("2", "bf16"), ("3", "fp32"))])
 def test_transports_give_the_same_bits(ranks: str, numbers: str) -> None:
     row = _complete({"model": "gpt", "plan": "zero2", "ranks": ranks, "numbers": numbers}, random.Random(0))
     settings = [make_setting({**row, "transport": transport}) for transport in FACTORS["transport"]]

@@ -98,9 +98,16 @@ def _limits(examples: int) -> Callable[[Any], Any]:
     )
 
 
-@_limits(25)
+@_limits(8)
 @given(case=cases())
 def test_a_random_graph_under_a_random_plan_trains_as_plain(case: tuple[Graph, Setting]) -> None:
+    _check(case)
+
+
+@pytest.mark.full
+@_limits(25)
+@given(case=cases())
+def test_more_random_graphs(case: tuple[Graph, Setting]) -> None:
     _check(case)
 
 

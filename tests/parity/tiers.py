@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -16,8 +17,8 @@ from shardwise.optim import CPUAdam, HybridAdam
 from shardwise.plan import DiskPlan, TierPlan, on_device
 from shardwise.testing import MODELS
 from tests.parity import sharded
-from tests.parity.covering import Row, cover
-from tests.parity.matrix import COSTS, FACTORS, allowed, make_setting
+from tests.parity.covering import Row, cover, each_once
+from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "default_rows",
     "goes",
     "own_optimizers",
+    "quick_rows",
     "setting_of",
     "tier_plan",
     "train_tiers",
@@ -299,6 +301,18 @@ def default_rows() -> list[TierRow]:
             raise ValueError(f"no row is left to run {sorted(wanted)}")
     found = zip(rows, chosen, steps, strict=True)
     return [TierRow(tuple(row.items()), tuple(mixes), count) for row, mixes, count in found if mixes]
+
+
+def quick_rows(rows: Sequence[TierRow]) -> list[TierRow]:
+    """Few of ``rows``, in which every mix and every value of a base factor occurs."""
+
+    def values(row: TierRow) -> list[tuple[str, str]]:
+        return [("mix", mix) for mix in row.mixes] + [item for item in row.base if item[0] in BASE]
+
+    def cost(row: TierRow) -> float:
+        return row.steps * (1 + len(row.mixes)) * math.prod(QUICK_COSTS.get(value, 1.0) for _, value in row.base)
+
+    return each_once(rows, values, cost)
 
 
 # ---- on the ranks

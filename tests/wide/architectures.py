@@ -58,8 +58,12 @@ def _setting(kind: str, plan: Plan) -> Setting:
 
 def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run | str]:
     """On each rank: a run for each plan, or what building was refused with."""
+    with warnings.catch_warnings(action="ignore"):
+        return _train_kind(kind, plans, directory)
+
+
+def _train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run | str]:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     meshes: dict[Any, Mesh] = {}
     runs: list[Run | str] = []
     for name in plans:

@@ -113,8 +113,12 @@ def _train(use: Use, plan: Plan, mesh: Mesh, found: Trained, sessions: list[Sess
 def train_uses(names: Sequence[str], plan_name: str, directory: str) -> list[Trained]:
     """On each rank, a use after the other. Those that may be refused have a mesh of their own: an error may leave one
     unusable."""
+    with warnings.catch_warnings(action="ignore"):
+        return _train_uses(names, plan_name, directory)
+
+
+def _train_uses(names: Sequence[str], plan_name: str, directory: str) -> list[Trained]:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     plan = plan_of(plan_name, directory)
     shared = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     found = []
