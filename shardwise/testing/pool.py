@@ -40,14 +40,18 @@ _GROUP_SECONDS = 600.0  # the pool's own time-out ends a hang much earlier
 _GRACE_SECONDS = 0.3  # after one rank raised, for the others to raise as well
 _DUMP_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
+_CODE_SECONDS = 60.0  # for the exit code of a rank whose connection ended
 _CACHED_POOLS = 4
 
 
 class RankError(RuntimeError):
     """A task failed on at least one rank.
 
+    The message has the traceback of every rank that raised: one that several ranks raised stands there once, with
+    their numbers.
+
     Attributes:
-        rank: the rank that failed first.
+        rank: the rank that died, or else the one that failed first.
         exception: what it raised, or ``None`` where it died, hung, or raised something that cannot be pickled.
         exit_code: the exit code of the rank that died (negative: minus the signal), else ``None``.
         timed_out: True where the time-out passed.
@@ -115,6 +119,18 @@ def _describe_exit(code: int | None) -> str:
     return f"exited with code {code}"
 
 
+def _tracebacks(ranks: list[_Rank]) -> list[str]:
+    """Each distinct traceback once, under the ranks that raised it; that of the rank that raised first comes first."""
+    raised: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.outcome is not None:
+            raised.setdefault(rank.outcome.traceback.rstrip(), []).append(rank.rank)
+    return [
+        f"--- {'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, sorted(who)))} traceback ---\n{text}"
+        for text, who in raised.items()
+    ]
+
+
 class RankPool:
     """``world_size`` processes with torch.distributed initialised (ranks 0 to ``world_size - 1`` of one host).
 
@@ -158,6 +174,7 @@ class RankPool:
             RankError: a rank raised, died, or did not finish in time.
             ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
         """
+        __tracebackhide__ = True  # pytest shows the frames of the caller, not those of the pool
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: give seconds > 0")
         if worker.inside_rank():
@@ -203,6 +220,7 @@ class RankPool:
         self._collect("the start of the pool", _START_SECONDS)
 
     def _run(self, task: Task, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
         message, _ = dump(task)
         for rank in self._ranks:
             rank.outcome = None
@@ -214,7 +232,8 @@ class RankPool:
         return [load(outcome.result) for outcome in outcomes if outcome.result is not None]
 
     def _collect(self, label: str, timeout: float) -> list[Outcome]:
-        """Wait for every rank's outcome; raise for the first failure, with the other ranks' stacks."""
+        """Wait for every rank's outcome; raise for a failure, with the stacks of the ranks that had none."""
+        __tracebackhide__ = True
         end = time.monotonic() + timeout
         failed: list[_Rank] = []
         while pending := [rank for rank in self._ranks if rank.outcome is None and rank not in failed]:
@@ -240,12 +259,13 @@ class RankPool:
             if rank.connection.poll():
                 rank.outcome = load(rank.connection.recv_bytes())
         except (EOFError, OSError):
-            rank.process.join(_EXIT_SECONDS)
+            rank.process.join(_CODE_SECONDS)
 
     def _failure(self, label: str, timeout: float, failed: list[_Rank], pending: list[_Rank]) -> RankError:
         stacks = self._dump_stacks(pending)
         parts: list[str] = []
-        first = failed[0] if failed else pending[0]
+        # Ranks raise because another died, and none dies because another raised.
+        first = next((rank for rank in failed if rank.outcome is None), (failed or pending)[0])
         outcome = first.outcome
         exit_code = first.process.exitcode if failed and outcome is None else None
         if outcome is not None:
@@ -260,11 +280,9 @@ class RankPool:
             finished = sorted({rank.rank for rank in self._ranks} - {rank.rank for rank in pending})
             parts.append(f"ranks {who} of {self.world_size} did not finish within {timeout:g} s (in {label})")
             parts.extend([f"ranks that finished: {', '.join(map(str, finished))}"] if finished else [])
-        for rank in failed:
-            if rank.outcome is not None:
-                parts.append(f"--- rank {rank.rank} traceback ---\n{rank.outcome.traceback.rstrip()}")
-            elif rank is not first:
-                parts.append(f"--- rank {rank.rank} {_describe_exit(rank.process.exitcode)} ---")
+        parts.extend(_tracebacks(failed))
+        dead = [rank for rank in failed if rank.outcome is None and rank is not first]
+        parts.extend(f"--- rank {rank.rank} {_describe_exit(rank.process.exitcode)} ---" for rank in dead)
         parts.extend(f"--- rank {index} was still at ---\n{text}" for index, text in stacks.items())
         exception = None
         if outcome is not None and outcome.exception is not None:
@@ -347,6 +365,7 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: flo
     The pool of each world size is kept for the next call and ends with the process, or with :func:`close_pools`.
     See :meth:`RankPool.run` for the arguments and errors.
     """
+    __tracebackhide__ = True
     return _POOLS.get(world_size).run(fn, *args, timeout=timeout)
 
 

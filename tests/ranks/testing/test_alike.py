@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from alike_setup import PLANS, counted, made, real_steps, train
+from sets import campaign, full
 
 from shardwise.plan import MeshPlan
 from shardwise.testing import alike_mesh, run_ranks
 
 STEPS, BLOCKS = 3, 3
+QUICK = [(2, "zero1", "native"), (2, "zero2", "gloo"), (2, "zero3", "native"), (2, "hybrid", "gloo")]
+QUICK += [(4, "hybrid", "native")]
+PAIRS = [(4, "zero1", "gloo"), (4, "zero2", "native"), (4, "zero3", "gloo")]
+REST = [case for case in product((2, 4), PLANS, ("native", "gloo")) if case not in QUICK + PAIRS]
 
 
-@pytest.mark.parametrize("transport", ["native", "gloo"])
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "name", "transport"), [*QUICK, *full(*PAIRS), *campaign(*REST)])
 def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport: str) -> None:
     real = run_ranks(ranks, real_steps, name, transport, STEPS, BLOCKS)
     for rank in range(ranks):

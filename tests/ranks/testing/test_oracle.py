@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,8 +53,17 @@ def test_oracle_equals_ddp(name: str) -> None:
         assert_close(parameters, run.parameters[step], rtol, f"{name} after step {step}")
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def in_turn(name_of_case: str, *values: Any) -> list[Any]:
+    """Each model with one of the values; with the others in the full set."""
+    found: list[Any] = []
+    for index, name in enumerate(sorted(MODELS)):
+        for at, value in enumerate(values):
+            row = pytest.param(name, value, id=name_of_case.format(name=name, value=value, at=at))
+            found += [row] if index % len(values) == at else full(row)
+    return found
+
+
+@pytest.mark.parametrize(("name", "norm_type"), in_turn("{value}-{name}", 2.0, math.inf))
 def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
     case = MODELS[name]
     batches = make_batches(case, 3, steps=2, micro_batches=2)
@@ -69,8 +80,7 @@ def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
         assert_close(b.masters[step], a.masters[step], 1e-4, f"parameters {step}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(("name", "dtype"), in_turn("{name}-dtype{at}", torch.bfloat16, torch.float16))
 def test_half_precision_stays_near_fp32(name: str, dtype: torch.dtype) -> None:
     case = MODELS[name]
     batches = make_batches(case, 2, steps=3, micro_batches=2)
