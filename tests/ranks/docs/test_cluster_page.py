@@ -61,6 +61,9 @@ STAND_INS = {
     "srun": f'{PYTHON} "$(dirname "$0")/srun.py" "$@"',
     "mpirun": f'{PYTHON} "$(dirname "$0")/mpirun.py" "$@"',
 }
+OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_", "GLOO_", "NCCL_")
+OF_LAUNCHERS += ("RANK", "WORLD_", "LOCAL_", "NODE_RANK", "MASTER_", "TASKS")
+"""How variables begin that tell a program of its ranks: a shell may have some already."""
 SMALLER = (("node-0", "127.0.0.1"), ("--nproc 8", "--nproc 2"), ("per-node 8", "per-node 1"), ("-np 16", "-np 2"))
 
 
@@ -75,7 +78,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in STAND_INS.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n", "utf-8")
         (folder / name).chmod(stat.S_IRWXU)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD"))}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return outside | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -98,7 +101,8 @@ def run(texts: list[str], cluster: dict[str, str], folder: Path, **variables: st
             env=cluster | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         for text in texts
     ]
@@ -116,6 +120,7 @@ def run(texts: list[str], cluster: dict[str, str], folder: Path, **variables: st
     return found
 
 
+@pytest.mark.full
 def test_one_node_and_several(cluster: dict[str, str], tmp_path: Path) -> None:
     one = block("shardwise run --nproc").replace("per-node 1", "per-node 2").splitlines()
     assert len(one) == 2
@@ -126,6 +131,7 @@ def test_one_node_and_several(cluster: dict[str, str], tmp_path: Path) -> None:
     run([block("shardwise run --nnodes 2").replace("--nproc 2", "--nproc 1")] * 2, cluster, tmp_path)
 
 
+@pytest.mark.full
 def test_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
     job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[0-1]"}
     found = run([block("#!/bin/bash")], cluster, tmp_path, **job, TASKS="2", TASKS_PER_NODE="1")
