@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -63,7 +64,7 @@ def _printed(name: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", ["low_level_zero.py", "gemini.py", "ddp.py", "fsdp.py"])
+@pytest.mark.parametrize("name", ["low_level_zero.py", "ddp.py", *full("gemini.py", "fsdp.py")])
 def test_defect_15_printed_examples_run_as_printed(name: str) -> None:
     for shown in run_ranks(RANKS, _printed, name):
         assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # of four classes: log(4) = 1.4
@@ -156,7 +157,9 @@ def _scheduler_after_boost(make: Callable[[], Plugin]) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("make", [TorchDDPPlugin, TorchFSDPPlugin, functools.partial(GeminiPlugin, precision="bf16")])
+@pytest.mark.parametrize(
+    "make", [TorchDDPPlugin, *full(TorchFSDPPlugin), functools.partial(GeminiPlugin, precision="bf16")]
+)
 def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> None:
     assert run_ranks(RANKS, _scheduler_after_boost, make) == [[2.5e-3], [2.5e-3]]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
+from sets import full
 
 from shardwise.checkpoint import CheckpointError, gathered
 from shardwise.checkpoint.file_system import FileSystem
@@ -112,12 +113,12 @@ def _beside(folder: str) -> None:
     create, take_along = FileSystem.create, output.take_along
 
     def later(self: FileSystem, path: str) -> int:
-        time.sleep(0.2)
+        time.sleep(0.02)
         return create(self, path)
 
     def slow(*given: Any) -> None:
         take_along(*given)
-        time.sleep(0.5)
+        time.sleep(0.1)
 
     with mock.patch.object(FileSystem, "create", later), mock.patch.object(output, "take_along", slow):
         for tag, write in (("a", run.booster.save_model), ("b", run.booster.save_optimizer)):
@@ -164,7 +165,7 @@ def _async(folder: str, name: str) -> None:
     assert_same(again.model.state_dict(), plain(4))
 
 
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.campaign), "fsdp", "gemini"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.campaign), *full("fsdp"), "gemini"])
 def test_asynchronous_saves(name: str, tmp_path: Path) -> None:
     run_ranks(RANKS, _async, str(tmp_path), name)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -105,7 +106,7 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("replicas", [False, True], ids=["shards", "replicas"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("replicas", [False, *full(True)], ids=["shards", "replicas"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *full(torch.optim.Adagrad)])
 def test_shards_away_from_their_mesh(pool: RankPool, kind: type[torch.optim.Optimizer], replicas: bool) -> None:
     assert pool.run(run, kind, replicas) == [None, None]
