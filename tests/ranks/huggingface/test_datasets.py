@@ -17,7 +17,7 @@ from shardwise.plan import zero
 from shardwise.testing import run_ranks
 
 ROWS, BATCH, STEPS, RANKS = 16, 4, 2, 2
-WAYS = [("mapped", "accelerate streamed"), *full(("sampler", "streamed", "accelerate mapped"))]
+WAYS = [("mapped", "accelerate streamed"), *full((("sampler", "streamed", "accelerate mapped"),))]
 Seen = tuple[list[list[int]], list[float], dict[str, Tensor]]
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +71,11 @@ Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
     """What is logged at each step, and what is saved; ``stage`` ``None``: TRL's own trainer, in one process."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
+        return _train(kind, lora, folder, stage)
+
+
+def _train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
     import trl
     from peft import LoraConfig
     from safetensors.torch import load_file
