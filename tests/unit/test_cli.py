@@ -77,6 +77,11 @@ BAD_RUN = [
 ]
 
 
+def _words(options: str) -> list[str]:
+    """With the name of this file, which may have spaces, for a script."""
+    return [__file__ if each == "SCRIPT" else each for each in options.split()]
+
+
 def _status(arguments: list[str]) -> int:
     try:
         return main(arguments)
@@ -113,7 +118,7 @@ def test_demo_refuses_in_one_line(options: str, expected: str, capfd: pytest.Cap
 
 @pytest.mark.parametrize(("options", "expected"), BAD_RUN)
 def test_run_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _status(["run", *options.replace("SCRIPT", __file__).split()]) == 2
+    assert _status(["run", *_words(options)]) == 2
     shown = capfd.readouterr().err
     assert expected in shown and shown.count("\n") == 1
 
@@ -124,22 +129,22 @@ def test_an_empty_folder_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def _run_options(text: str) -> tuple[list[str], list[str]]:
-    options = _parser().parse_args(["run", *text.split()])
+    options = _parser().parse_args(["run", *_words(text)])
     return run.launcher_arguments(options), run.program(options)
 
 
 def test_run_passes_the_script_its_own_options() -> None:
-    launcher, script = _run_options(f"--nproc 4 {__file__} --nproc 9 --n 1 -m --help")
+    launcher, script = _run_options("--nproc 4 SCRIPT --nproc 9 --n 1 -m --help")
     assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"]
     assert script == [__file__, "--nproc", "9", "--n", "1", "-m", "--help"]
 
 
 def test_run_across_hosts() -> None:
-    launcher, _ = _run_options(f"--nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id job {__file__}")
+    launcher, _ = _run_options("--nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id job SCRIPT")
     assert "--standalone" not in launcher
     expected = {"--nnodes=2", "--rdzv-endpoint=h:1", "--rdzv-id=job", "--node-rank=1", "--rdzv-conf=is_host=0"}
     assert expected <= set(launcher)
-    launcher, _ = _run_options(f"--nnodes 2:4 --node-rank 3 --rdzv-endpoint h:1 {__file__}")
+    launcher, _ = _run_options("--nnodes 2:4 --node-rank 3 --rdzv-endpoint h:1 SCRIPT")
     assert {"--nnodes=2:4", "--node-rank=3"} <= set(launcher)
 
 
@@ -323,7 +328,7 @@ def test_importing_the_command_line_does_not_import_torch() -> None:
 
 
 def test_run_takes_a_library_whose_place_we_take() -> None:
-    launcher, script = _run_options(f"--as deepspeed --nproc 2 {__file__} --as x")
+    launcher, script = _run_options("--as deepspeed --nproc 2 SCRIPT --as x")
     assert launcher[-1] == "--module" and script == ["shardwise.cli.as_world", "deepspeed", __file__, "--as", "x"]
     _, script = _run_options("--as deepspeed -m program -m x")
     assert script == ["shardwise.cli.as_world", "deepspeed", "-m", "program", "-m", "x"]
@@ -351,7 +356,7 @@ def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -
     for start in ([str(program)], ["-m", "program"]):
         command = ["-m", "shardwise.cli.as_world", "deepspeed", *start, "a", "-m"]
         shown = runs(*command, cwd=tmp_path, env=surroundings(tmp_path))
-        assert shown.stdout.split(maxsplit=3) == ["shardwise.deepspeed", "0.19.8", "3", "['a', '-m']\n"], shown.stderr
+        assert shown.stdout.split(maxsplit=3) == ["shardwise.deepspeed", "0.19.8", "3", "['a', '-m']\n"], shown
     program.write_text(TOO_LATE)
     shown = runs(str(program))
     assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
