@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
+from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.mesh import Mesh
@@ -54,14 +55,15 @@ def several_ways(plan: Plan, backend: str, ways: list[str], depth: int) -> dict[
 @pytest.mark.parametrize(
     ("name", "backend", "ways", "depth"),
     [
-        ("zero2", "eager", ["whole"], 1),
-        ("zero3", "aot_eager", ["whole"], 1),
+        *full(("zero2", "eager", ["whole"], 1), ("zero3", "aot_eager", ["whole"], 1)),
         ("zero3_gloo", "aot_eager", ["blocks"], 2),
-        ("zero3_tensor", "eager", ["blocks"], 2),  # no block has a unit of its own
-        pytest.param("zero2", "eager", ["whole"], 2, marks=pytest.mark.campaign),
-        pytest.param("zero3", "eager", WAYS[1:], 2, marks=pytest.mark.campaign),
-        pytest.param("zero3_gloo", "eager", ["whole"], 2, marks=pytest.mark.campaign),
-        pytest.param("zero3", "aot_eager", ["blocks", "whole"], 2, marks=pytest.mark.campaign),
+        *full(("zero3_tensor", "eager", ["blocks"], 2)),  # no block has a unit of its own
+        *campaign(
+            ("zero2", "eager", ["whole"], 2),
+            ("zero3", "eager", WAYS[1:], 2),
+            ("zero3_gloo", "eager", ["whole"], 2),
+            ("zero3", "aot_eager", ["blocks", "whole"], 2),
+        ),
     ],
 )
 def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str], depth: int) -> None:
@@ -121,15 +123,24 @@ def reads_of_each_plan(cases: dict[str, tuple[Plan, str]]) -> dict[str, dict[str
         return {name: read_without_call(plan, mesh, way) for name, (plan, way) in cases.items()}
 
 
-def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call() -> None:
+REGIONS = {
+    "blocks are units": (PLANS["zero3"], "whole"),
+    "tensors are units": (PLANS["zero3_tensor"], "blocks"),
+    "some kept": (PLANS["zero3_straddling"].but(gathered_fraction=0.5), "blocks"),
+    "renewed late": (zero(2).but(packing=ByNumel(chunk_numel=40), gather_on_use=True), "blocks"),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["some kept"], id="some kept"),
+        pytest.param([name for name in REGIONS if name != "some kept"], id="others", marks=pytest.mark.full),
+    ],
+)
+def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call(names: list[str]) -> None:
     """At ZeRO-3 they are gathered, also where some are by luck; renewed late at ZeRO-2, they are not last step's."""
-    cases = {
-        "not compiled": (PLANS["zero3"], "none"),
-        "blocks are units": (PLANS["zero3"], "whole"),
-        "tensors are units": (PLANS["zero3_tensor"], "blocks"),
-        "some kept": (PLANS["zero3_straddling"].but(gathered_fraction=0.5), "blocks"),
-        "renewed late": (zero(2).but(packing=ByNumel(chunk_numel=40), gather_on_use=True), "blocks"),
-    }
+    cases = {"not compiled": (PLANS["zero3"], "none"), **{name: REGIONS[name] for name in names}}
     for result in run_ranks(2, reads_of_each_plan, cases, timeout=200):
         for name, found in result.items():
             check([found], result["not compiled"], name, rtol=1e-9)

@@ -303,8 +303,19 @@ def _everywhere(names: list[str]) -> dict[str, State]:
         return {name: _habits(name) for name in names}
 
 
-def test_the_model_that_every_front_end_gives_is_the_users_own() -> None:
+QUICK = ["native 3 fp32", "deepspeed 1 bf16", "booster gemini", "fairscale fsdp"]
+"""Each way to wrap a model once."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="one of each"),
+        pytest.param([name for name in FRONTS if name not in QUICK], id="others", marks=pytest.mark.full),
+    ],
+)
+def test_the_model_that_every_front_end_gives_is_the_users_own(names: list[str]) -> None:
     expected = plain()
-    for found in run_ranks(RANKS, _everywhere, list(FRONTS), timeout=240.0):
+    for found in run_ranks(RANKS, _everywhere, names, timeout=240.0):
         for name, state in found.items():
             assert_close(state, expected, 1e-5 if FRONTS[name][2] == "fp32" else 4e-2, name)
