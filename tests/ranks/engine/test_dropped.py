@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import campaign
 from tier_setup import with_tiers
 from torch import nn
 
@@ -44,7 +45,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def held() -> Held:
     """What this process has of what a system counts."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
     threads = [each for each in threading.enumerate() if "shardwise" in each.name]
     return {"descriptors": len(os.listdir("/proc/self/fd")), "shared mappings": shared, "threads": len(threads)}
@@ -185,8 +186,10 @@ def drop_all(directory: str, shared: bool, times: int) -> dict[str, tuple[Held, 
     return different
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("times", [2, *campaign(20)])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(True, id="shared memory"), pytest.param(False, id="gloo", marks=pytest.mark.full)]
+)
 def test_what_is_dropped_is_given_back(tmp_path: Path, shared: bool, times: int) -> None:
     assert run_ranks(2, drop_all, str(tmp_path), shared, times, timeout=600.0) == [{}, {}]
 
