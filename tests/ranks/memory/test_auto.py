@@ -27,6 +27,7 @@ from auto_setup import (
     x_of,
 )
 from engine_setup import one_mesh
+from sets import campaign, full
 from torch import Tensor
 
 from shardwise.build import Session, build
@@ -126,12 +127,11 @@ def programs(shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("ranks, shared, steps, changes", [
-    (1, None, SOME, {}),
-    pytest.param(1, None, dict.fromkeys(PROGRAMS, 4), {}, marks=pytest.mark.campaign),
-    pytest.param(2, None, SEVERAL, {}, marks=pytest.mark.campaign),
-    pytest.param(2, False, SEVERAL, {}, marks=pytest.mark.campaign),
-    (2, False, {"ranks differ": 3}, {"prefetch": 2}),
-    pytest.param(4, None, {"ranks differ": 4}, {}, marks=pytest.mark.campaign),
+    *full((1, None, SOME, {})),
+    *campaign((1, None, dict.fromkeys(PROGRAMS, 4), {}), (2, None, SEVERAL, {}), (2, False, SEVERAL, {})),
+    *full((2, False, {"ranks differ": 3}, {"prefetch": 2})),
+    *campaign((4, None, {"ranks differ": 4}, {})),
+    (1, None, {"evaluation": 3, "accumulation": 3}, {}),  # the tests below have others
 ])  # fmt: skip
 def test_same_bits_within_the_capacity(
     ranks: int, shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
@@ -162,7 +162,7 @@ def in_half_precision(steps: int) -> tuple[dict[str, Found], int]:
     return {"plain": plain, "margin": roomy, "tight": run(auto(limit))}, limit
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("steps", [*full(4), *campaign(10)])
 def test_same_bits_in_half_precision_with_clipping_and_accumulation(steps: int) -> None:
     for rank, (runs, limit) in enumerate(run_ranks(2, in_half_precision, steps, timeout=60)):
         plain = runs["plain"]
@@ -183,8 +183,8 @@ def against_lru(name: str, capacity: int, steps: int = 5) -> Found:
 
 
 @pytest.mark.parametrize("name, strictly", [
-    pytest.param("plain", False, marks=pytest.mark.campaign),
-    ("checkpointed twice", True),
+    *campaign(("plain", False)),
+    *full(("checkpointed twice", True)),
     ("twice", True),
 ])  # fmt: skip
 def test_moves_what_the_replay_predicts_and_less_than_lru(name: str, strictly: bool) -> None:
@@ -229,6 +229,7 @@ def ratios() -> dict[str, Found]:
     return {name: train(model, plan_of(tiers), None) for name, tiers in runs.items()}
 
 
+@pytest.mark.full
 def test_ratios_are_respected() -> None:
     found = run_ranks(1, ratios)[0]
     everything = 8 * BLOCK_BYTES
@@ -389,7 +390,7 @@ def through_the_plugin(memory: int | None, tmp: str) -> tuple[list[float], list[
     return losses, [session.ledger.peak_bytes], sum(float(p.double().sum()) for p in boosted.state_dict().values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *full(1)])
 def test_a_model_far_smaller_than_a_chunk_through_the_plugin(ranks: int, tmp_path: Path) -> None:
     free = run_ranks(ranks, through_the_plugin, None, str(tmp_path))
     auto_runs = run_ranks(ranks, through_the_plugin, 60 * BLOCK_BYTES, str(tmp_path))

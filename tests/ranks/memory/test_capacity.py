@@ -12,6 +12,7 @@ import pytest
 import torch
 from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, watch, x_of
 from engine_setup import one_mesh, sharded
+from sets import full
 
 from shardwise.build import Session, build
 from shardwise.deferred import deferred_init
@@ -57,7 +58,7 @@ def attempts(shared: bool | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False)])
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, None), (2, False))])
 def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
     """Under one capacity ``auto`` trains; everything on the device, and too small fixed shares elsewhere, do not. The
     right shares train as well, but someone has to find them: ``auto`` is told nothing but the capacity."""
@@ -109,7 +110,7 @@ def one_step(session: Session, step: int, rows: int) -> None:
     session.optimizers[0].step()
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False)])
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, None), (2, False))])
 def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
     for found in run_ranks(ranks, too_large_a_batch, shared):
         assert found["same"] == [True, True]
@@ -151,8 +152,8 @@ PLACES = [
 ]
 
 
-def one_rank_alone(prefetches: list[int]) -> dict[str, Any]:
-    """Rank 1 fails in each place in turn, and for its batch; all go on afterwards as if nothing had been."""
+def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
+    """Rank 1 fails in each of ``places`` in turn, and for its batch; all go on afterwards as if nothing had been."""
     found: dict[str, Any] = {"messages": []}
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
@@ -162,7 +163,7 @@ def one_rank_alone(prefetches: list[int]) -> dict[str, Any]:
             model = Stack([FOUR, FOUR_BACK])
             plan = plan_of(fixed(limit, param=1.0, state=1.0), shared_memory=False, prefetch=prefetch)
             with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
-                for step, place in enumerate([*PLACES, None]):
+                for step, place in enumerate([*(PLACES[at] for at in places), None]):
                     if disturbed:
                         # Ranks in different orders want different units.
                         model.calls = step + (mesh.rank if place and place.when == "what others gather" else 0)
@@ -180,12 +181,19 @@ def one_rank_alone(prefetches: list[int]) -> dict[str, Any]:
     return found
 
 
-def test_too_little_memory_on_one_rank_reaches_all() -> None:
-    prefetches = [0, 2]
-    found = run_ranks(2, one_rank_alone, prefetches)  # ends long before the group would give up waiting
+@pytest.mark.parametrize(
+    ("prefetches", "places"),
+    [
+        pytest.param([0], [2, 3], id="some"),
+        pytest.param([0, 2], list(range(len(PLACES))), id="all", marks=pytest.mark.full),
+    ],
+)
+def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
+    found = run_ranks(2, one_rank_alone, prefetches, places)  # ends long before the group would give up waiting
     for rank, each in enumerate(found):
-        assert each["same"] == [True, True]
-        for place, message in zip([*PLACES, None] * len(prefetches), each["messages"], strict=True):
+        assert each["same"] == [True] * len(prefetches)
+        tried = [*(PLACES[at] for at in places), None]
+        for place, message in zip(tried * len(prefetches), each["messages"], strict=True):
             if rank == 0 or (place and place.when == "what others gather"):
                 assert "ranks [1] of" in message and "not enough device memory" in message, message
             else:
@@ -241,7 +249,7 @@ def momentum_of(first: float, rest: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("first, rest", [(0.0, 0.9), (0.9, 0.0)])
+@pytest.mark.parametrize("first, rest", [(0.0, 0.9), *full((0.9, 0.0))])
 def test_state_is_foreseen_of_each_param_group(first: float, rest: float) -> None:
     found = run_ranks(1, momentum_of, first, rest)[0]
     assert found["-1000"] == "refused"
@@ -354,7 +362,7 @@ def ample(param: float, state: float) -> tuple[Found, Found]:
     return tuple(train(lambda: Stack(PLAIN), each, None, steps=2) for each in (plan, limited))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("param, state", [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("param, state", [(0.5, 0.0), *full((0.0, 0.0), (0.0, 0.5), (1.0, 1.0))])
 def test_a_limit_changes_no_bits_and_its_accounts_are_true(param: float, state: float) -> None:
     for free, limited in run_ranks(1, ample, param, state):
         assert free.state == limited.state and free.losses == limited.losses

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
+from sets import campaign, full
 from torch import nn
 
 from shardwise.build import MemoryReport, Session
@@ -81,9 +82,9 @@ def padded(unit_numel: int, ranks: int) -> int:
 @pytest.mark.parametrize(
     ("world_size", "shared", "more"),
     [
-        pytest.param(2, None, None, id="2-shared"),
-        pytest.param(3, False, 0, id="3-gloo"),
-        pytest.param(3, False, 3, id="3-gloo-more"),
+        pytest.param(2, None, None, id="2-shared", marks=pytest.mark.full),
+        pytest.param(3, False, 0, id="3-gloo", marks=pytest.mark.full),
+        pytest.param(3, False, 3, id="3-gloo-more", marks=pytest.mark.full),
         pytest.param(2, None, 1, id="2-shared-more"),
         pytest.param(3, None, None, id="3-shared", marks=pytest.mark.campaign),
         pytest.param(2, False, None, id="2-gloo"),
@@ -127,6 +128,7 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
             assert whole - slots <= found.live + copied <= whole + copied + slack, (stage, found, whole, slack)
 
 
+@pytest.mark.full
 def test_slots_do_not_grow_with_the_number_of_chunks() -> None:
     for depth_numel in (UNIT, 3 * UNIT, PSI):
         plan = zero(2, torch.bfloat16).but(packing=ByNumel(chunk_numel=depth_numel))
@@ -165,11 +167,21 @@ def peak(plan: Plan, mesh: Mesh) -> int:
         return session.memory().peak_gathered_bytes
 
 
-@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
-def test_peak_gathered_bytes(shared: bool | None) -> None:
+BUDGETS = [(0, 0), (0, 1), (0, 2), (1, 1), (3, 0), (3, 2), (6, 1)]
+"""In blocks, and how many units are fetched ahead."""
+
+
+@pytest.mark.parametrize(
+    ("shared", "cases"),
+    [
+        pytest.param(None, [(0, 0), (3, 2)], id="some"),
+        pytest.param(None, BUDGETS, id="shared", marks=pytest.mark.full),
+        pytest.param(False, BUDGETS, id="gloo", marks=pytest.mark.full),
+    ],
+)
+def test_peak_gathered_bytes(shared: bool | None, cases: list[tuple[int, int]]) -> None:
     """At most max(budget, what is pinned at once) and the units fetched ahead; over messages all, which are small."""
     block, own = 4 * UNIT, 4 * WIDTH
-    cases = [(0, 0), (0, 1), (0, 2), (1, 1), (3, 0), (3, 2), (6, 1)]
     plan = zero(3).but(shared_memory=shared)
     plans = [plan.but(gathered_budget_bytes=budget * block + own, prefetch=prefetch) for budget, prefetch in cases]
     for result in run_ranks(2, peaks, plans):
@@ -197,7 +209,7 @@ def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["zero1_gloo", "zero3", *[pytest.param(n, marks=pytest.mark.campaign) for n in ("zero1", "zero2", "zero3_gloo")]],
+    ["zero3", *full("zero1_gloo"), *campaign("zero1", "zero2", "zero3_gloo")],
 )
 def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
     """A rank that falls behind may keep a buffer more, once; a leak of one tensor in two steps would be 40."""
