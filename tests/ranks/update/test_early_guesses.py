@@ -14,7 +14,7 @@ import pytest
 import torch
 from early_setup import LOOSE, counting, full_state
 from engine_setup import one_mesh, sharded
-from sets import full
+from sets import campaign, full
 from tier_setup import batch, make_net, small_tiles, tiers, with_tiers
 
 from shardwise.mesh import Mesh
@@ -175,7 +175,7 @@ def only_the_first_guesses(cases: list[Case]) -> list[tuple[Steps, Steps]]:
         return both(cases)
 
 
-@pytest.mark.parametrize("shared", full(None, False))
+@pytest.mark.parametrize("shared", [*full(None), *campaign(False)])
 def test_ranks_may_pause_apart(shared: bool | None, tmp_path: Path) -> None:
     plans = [zero(stage).but(shared_memory=shared, **changes) for stage, changes in ((2, LOOSE), (3, BITES), (3, MEAN))]
     how = [{"passes": [1] * 4}, {"passes": [1] * 4}, {"passes": [2] * 4, "clipped": {2}}]

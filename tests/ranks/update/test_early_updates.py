@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), *full((2, False), (4, None))])
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, None), (2, False), (4, None))])
 def test_equal_to_updates_in_step(ranks: int, shared: bool | None) -> None:
     """Every case alone, and a part of them on several ranks; 16-bit scales need steps until they no longer overflow."""
     cases = {(1, None): CASES, (2, None): CASES[::6], (2, False): CASES[1::6], (4, None): CASES[3::8]}[ranks, shared]
