@@ -21,8 +21,8 @@ def check_programs(world_size: int, name: str, programs: list[str]) -> None:
         check([result[program] for result in results], expected(world_size, program), f"{name} {program}")
 
 
-# Every program runs at stage 3 over both transports and, on three ranks, at stage 2. The plans of each line here share
-# the programs out among themselves, so that every program also meets one plan of each line.
+# In the full set every program runs at stage 3 over messages and, on three ranks, at stage 2. The plans of each line
+# here share the programs out among themselves, so that every program also meets one plan of each line.
 LINES = [["ddp", "zero1", "zero2"], ["half", "zero3_tensor", "zero3_straddling"]]
 LINES.append(["zero2_gloo", "hybrid", "zero3_unplanned"])
 SOME = {name: list(PROGRAMS)[turn::3] for line in LINES for turn, name in enumerate(line)}
@@ -32,7 +32,9 @@ QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
 """Every program with parameters that stay, and with those that are gathered."""
 
 
-@pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in [*PLANS, "zero3_unplanned"] if name not in QUICK])])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *full("zero3_gloo", "zero2_gloo", "hybrid", "zero3_unplanned"), *campaign("zero3")]
+)
 def test_programs(name: str) -> None:
     check_programs(4 if name == "hybrid" else 2, name, SOME.get(name, list(PROGRAMS)))
 

@@ -229,7 +229,14 @@ ALL = list(product(PLANS, ("backward", "step")))
 QUICK = [("guess that is skipped", "backward"), ("memory", "step"), ("in place", "backward"), ("all on disk", "step")]
 
 
-@pytest.mark.parametrize(("name", "during"), [*QUICK, *full(*[row for row in ALL if row not in QUICK])])
+OTHERS = [row for row in ALL if row not in QUICK]
+TURNS = [row for row in OTHERS if (list(PLANS).index(row[0]) % 2 == 0) == (row[1] == "backward")]
+"""Of each plan one half of a step."""
+
+
+@pytest.mark.parametrize(
+    ("name", "during"), [*QUICK, *full(*TURNS), *campaign(*[row for row in OTHERS if row not in TURNS])]
+)
 @pytest.mark.parametrize("tries", [6, *campaign(0)])
 def test_an_interrupt_anywhere_is_followed_by_what_is_right(name: str, during: str, tries: int, tmp_path: Path) -> None:
     ((points, wrong),) = run_ranks(1, short, name, during, str(tmp_path), tries, timeout=60.0 if tries else 7200.0)

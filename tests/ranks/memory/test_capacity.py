@@ -12,7 +12,7 @@ import pytest
 import torch
 from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, watch, x_of
 from engine_setup import one_mesh, sharded
-from sets import full
+from sets import campaign, full
 
 from shardwise.build import Session, build
 from shardwise.deferred import deferred_init
@@ -58,7 +58,7 @@ def attempts(shared: bool | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, None), (2, False))])
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
 def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
     """Under one capacity ``auto`` trains; everything on the device, and too small fixed shares elsewhere, do not. The
     right shares train as well, but someone has to find them: ``auto`` is told nothing but the capacity."""
@@ -110,7 +110,7 @@ def one_step(session: Session, step: int, rows: int) -> None:
     session.optimizers[0].step()
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, None), (2, False))])
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
 def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
     for found in run_ranks(ranks, too_large_a_batch, shared):
         assert found["same"] == [True, True]

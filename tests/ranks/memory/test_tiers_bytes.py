@@ -165,8 +165,8 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
     ("shared", "update"),
     [
         pytest.param(None, "step", id="shared-step", marks=pytest.mark.full),
-        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.full),
-        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.full),
+        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.campaign),
+        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.campaign),
         pytest.param(False, "backward", id="gloo-backward"),
     ],
 )
