@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launching import SECONDS, UNSET, forked, start
+from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
@@ -96,7 +97,7 @@ def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
     raise SystemExit(0 if (comm.get_rank(), comm.get_world_size(), float(total)) == (rank, 2, 3.0) else 3)
 
 
-@pytest.mark.parametrize("how", ["a file", "the variables of torch"])
+@pytest.mark.parametrize("how", [*full("a file"), "the variables of torch"])
 def test_ranks_that_are_given_meet(how: str, tmp_path: Path) -> None:
     given, variables = {"init_method": f"file://{tmp_path}/meet"}, dict[str, str]()
     if how != "a file":

@@ -151,5 +151,5 @@ def losses(root: str) -> list[float]:
 
 def test_losses_of_steps_are_means_over_their_passes(tmp_path: Path) -> None:
     expected, _ = run_ranks(RANKS, losses, str(tmp_path))
-    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text("utf-8").splitlines()[1:]
     assert [float(line.split(",")[1]) for line in lines] == pytest.approx(expected, rel=1e-6)

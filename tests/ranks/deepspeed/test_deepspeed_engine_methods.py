@@ -219,7 +219,7 @@ def test_methods_beside_training(tmp_path: Path) -> None:
     }
     found = {}
     for name in wanted:
-        lines = (tmp_path / "job0" / f"Train_Samples_{name}.csv").read_text().splitlines()
+        lines = (tmp_path / "job0" / f"Train_Samples_{name}.csv").read_text("utf-8").splitlines()
         assert lines[0] == f"step,{name}"
         found[name] = [float(line.split(",")[1]) for line in lines[1:]]
         assert [int(line.split(",")[0]) for line in lines[1:]] == [RANKS * 2 * MICRO * n for n in (1, 2, 3)]

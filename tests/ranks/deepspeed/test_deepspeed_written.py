@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -78,7 +79,11 @@ def limited(stage: int, clip: float, how: str, rank: int) -> tuple[dict[str, Ten
     return close(engine), norms  # type: ignore[return-value]
 
 
-LIMITED = [(0, 0.0, "config"), (1, 1.0, "optimizer"), (2, 0.0, "optimizer"), (3, 0.3, "config"), (3, 0.0, "optimizer")]
+Limited = tuple[int, float, str]
+LIMITED: dict[str, list[Limited]] = {
+    "by either": [(1, 1.0, "optimizer"), (3, 0.3, "config")],
+    "at other stages": [(0, 0.0, "config"), (2, 0.0, "optimizer"), (3, 0.0, "optimizer")],
+}
 
 
 def of_one_rank() -> list[str]:
@@ -95,16 +100,17 @@ def of_one_rank() -> list[str]:
     return [str(error.value)]
 
 
-def every_limit() -> list[Any]:
-    found = [limited(*case, dist.get_rank()) for case in LIMITED]
+def every_limit(cases: list[Limited]) -> list[Any]:
+    found = [limited(*case, dist.get_rank()) for case in cases]
     return [*found, of_one_rank()]
 
 
-def test_a_norm_that_is_set_in_training_is_what_steps_clip_to() -> None:
+@pytest.mark.parametrize("cases", ["by either", *full("at other stages")])
+def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(cases: str) -> None:
     weights, norms = plain(LIMITS, (0, 1))
     assert min(norms) > max(LIMITS)
-    for found in run_ranks(RANKS, every_limit):
-        for case, (state, seen) in zip(LIMITED, found, strict=False):
+    for found in run_ranks(RANKS, every_limit, LIMITED[cases]):
+        for case, (state, seen) in zip(LIMITED[cases], found, strict=False):
             assert_close(state, weights, rtol=1e-6, what=str(case))
             assert seen == pytest.approx(norms, rel=1e-5), case
         assert "max_norm" in found[-1][0]
@@ -138,19 +144,24 @@ def dropping(stage: int, whose: str) -> tuple[dict[str, Tensor], list[str]]:
     return close(engine), [str(each.message) for each in caught]
 
 
-DROPPING = [*((stage, "engine") for stage in range(4)), (1, "optimizer"), (3, "optimizer")]
+Dropping = tuple[int, str]
+DROPPING: dict[str, list[Dropping]] = {
+    "of either": [(1, "engine"), (3, "engine"), (3, "optimizer")],
+    "at other stages": [(0, "engine"), (2, "engine"), (1, "optimizer")],
+}
 
 
-def every_drop() -> list[tuple[dict[str, Tensor], list[str]]]:
-    return [dropping(*case) for case in DROPPING]
+def every_drop(cases: list[Dropping]) -> list[tuple[dict[str, Tensor], list[str]]]:
+    return [dropping(*case) for case in cases]
 
 
-def test_zero_grad_before_each_pass_of_an_update() -> None:
+@pytest.mark.parametrize("cases", ["of either", *full("at other stages")])
+def test_zero_grad_before_each_pass_of_an_update(cases: str) -> None:
     """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
     off = [0.0] * len(LIMITS)
     kept, rest = plain(off, (0, 1))[0], plain(off, (1,))[0]
-    for found in run_ranks(RANKS, every_drop):
-        for (stage, whose), (state, told) in zip(DROPPING, found, strict=True):
+    for found in run_ranks(RANKS, every_drop, DROPPING[cases]):
+        for (stage, whose), (state, told) in zip(DROPPING[cases], found, strict=True):
             keeps = stage >= 2 and whose == "engine"
             assert_close(state, kept if keeps else rest, rtol=1e-6, what=f"stage {stage}, zero_grad of the {whose}")
             (text,) = told

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -80,19 +81,19 @@ def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
     run_ranks(RANKS, into_its_own_model, str(tmp_path))
 
 
-def at_once(folder: str) -> None:
+def at_once(folder: str, rounds: int) -> None:
     """Ranks that make a directory under one name wait for each other; each leaves it whole."""
     engine = engine_at(2)
     train(engine, 0)
     engine.save_checkpoint(folder, "one")
     expected = engine.state_dict()
     engine.destroy()
-    for _ in range(10):
+    for _ in range(rounds):
         dist.barrier()
         convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/fp32")
         written = torch.load(f"{folder}/fp32/pytorch_model.bin", weights_only=True)
         assert_close(written, dict(expected), 0.0, "written by either")
-    for _ in range(10):
+    for _ in range(rounds):
         dist.barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -104,5 +105,6 @@ def at_once(folder: str) -> None:
     assert not [each.name for each in Path(folder).iterdir() if "partial" in each.name or "replaced" in each.name]
 
 
-def test_ranks_convert_into_one_directory_at_once(tmp_path: Path) -> None:
-    run_ranks(RANKS, at_once, str(tmp_path))
+@pytest.mark.parametrize("rounds", [2, *full(10)])
+def test_ranks_convert_into_one_directory_at_once(rounds: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, at_once, str(tmp_path), rounds, timeout=300.0)
