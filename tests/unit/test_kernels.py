@@ -170,7 +170,7 @@ class WideRMSNorm(Shifted):
 NOT_KNOWN = [ShiftedRMSNorm, NeedsMoreRMSNorm, OutsideRMSNorm, WideRMSNorm, lambda: MambaRMSNormGated(8, 8)]
 
 
-@pytest.mark.parametrize("norm", NOT_KNOWN, ids=str)
+@pytest.mark.parametrize("norm", NOT_KNOWN, ids=lambda norm: str(norm).partition(" at 0x")[0])
 def test_what_is_not_known_is_left(norm: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(norm())
     kind = type(model[0])

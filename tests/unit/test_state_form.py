@@ -145,7 +145,7 @@ def trained(kind: str, engine: bool, steps: int = 2) -> tuple[Any, Any, Any]:
 
 def _both(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
     """Each by the engine and by torch alone: one of the two is quick, in turn."""
-    for number, (saved, here) in enumerate(pairs):
+    for number, (saved, here) in enumerate(dict.fromkeys(pairs)):
         for engine, name in ((True, "engine"), (False, "torch")):
             case = pytest.param(saved, here, engine, id=f"{saved}-{here}-{name}".replace(" ", "_"))
             yield case if engine == (number % 2 == 0) else full(case)[0]
