@@ -11,10 +11,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
+from sets import full
 
 from shardwise.disk.queues import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
 from shardwise.disk.store import DiskError, DiskStore
@@ -42,9 +44,16 @@ def test_no_request_exceeds_the_block(tmp_path: Path, log: Log, block: int) -> N
     assert len(written) <= -(-record.padded_bytes // block) + 6
 
 
-@pytest.mark.parametrize(("threads", "depth"), [(1, 1), (1, 5), (3, 4), (4, 1)])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("single", [True, False])
+def _queues() -> Iterator[Any]:
+    """Each number of threads and requests is quick with one of the ways to submit them."""
+    ways = [(True, True), (False, True), (True, False), (False, False)]
+    for number, (threads, depth) in enumerate([(1, 1), (1, 5), (3, 4), (4, 1)]):
+        for overlap, single in ways:
+            case = pytest.param(threads, depth, overlap, single, id=f"{single}-{overlap}-{threads}-{depth}")
+            yield case if (overlap, single) == ways[number] else full(case)[0]
+
+
+@pytest.mark.parametrize(("threads", "depth", "overlap", "single"), _queues())
 def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, overlap: bool, single: bool) -> None:
     plan = disk_plan(
         tmp_path, block_bytes=64 * KIB, threads=threads, queue_depth=depth, overlap_events=overlap, single_submit=single
