@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sets import campaign
 
 from shardwise.testing.hosts import ADDRESSES, TwoHosts
 from tests.faults import kills_apart
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import shardwise
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
@@ -128,8 +129,18 @@ files = sorted(str(path) for path in __import__("pathlib").Path(".").rglob("piec
 print("files", *files, flush=True)
 """
 GOES_ON = """
+from shardwise.build import build
+from shardwise.mesh import Mesh
+from shardwise.plan import zero
+
+plan, before = zero(3), session
+# Both ranks are ready, and have imported everything: neither is so late.
+group = dist.new_group(timeout=datetime.timedelta(seconds=15))
+session = build(*fresh(0), plan, Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, group))
 step()
-print("trains", flush=True)
+print("trains at last", flush=True)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
 try:
     while True:
         step()
@@ -139,10 +150,15 @@ except Exception as error:
     os._exit(0)
 """
 
-pytestmark = pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
+PROGRAM = TRAINS + SAVES + KEEPS_PARTS + GOES_ON
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not())),
+]
 
 
-def started(hosts: TwoHosts, program: str, *arguments: str) -> list[subprocess.Popen[str]]:
+def started(hosts: TwoHosts, *arguments: str) -> list[subprocess.Popen[str]]:
     """A rank on each host, as a scheduler starts them."""
     runs = []
     common = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
@@ -150,13 +166,28 @@ def started(hosts: TwoHosts, program: str, *arguments: str) -> list[subprocess.P
     for host in (0, 1):
         env = {**os.environ, **common, "RANK": str(host)}
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        runs.append(hosts.start(host, [sys.executable, "-u", "-c", TRAINS + program, *arguments], env, **out))
+        runs.append(hosts.start(host, [sys.executable, "-u", "-c", PROGRAM, *arguments], env, **out))
     return runs
 
 
-def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(tmp_path: Path) -> None:
-    with TwoHosts(apart=tmp_path) as hosts:
-        said = [run.communicate(timeout=400)[0] for run in started(hosts, KEEPS_PARTS, str(tmp_path), "300")]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a rank on each host prints until the wire between them is cut, and then."""
+    apart, cut = tmp_path_factory.mktemp("apart"), tmp_path_factory.mktemp("told") / "cut"
+    with TwoHosts(apart=apart) as hosts:
+        runs, before = started(hosts, str(apart), str(cut)), ["", ""]
+        for host, run in enumerate(runs):
+            assert run.stdout is not None
+            while "trains at last" not in before[host]:
+                line = run.stdout.readline()
+                assert line, f"it ended:\n{before[host]}"
+                before[host] += line
+        hosts.cut()
+        cut.touch()
+        return [text + run.communicate(timeout=400)[0] for text, run in zip(before, runs, strict=True)]
+
+
+def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(said: list[str]) -> None:
     for rank, text in enumerate(said):
         told = [line.split()[1:] for line in text.splitlines() if line.startswith("front-end")]
         # Without its state an optimizer does not go on as it would have.
@@ -165,16 +196,14 @@ def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(tmp_p
         assert len(files) == 4 and all(file.endswith(f"/pieces-{rank}.safetensors") for file in files), text
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [5, *campaign(100)])
 def test_kills_of_either_host_lose_nothing(tmp_path: Path, count: int) -> None:
     found = kills_apart.campaign(count, 20, str(tmp_path))
     assert found.lost == [], found
     assert found.counts["kills"] == count and found.counts["saves"] > 0 and found.counts["inside a save"] > 0, found
 
 
-def test_a_folder_that_only_one_host_has_is_named_where_one_is_wanted_and_training_goes_on(tmp_path: Path) -> None:
-    with TwoHosts(apart=tmp_path) as hosts:
-        said = [run.communicate(timeout=200)[0] for run in started(hosts, SAVES, str(tmp_path), "120")]
+def test_a_folder_that_only_one_host_has_is_named_where_one_is_wanted_and_training_goes_on(said: list[str]) -> None:
     for text in said:
         assert "CheckpointError rank 1 could not write its part" in text, text
         assert "is not there on that rank's host (host-b): give a directory on storage that all hosts share" in text
@@ -182,14 +211,7 @@ def test_a_folder_that_only_one_host_has_is_named_where_one_is_wanted_and_traini
         assert "trains on []" in text
 
 
-def test_a_lost_host_is_an_error_on_each_within_the_time_out() -> None:
-    with TwoHosts() as hosts:
-        runs = started(hosts, GOES_ON, "none", "10")
-        for run in runs:
-            assert run.stdout is not None
-            while "trains" not in (line := run.stdout.readline()):
-                assert line, "it ended"
-        hosts.cut()
-        said = [run.communicate(timeout=100)[0] for run in runs]
+def test_a_lost_host_is_an_error_on_each_within_the_time_out(said: list[str]) -> None:
     for rank, text in enumerate(said):
-        assert "PeerError" in text and f"rank {1 - rank}" in text, text
+        _, _, then = text.partition("trains at last")
+        assert "PeerError" in then and f"rank {1 - rank}" in then, text
