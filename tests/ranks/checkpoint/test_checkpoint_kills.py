@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from launching import forked, start
+from sets import campaign, full
 
-from tests.faults.kills import campaign
+from tests.faults import kills
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
     os.setsid()  # its ranks end with it
-    found = campaign(count, seed, directory)
+    found = kills.campaign(count, seed, directory)
     answers.send({"lost": found.lost, **found.counts})
 
 
@@ -36,7 +37,7 @@ def run(count: int, seed: int, directory: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [*full(6), *campaign(40)])
 def test_kills_lose_nothing(tmp_path: Path, count: int) -> None:
     found = run(count, 20, tmp_path)
     assert found["lost"] == [], found
