@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from checkpoint_setup import Run, differences, everything, start
 from engine_setup import PLANS, one_mesh
+from sets import full
 
 from shardwise.build import build
 from shardwise.checkpoint import hosts
@@ -89,7 +90,7 @@ def goes_on(folder: str, of: Sequence[int], use_async: bool, plan: str) -> dict[
         return {"wrong": wrong, "same": resumed == losses, "told": told, "saved": saved}
 
 
-@pytest.mark.parametrize(("use_async", "plan"), [(False, "zero3"), (True, "zero3"), (False, "zero2")])
+@pytest.mark.parametrize(("use_async", "plan"), [(True, "zero3"), *full((False, "zero3"), (False, "zero2"))])
 def test_hosts_that_keep_their_parts_go_on_bit_for_bit(tmp_path: Path, use_async: bool, plan: str) -> None:
     found = run_ranks(4, goes_on, str(tmp_path), [0, 1, 0, 1], use_async, plan)
     assert [row["wrong"] for row in found] == [[]] * 4 and all(row["same"] for row in found)
@@ -141,14 +142,23 @@ def loads(folder: str, of: Sequence[int], root: str, tag: str | None) -> dict[st
         return found
 
 
-def saved_by_four(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(4, goes_on, str(folder), [0, 0, 1, 1], False, "zero3")[0]["saved"]
-    return found
+@pytest.fixture(scope="module")
+def by_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folders of two hosts with the parts of two ranks each, and what was saved."""
+    folder = tmp_path_factory.mktemp("hosts")
+    return folder, run_ranks(4, goes_on, str(folder), [0, 0, 1, 1], False, "zero3")[0]["saved"]
 
 
-def test_other_ranks_and_hosts_load_whatever_is_among_them(tmp_path: Path) -> None:
+@pytest.fixture
+def saved_by_four(by_four: tuple[Path, dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
+    """A copy of them is in ``tmp_path``."""
+    shutil.copytree(by_four[0], tmp_path, dirs_exist_ok=True)
+    return by_four[1]
+
+
+def test_other_ranks_and_hosts_load_whatever_is_among_them(tmp_path: Path, saved_by_four: dict[str, Any]) -> None:
     """A rank a host, hosts in another order, one more that has nothing, and one that has everything."""
-    values = saved_by_four(tmp_path)
+    values = saved_by_four
     for host in (0, 1):
         shutil.copytree(tmp_path / f"host-{host}" / ROOT, tmp_path / "host-9" / ROOT, dirs_exist_ok=True)
     cases = [([0, 1], ROOT, None), ([2, 1, 0], ROOT, "auto"), ([1, 0, 2], f"{ROOT}/new", None), ([9, 9], ROOT, "new")]
@@ -160,8 +170,8 @@ def test_other_ranks_and_hosts_load_whatever_is_among_them(tmp_path: Path) -> No
     assert [row["restored"] for row in nothing] == [None, None], "hosts that have nothing begin anew"
 
 
+@pytest.mark.usefixtures("saved_by_four")
 def test_what_is_missing_or_damaged_is_named_with_its_host_on_every_rank(tmp_path: Path) -> None:
-    saved_by_four(tmp_path)
     for of in ([0, 0], [0, 2]):
         for tag in (None, "new", "auto"):
             for row in run_ranks(2, loads, str(tmp_path), of, ROOT, tag):
@@ -208,8 +218,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, told.out + told.err
 
 
+@pytest.mark.usefixtures("saved_by_four")
 def test_the_commands_say_what_is_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved_by_four(tmp_path)
     part = tmp_path / "host-0" / ROOT / "new"
     code, told = run(capsys, "inspect", part)
     assert code == 0 and "host-0 wrote pieces-0.safetensors, pieces-1.safetensors (" in told, told
@@ -230,8 +240,8 @@ def test_the_commands_say_what_is_where(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 0 and "wrote the rest" not in told, "brought together it is an ordinary one"
 
 
+@pytest.mark.usefixtures("saved_by_four")
 def test_hosts_in_a_manifest_are_checked(tmp_path: Path) -> None:
-    saved_by_four(tmp_path)
     part = tmp_path / "host-0" / ROOT / "new"
     manifest = read_manifest(str(part))
     for hosts_, numbers in ((("a", "b"), [0, 0, 1, 2]), (("a", "b"), [0, 0, 1, -1]), (("a", "b" * 300), [0, 0, 1, 1])):
@@ -292,8 +302,11 @@ def saves(folder: str, apart: bool | None, failing: str, host: int, keep: int | 
         }
 
 
-@pytest.mark.parametrize("failing", ["write_file", "exchange", "create", "sync"])
-@pytest.mark.parametrize("host", [0, 1])
+FAILING = ("write_file", "exchange", "create", "sync")
+QUICK = [(number % 2, failing) for number, failing in enumerate(FAILING)]
+
+
+@pytest.mark.parametrize(("host", "failing"), [*QUICK, *full(*((1 - host, failing) for host, failing in QUICK))])
 def test_a_call_that_fails_on_one_host_leaves_all_as_they_were(tmp_path: Path, failing: str, host: int) -> None:
     rows = run_ranks(2, saves, str(tmp_path), True, failing, host, None)
     for rank, row in enumerate(rows):
@@ -330,7 +343,7 @@ def saves_again(folder: str) -> list[Any]:
         return [restored.user_state, sorted(os.listdir(ROOT))]
 
 
-@pytest.mark.parametrize("renamed", [0, 1])
+@pytest.mark.parametrize("renamed", [0, *full(1)])
 def test_a_kill_between_the_renames_of_two_hosts_loses_neither_save(tmp_path: Path, renamed: int) -> None:
     """One host shows the new one and has the old one hidden, the other the reverse; the next save finishes that."""
     run_ranks(2, saves_twice, str(tmp_path))
