@@ -4,6 +4,7 @@ plan gives plain PyTorch's values."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
+from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
@@ -153,9 +155,17 @@ WHOLE_PLANS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3_tensor", "z
 }
 
 
-EVERY = ("zero2", "modules")
-"""Plans under which all of them are run."""
 SOME = ["Lamb", "Adafactor", "GaLoreAdamW", "torch's Adafactor", "of no known name"]
+EVERY = [
+    pytest.param("zero2", list(MAKE), id="zero2"),
+    pytest.param("zero3_tensor", SOME[:1], id="zero3_tensor-one"),
+    pytest.param("host", SOME[1:2], id="host-one"),
+    pytest.param("clipped backward", SOME[4:], id="clipped backward-one"),
+    *full(*(pytest.param(plan, SOME, id=plan) for plan in WHOLE_PLANS if plan not in ("zero2", "modules"))),
+    *full(pytest.param("modules", SOME, id="modules-some")),
+    *campaign(pytest.param("modules", list(MAKE), id="modules")),
+]
+"""Plans, and which of them are run under each."""
 
 
 def tolerance(name: str) -> float:
@@ -174,6 +184,11 @@ def plain(name: str, steps: int = STEPS, ranks: int = RANKS, max_norm: float = 0
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
+
+
+@functools.cache
+def plain_result(name: str, ranks: int = RANKS, max_norm: float = 0.0) -> dict[str, Any]:
+    return result(*plain(name, ranks=ranks, max_norm=max_norm))
 
 
 def steps_of(session: Session, steps: range) -> None:
@@ -221,12 +236,11 @@ def run_all(plan: Plan, names: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("plan", WHOLE_PLANS)
-def test_every_plan_gives_plain_values(plan: str) -> None:
-    names = list(MAKE) if plan in EVERY else SOME
+@pytest.mark.parametrize(("plan", "names"), EVERY)
+def test_every_plan_gives_plain_values(plan: str, names: list[str]) -> None:
     every = run_ranks(RANKS, run_all, WHOLE_PLANS[plan], names)  # type: ignore[arg-type]
     for name in names:
-        expected = result(*plain(name, max_norm=WHOLE_PLANS[plan].grad.max_norm))
+        expected = plain_result(name, max_norm=WHOLE_PLANS[plan].grad.max_norm)
         for rank, found in enumerate(every):
             assert_close(found[name], expected, tolerance(name), f"{name}, {plan}, rank {rank}")
 
@@ -256,13 +270,25 @@ def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int)
     return found
 
 
-@pytest.mark.parametrize(("first", "then", "small"), [(3, 2, 5), (1, 3, 4096)])
-def test_checkpoints_go_on_at_other_numbers_of_ranks(first: int, then: int, small: int, tmp_path: Path) -> None:
-    names = [name for name in MAKE if name not in ("that says so", "DistributedLamb", "FusedLAMB", "Muon")]
+SAVED = [name for name in MAKE if name not in ("that says so", "DistributedLamb", "FusedLAMB", "Muon")]
+ROWS = ["Adafactor", "of lists"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "small", "names"),
+    [
+        pytest.param(3, 2, 5, ["Lamb", *ROWS], id="3-2-5-some"),
+        *full(pytest.param(1, 3, 4096, ROWS, id="1-3-4096-some")),
+        *campaign(pytest.param(3, 2, 5, SAVED, id="3-2-5"), pytest.param(1, 3, 4096, SAVED, id="1-3-4096")),
+    ],
+)
+def test_checkpoints_go_on_at_other_numbers_of_ranks(
+    first: int, then: int, small: int, names: list[str], tmp_path: Path
+) -> None:
     run_ranks(first, halves, str(tmp_path), zero(3), False, names, small)  # type: ignore[arg-type]
     every = run_ranks(then, halves, str(tmp_path), zero(2), True, names, small)  # type: ignore[arg-type]
     for name in names:
-        expected = result(*plain(name, ranks=RANKS * 2))
+        expected = plain_result(name, RANKS * 2)
         for found in every:
             assert_close(found[name], expected, tolerance(name), name)
 
@@ -317,10 +343,10 @@ class Tall(nn.Module):
         return hidden.square().mean()
 
 
-def measured() -> list[tuple[int, int, int, int, int]]:
+def measured(plans: list[Plan]) -> list[tuple[int, int, int, int, int]]:
     """By plan: bytes of parameters, of state, of what was reduced and gathered, and of all chunks with padding."""
     found = []
-    for plan in (zero(3), zero(3).but(shared_memory=False), zero(2), zero(3).but(packing=ByNumel(chunk_numel=800))):
+    for plan in plans:
         model = seeded(Tall)
         with sharded(model, own.Lamb(model.parameters(), lr=0.05), plan) as session:
             for step in range(2):
@@ -335,16 +361,21 @@ def measured() -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def test_bytes_are_those_that_are_promised() -> None:
+@pytest.mark.parametrize(
+    "plans",
+    [[zero(3)], *full([zero(3).but(shared_memory=False), zero(2), zero(3).but(packing=ByNumel(chunk_numel=800))])],
+    ids=["zero3", "others"],
+)
+def test_bytes_are_those_that_are_promised(plans: list[Plan]) -> None:
     """docs/architecture.md, "What a plan promises", of an optimizer that needs whole tensors."""
     sizes = [8 * param.numel() for param in Tall().parameters()]
     whole_bytes, largest = sum(sizes), max(sizes)
-    for plan, ranks in enumerate(zip(*run_ranks(RANKS, measured), strict=True)):
+    for plan, ranks in zip(plans, zip(*run_ranks(RANKS, measured, plans), strict=True), strict=True):
         parameters, states, reduced, gathered, padded = zip(*ranks, strict=True)
         # Less than 64 bytes a tensor, and the same once more for each rank and chunk, of which there are ten at most.
         padding = 64 * (19 + 10 * RANKS)
         assert whole_bytes <= padded[0] < whole_bytes + padding
-        if plan == 2:
+        if plan == zero(2):
             assert parameters == padded  # whole on every rank
         else:
             assert sum(parameters) == padded[0]
@@ -353,7 +384,7 @@ def test_bytes_are_those_that_are_promised() -> None:
         assert sum(states) < 2 * whole_bytes + 19 * 16 and max(states) - min(states) < 2 * largest + 19 * 16
         assert sum(reduced) == (RANKS - 1) * padded[0]
         for own_parameters, out, back in zip(parameters, reduced, gathered, strict=True):
-            if plan == 2:  # gathered once: of each rank what it did not reduce for the others
+            if plan == zero(2):  # gathered once: of each rank what it did not reduce for the others
                 assert back == (RANKS - 1) * (padded[0] - out)
             else:  # twice, but for what the forward pass leaves gathered
                 assert out == padded[0] - own_parameters and back <= 2 * (RANKS - 1) * own_parameters
