@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 
 RANKS = 2
@@ -283,10 +285,6 @@ THEIRS: dict[str, tuple[dict[str, Any], float]] = {
 def test_checkpoints_of_deepspeed_are_read(case: str, tmp_path: Path) -> None:
     with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    from safetensors.torch import load_file
-
-    from shardwise.checkpoint.formats.detect import open_checkpoint
-
     ds_config, scale = THEIRS[case]
     root = tmp_path / "ds" / case
     groups = [group["params"] for group in open_checkpoint(root).state()["optimizers"][0]["groups"]]
