@@ -216,7 +216,7 @@ def _ahead(shared: bool | None, prefetch: int) -> int:
 @pytest.mark.parametrize(
     "budgets",
     [
-        pytest.param([(0, 2), (1, 0), (1, 2), (2, 1), (4, 1)], id="some"),
+        *full(pytest.param([(0, 2), (1, 0), (1, 2), (2, 1), (4, 1)], id="some")),
         pytest.param([(units, prefetch) for units in (0, 1, 2, 4) for prefetch in (0, 1, 2)], id="all", marks=campaign),
     ],
 )
@@ -294,6 +294,7 @@ def test_frozen_parameters_cost_nothing() -> None:
         check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
 
 
+@pytest.mark.full
 def test_sixteen_bits_halve_the_bytes_and_the_reduce_dtype_counts() -> None:
     stages = (1, 2, 3)
     narrow = [zero(stage, torch.bfloat16).but(prefetch=0) for stage in stages]
@@ -380,7 +381,7 @@ def orders(plans: list[Plan]) -> list[list[list[int | str]]]:
     ("world_size", "shared"),
     [
         pytest.param(2, None, id="2-shared"),
-        pytest.param(3, False, id="3-gloo"),
+        *full(pytest.param(3, False, id="3-gloo")),
         pytest.param(3, None, id="3-shared", marks=campaign),
         pytest.param(2, False, id="2-gloo", marks=campaign),
     ],

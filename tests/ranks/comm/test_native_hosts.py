@@ -168,6 +168,7 @@ def whole_tensors() -> Any:
         return on_late_devices(uneven_parts, True)[0], on_late_devices(uneven_parts, None)[0]
 
 
+@pytest.mark.full
 def test_parts_are_of_one_length_where_they_go_by_hosts(run: Run) -> None:
     """Others would go from rank to rank."""
     assert run(4, whole_tensors) == [(False, True)] * 4

@@ -87,7 +87,7 @@ def measured(name: str) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*full("ddp"), "zero1", *full("zero2")])
 def test_passes_add_up_in_accumulate_dtype(name: str) -> None:
     for ranks in (1, 2):
         mean = sum(SLOPES[:ranks]) / ranks

@@ -189,7 +189,7 @@ def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
 ALL = pytest.param(True, marks=pytest.mark.campaign)
 
 
-@TRANSPORTS
+@MESSAGES_IN_FULL
 @pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
 def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> None:
     """It raises, then every rank does, once; then all go on. By default each plan is called in one way under either
@@ -225,7 +225,7 @@ def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> Non
     check([*runs, Run(plan, apart, what="each in another place")], 4)
 
 
-@MEMORY_IN_FULL
+@MESSAGES_IN_FULL
 @pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
 def test_the_same_order_promised(shared: bool | None, every: bool, tmp_path: Path) -> None:
     """All ranks fail at one place; how far each had come by then depends on its patience."""

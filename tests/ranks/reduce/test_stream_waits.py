@@ -41,7 +41,7 @@ def alone(plan: Plan, steps: int, differ: bool) -> Program:
         return train_on(QueuedGroup, plan, steps, differ)[1]
 
 
-@pytest.mark.parametrize(("prefetch", "size"), [(0, 2), (1, 3), (2, 2), *full((0, 3), (1, 2), (2, 3))])
+@pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
 def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
     found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch), STEPS, True)
     programs = [program for _, program in found]
@@ -67,7 +67,7 @@ def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
         assert_close(state, expected, 1e-9, f"rank {rank}")
 
 
-@pytest.mark.parametrize("stage", [*full(1), 2])
+@pytest.mark.parametrize("stage", [1, *full(2)])
 def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
     found = run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True)
     assert stuck([program for _, program in found]) == []
@@ -91,7 +91,7 @@ def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "same_order"), [(0, True), (1, False), *full((2, True), (0, False), (1, True), (2, False))]
+    ("prefetch", "same_order"), [(0, True), *full((1, False), (2, True), (0, False), (1, True), (2, False))]
 )
 def test_reductions_begin_while_backward_runs(same_order: bool, prefetch: int) -> None:
     """Where all do the same, a buffer is free again when the layer after the next one needs it."""
@@ -120,7 +120,7 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     return begun, copied[:-1]
 
 
-@pytest.mark.parametrize(("prefetch", "same_order"), [(1, False), (2, True), *full((1, True), (2, False))])
+@pytest.mark.parametrize(("prefetch", "same_order"), [(1, False), *full((2, True), (1, True), (2, False))])
 def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool, prefetch: int) -> None:
     """Of n equal layers; the last one of the forward pass is still there when backward begins."""
     for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
@@ -128,7 +128,7 @@ def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool, pr
         assert steps[1:] == [[0]] * 3
 
 
-@pytest.mark.parametrize("same_order", [False, True])
+@pytest.mark.parametrize("same_order", [*full(False), True])
 def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool) -> None:
     """One layer in use, one ahead, and one that has just been left."""
     for peak in run_ranks(2, peak_layers, zero(3).but(same_order=same_order), 4):
