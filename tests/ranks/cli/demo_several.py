@@ -1,7 +1,7 @@
 """Several runs of the demo, one after another, on ranks of one pool: each costs what it trains.
 
-Between runs ``flip FOLDER`` changes a byte in the newest checkpoint of a run, ``halve FOLDER`` removes part of its
-files, and ``full OPTIONS`` is a run whose rank 0 finds the disk full when it saves.
+Between runs ``flip FOLDER`` changes a byte in the newest checkpoint of a run, and ``halve FOLDER`` removes part of its
+files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import shlex
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,16 @@ def _full_disk() -> AbstractContextManager[Any]:
     return patch("shardwise.checkpoint.file_system.FileSystem.allocate", side_effect=full)
 
 
-def _run(options: str, first: bool) -> str:
-    full, options = options.startswith("full "), options.removeprefix("full ")
+def _run(command: list[str], full: bool) -> str:
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
-    config = demo.check(parser.parse_args(["demo", *shlex.split(options)]))
+    config = demo.check(parser.parse_args(command))
     Path(config.out).mkdir(parents=True, exist_ok=True)
     shown = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(shown))
         stack.enter_context(patch("shardwise.cli.demo_train.shutdown"))  # the group is the pool's
-        if full and first:
+        if full:
             stack.enter_context(_full_disk())
         try:
             assert train(config, StopRequest()) == 0
@@ -65,15 +63,18 @@ def _run(options: str, first: bool) -> str:
     return shown.getvalue()
 
 
-def trained(arguments: list[str]) -> list[str]:
-    """Run them in order on this rank; what each run printed here, and ``refused: ...`` of one that was refused."""
+def trained(commands: list[list[str]], full: bool = False) -> list[str]:
+    """Run them in order on this rank; what each printed here, and ``refused: ...`` of one that was refused.
+
+    ``full``: rank 0 finds the disk full when it saves.
+    """
     first, shown = dist.get_rank() == 0, []
-    for argument in arguments:
-        how, _, folder = argument.partition(" ")
-        if how not in ("flip", "halve"):
-            shown.append(_run(argument, first))
-        else:
-            if first:
-                _damage(how, folder)
-            dist.barrier()
+    for command in commands:
+        if command[0] == "demo":
+            shown.append(_run(command, full and first))
+            continue
+        if first:
+            _damage(*command)
+        dist.barrier()
+        shown.append("")
     return shown

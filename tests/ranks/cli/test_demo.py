@@ -7,16 +7,18 @@ command line, in forks by default, and a whole one is in test_demo_memory.py.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import demo_several
 import pytest
 from launching import started, written
+from sets import full
 
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import read_manifest
@@ -25,7 +27,21 @@ from shardwise.testing import RankPool
 SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu"
 LEARNING = "--steps 30 --learning-rate 0.01"
 DAMAGE = {"gemini": "flip", "fsdp": "halve"}  # what happens to the newest checkpoint of which runs
-Runs = tuple[Path, dict[str, list[str]]]
+OTHER = f"--plugin low_level_zero {LEARNING}"
+RUNS = {
+    "gemini": [f"--plugin gemini {LEARNING}"] * 2,
+    "fsdp": [f"--plugin fsdp {LEARNING}"] * 2,
+    "low_level_zero": [OTHER],
+    "diverging": ["--plugin low_level_zero --steps 30 --learning-rate 1e6"],
+    "full": ["--plugin low_level_zero --steps 2"],
+    "parts": [f"--tp 2 {LEARNING}", OTHER],
+    "stages": [f"--pp 2 {LEARNING}", OTHER],
+}
+for name, how in DAMAGE.items():
+    RUNS[name] += [how, f"--plugin {name} --steps 2", f"--plugin {name} --heads 1"]
+Runs = tuple[Path, list[str]]
+Several = Callable[[str], Runs]
+PLUGINS = ["gemini", *full("fsdp")]
 
 
 @pytest.fixture(scope="module")
@@ -80,96 +96,89 @@ def _stopped(command: list[str], number: signal.Signals, log: Path, whole: bool)
 
 
 @pytest.fixture(scope="module")
-def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A folder, and by the name of each run's folder in it what its runs printed, in order."""
+def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
+    """The runs of a name, made when they are first asked for: their folder, and what each printed, in order."""
     folder = tmp_path_factory.mktemp("several")
-    order = [(name, f"--plugin {name} {LEARNING}") for name in ("gemini", "gemini", "fsdp", "fsdp", "low_level_zero")]
-    order += [("diverging", "--plugin low_level_zero --steps 30 --learning-rate 1e6")]
-    order += [("full", "--plugin low_level_zero --steps 2")]
-    order += [("parts", f"--tp 2 {LEARNING}"), ("parts", f"--plugin low_level_zero {LEARNING}")]
-    order += [("stages", f"--pp 2 {LEARNING}"), ("stages", f"--plugin low_level_zero {LEARNING}")]
-    for name, how in DAMAGE.items():
-        order += [(name, how), (name, f"--plugin {name} --steps 2"), (name, f"--plugin {name} --heads 1")]
-    arguments, runs = [], []
-    for name, options in order:
-        if options in DAMAGE.values():
-            arguments.append(f"{options} {folder / name}")
-            continue
-        runs.append(name)
-        arguments.append("full " * (name == "full") + shlex.join(_options(text, folder / name, options)))
     with RankPool(2) as ranks:  # which keep the groups of all these runs
-        by_rank = ranks.run(demo_several.trained, arguments, timeout=180)
-    shown: dict[str, list[str]] = {}
-    for name, *each in zip(runs, *by_rank, strict=True):
-        shown.setdefault(name, []).append("".join(each))
-    return folder, shown
+
+        @cache
+        def runs(name: str) -> Runs:
+            out, arguments = folder / name, []
+            for options in RUNS[name]:
+                damage = options in DAMAGE.values()
+                arguments.append([options, str(out)] if damage else ["demo", *_options(text, out, options)])
+            by_rank = ranks.run(demo_several.trained, arguments, name == "full", timeout=180)
+            return out, ["".join(each) for each in zip(*by_rank, strict=True)]
+
+        yield runs
 
 
-@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
-def test_it_learns_and_continues(several: Runs, plugin: str) -> None:
-    folder, shown = several
-    first, second, *_ = shown[plugin]
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_it_learns_and_continues(several: Several, plugin: str) -> None:
+    out, (first, second, *_) = several(plugin)
     assert f"parameters; {plugin}, " in first
-    _continued(second, _learned(first), folder / plugin)
+    _continued(second, _learned(first), out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "how"), [("parts", "layers cut over 2"), ("stages", "2 stages")])
-def test_a_model_that_ranks_hold_together_goes_on_whole(several: Runs, name: str, how: str) -> None:
-    folder, shown = several
-    first, second = shown[name]
+def test_a_model_that_ranks_hold_together_goes_on_whole(several: Several, name: str, how: str) -> None:
+    out, (first, second) = several(name)
     assert f"parameters; hybrid_parallel stage 1, {how}, fp32, 2 ranks" in first
     assert "(saved by hybrid_parallel on 2 ranks)" in second
     if name == "stages":
         first = first.replace("no sample: text is", "sample, after the prompt: text is")
-    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), folder / name)
+    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), out)
 
 
-@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
-def test_a_damaged_checkpoint_is_skipped(several: Runs, plugin: str) -> None:
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_damaged_checkpoint_is_skipped(several: Several, plugin: str) -> None:
     """A byte is changed, or half of the files are removed: it says so and goes on from the one before."""
-    folder, shown = several
-    first, second, third, _ = shown[plugin]
-    assert re.search(rf"^checkpoint skipped: rank \d could not load {folder / plugin}/step-60\b", third, re.M), third
+    out, (first, second, damage, third, _) = several(plugin)
+    assert damage == ""
+    skipped = re.escape(f"{out}/step-60")
+    assert re.search(rf"^checkpoint skipped: rank \d could not load {skipped}\b", third, re.M), third
     assert "resumed at step 30, which was the last one: training 2 steps further, to 32" in third
     loaded = _bits(third)[0]
     assert loaded == pytest.approx(_bits(first)[1], abs=0.002) and abs(loaded - _bits(second)[1]) > 0.01
     # The schedule is the checkpoint's, not a new one.
     assert re.search(r"^step 32/32 .* lr 1\.00e-02$", third, re.M), third
-    assert _state(folder / plugin)["step"] == 32
-    assert (folder / plugin / "step-30").is_dir(), "the damaged one is not one of the two that remain"
+    assert _state(out)["step"] == 32
+    assert (out / "step-30").is_dir(), "the damaged one is not one of the two that remain"
 
 
-@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
-def test_a_model_of_other_sizes_is_refused_on_all_ranks(several: Runs, plugin: str) -> None:
-    folder, shown = several
-    holds = rf"refused: --out {folder / plugin} holds a model with {{.*'heads': 2.*}}, not {{.*'heads': 1.*}}; remove"
-    refused = shown[plugin][3]
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_model_of_other_sizes_is_refused_on_all_ranks(several: Several, plugin: str) -> None:
+    out, (*_, refused) = several(plugin)
+    holds = (
+        rf"refused: --out {re.escape(str(out))} holds a model with {{.*'heads': 2.*}}, not {{.*'heads': 1.*}}; remove"
+    )
     assert len(re.findall(holds, refused)) == 2, refused
 
 
-def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: Runs) -> None:
-    folder, shown = several
-    (shown_once,) = shown["diverging"]
+@pytest.mark.full
+def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: Several) -> None:
+    out, (shown_once,) = several("diverging")
     assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown_once)) == 2
-    assert "\nsaved " not in shown_once and list((folder / "diverging").iterdir()) == []
+    assert "\nsaved " not in shown_once and list(out.iterdir()) == []
 
 
-def test_a_full_disk_of_rank_0_is_told_on_all_ranks(several: Runs) -> None:
-    folder, shown = several
-    (shown_once,) = shown["full"]
-    told = f"refused: --out {folder / 'full'}: rank 0 could not .*ENOSPC"
+def test_a_full_disk_of_rank_0_is_told_on_all_ranks(several: Several) -> None:
+    out, (shown_once,) = several("full")
+    told = f"refused: --out {re.escape(str(out))}: rank 0 could not .*ENOSPC"
     assert len(re.findall(told, shown_once)) == 2, shown_once
-    assert "step 2/2" in shown_once and "\nsaved " not in shown_once and list((folder / "full").iterdir()) == []
+    assert "step 2/2" in shown_once and "\nsaved " not in shown_once and list(out.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
 def test_signals_stop_it_and_other_plugins_and_numbers_of_ranks_continue(
-    several: Runs, text: Path, tmp_path: Path, whole: bool
+    several: Several, text: Path, tmp_path: Path, whole: bool
 ) -> None:
     """What two ranks learned goes on under another plugin on one until SIGTERM, and on two until Ctrl-C."""
-    folder, printed = several
-    (first,), out = printed["low_level_zero"], tmp_path / "low_level_zero"
-    shutil.copytree(folder / "low_level_zero", out)
+    learned, (first,) = several("low_level_zero")
+    out = tmp_path / "low_level_zero"
+    shutil.copytree(learned, out)
     end = _learned(first)
 
     def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import demo_several
 import pytest
 from launching import finished
+from sets import full
 
 from shardwise.cli import demo
 from shardwise.cli.demo_model import ByteGPT, ModelSize
@@ -101,8 +101,8 @@ def test_refused(options: str, expected: str) -> None:
     assert "\n" not in str(problem.value)
 
 
-def _options(text: Path, out: Path, options: str) -> list[str]:
-    return ["--data", str(text), "--out", str(out), *SMALL.split(), *options.split()]
+def _options(text: Path, out: Path, options: str, *more: str) -> list[str]:
+    return ["demo", "--data", str(text), "--out", str(out), *SMALL.split(), *options.split(), *more]
 
 
 def _facts(out: Path) -> tuple[dict[str, int], list[float]]:
@@ -119,26 +119,30 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, *full(True)], ids=["ranks", "whole"])
+def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_path: Path, whole: bool) -> None:
     """The same model in 1.5 MiB a device with host and disk, and without a limit that matters."""
     disk = tmp_path / "disk"
     disk.mkdir()
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
-    stale = small / MEMORY_MARKER  # of a run that was killed; it would silence a rank
-    stale.touch()
-    beyond = _options(text, small, f"--device-memory 1.5MiB --nvme-dir {disk} --nvme-optim 0.4")
-    status, shown = finished("shardwise", "demo", *beyond, log=tmp_path / "log", whole=True)
-    assert status == 0, shown
-    assert not stale.exists()
+    beyond = _options(text, small, "--device-memory 1.5MiB --nvme-optim 0.4", "--nvme-dir", str(disk))
     fits = _options(text, large, "--nproc 1 --device-memory 1GiB --offload-optim 0 --offload-params 0")
+    commands = [fits] if whole else [fits, beyond]
     with RankPool(1) as ranks:
-        ranks.run(demo_several.trained, [shlex.join(fits)])
+        ((*_, shown),) = ranks.run(demo_several.trained, commands)
+        ranks.run(demo_several.trained, [])  # garbage is collected before it
+    if whole:
+        stale = small / MEMORY_MARKER  # of a run that was killed; it would silence a rank
+        stale.touch()
+        status, shown = finished("shardwise", *beyond, log=tmp_path / "log", whole=True)
+        assert status == 0, shown
+        assert not stale.exists()
     held, losses = _facts(small)
-    whole, expected = _facts(large)
+    roomy, expected = _facts(large)
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and losses == expected
     assert 0 < held["device"] <= 1.5 * MEBI < held["host"] and held["disk"] > 0, held
-    assert whole["host"] == whole["disk"] == 0 and whole["device"] > 1.5 * MEBI, whole
+    assert roomy["host"] == roomy["disk"] == 0 and roomy["device"] > 1.5 * MEBI, roomy
     assert "step 3/3" in shown and "an unsharded run needs" in shown
     for tier in ("device", "host", "disk"):
         assert f"\n{tier}" in shown, shown
@@ -150,7 +154,7 @@ def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
 def test_too_little_memory_is_said_once(text: Path, tmp_path: Path, whole: bool) -> None:
     options = "--nproc 2 --device-memory 600KiB --offload-optim 0 --offload-params 0"
-    command = ["shardwise", "demo", *_options(text, tmp_path / "run", options)]
+    command = ["shardwise", *_options(text, tmp_path / "run", options)]
     status, shown = finished(*command, log=tmp_path / "log", whole=whole)
     assert status == 1
     assert shown.count("too little device memory") == 1 and "Traceback" not in shown, shown
