@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import subprocess
@@ -71,6 +72,9 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], written
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody may read it
+            stream.flush()
     os._exit(status)  # type: ignore[arg-type]
 
 
