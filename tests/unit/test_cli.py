@@ -347,7 +347,7 @@ import shardwise.deepspeed.as_deepspeed
 """
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -> None:
     runs = python if whole else forked_python
     (tmp_path / "beside.py").write_text("VALUE = 3\n")

@@ -17,7 +17,7 @@ from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program_setup import forked_python, python
-from sets import full
+from sets import campaign
 
 from shardwise.disk import file as disk_file
 from shardwise.disk.store import DiskError, DiskStore
@@ -311,7 +311,7 @@ raise SystemExit(3)
 """
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_the_end_of_the_interpreter_closes(whole: bool, tmp_path: Path) -> None:
     done = (python if whole else forked_python)("-c", EXITS, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")

@@ -15,7 +15,7 @@ import torch
 from formats_setup import tensor
 from program_setup import forked_python, python
 from safetensors.torch import load_file
-from sets import full
+from sets import campaign
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, write_single
@@ -174,7 +174,7 @@ def test_what_has_no_place_in_it_is_told(written: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_it_runs_as_a_program(whole: bool, written: Path, tmp_path: Path) -> None:
     source = written / "ds" / CASES[2] / "global_step3"
     arguments = ["--input_folder", str(source), "--output_folder", str(tmp_path / "a"), "--num_merge_workers", "1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from program_setup import forked_python, python
-from sets import full
+from sets import campaign, full
 
 from shardwise.cli.main import main
 from shardwise.port import Program, findings, markdown, rewritten, worlds
@@ -358,7 +358,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_whoever_stops_reading_has_all_files_changed(whole: bool, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.py" for name in "abc"]
     for file in files:

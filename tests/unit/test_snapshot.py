@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from program_setup import forked_python, python
-from sets import full
+from sets import campaign
 
 from shardwise.checkpoint.snapshot import Lane
 
@@ -72,7 +72,7 @@ main("by itself")
 SAID = "shardwise: an asynchronous save failed, and the program ended without waiting for it: no space left. Call wait"
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["forks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_a_failed_save_that_nobody_waits_for_is_told_at_the_end(whole: bool) -> None:
     ended = (python if whole else forked_python)("-c", PROGRAM)
     assert ended.returncode == 0, ended.stderr
