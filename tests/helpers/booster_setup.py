@@ -17,7 +17,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 
 TINY = 1e-4  # MB: about one tensor a shard
-SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 1}
+SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
