@@ -14,7 +14,8 @@ import torch.distributed as dist
 from sharded_setup import STRATEGIES, adam
 from torch import Tensor, nn
 
-from shardwise.comm import choose
+from shardwise.comm import SharedGroup, choose
+from shardwise.mesh import Mesh
 from shardwise.testing import MODELS, make_batches, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
 
@@ -33,6 +34,17 @@ def join(lists: list[list[int]], timeout_s: float = 60.0) -> tuple[int, dist.Pro
     made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo") for ranks in lists]
     number = next(index for index, ranks in enumerate(lists) if dist.get_rank() in ranks)
     return number, made[number]
+
+
+def wait_at_most(mesh: Mesh, seconds: float) -> None:
+    """From now on this rank waits no longer than that for the others of its groups. What they make together is there
+    already, so that nobody has to be in time for it."""
+    for group in mesh.groups:
+        if isinstance(group, SharedGroup):
+            group.timeout_s = seconds
+    for each in dist.distributed_c10d._world.pg_map:
+        if dist.get_process_group_ranks(each) == list(mesh.ranks):
+            each._get_backend(CPU)._set_default_timeout(timedelta(seconds=seconds))
 
 
 @contextlib.contextmanager

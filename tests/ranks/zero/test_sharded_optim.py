@@ -24,11 +24,11 @@ from shardwise.zero.sharded_model.utils import col_model_deepcopy
 
 
 def late_optimizer() -> tuple[list[float], dict[str, Tensor]]:
-    setting = SETTINGS["by_layer"]
-    steps = make_batches(MODELS["gpt"], 2, STEPS)
+    setting = SETTINGS["tied"]
+    steps = make_batches(MODELS["tied"], 2, STEPS)
     model = built(setting)
     with torch.no_grad():
-        first = float(MODELS["gpt"].loss(model, steps[0][0][dist.get_rank()]))
+        first = float(MODELS["tied"].loss(model, steps[0][0][dist.get_rank()]))
     state = model.state_dict()
     model.load_state_dict(state)
     train(setting, steps, model)
@@ -36,7 +36,7 @@ def late_optimizer() -> tuple[list[float], dict[str, Tensor]]:
     fresh.load_state_dict({name: value.half() for name, value in state.items()})
     train(setting, steps, fresh)
     assert_close(model.state_dict(), fresh.state_dict(), 0.0, "an optimizer after use")
-    loss = float(MODELS["gpt"].loss(model, steps[0][0][dist.get_rank()]).detach())
+    loss = float(MODELS["tied"].loss(model, steps[0][0][dist.get_rank()]).detach())
     for each in (model, fresh):
         each.close()
     return [first, loss], state
@@ -71,8 +71,8 @@ def test_col_model_deepcopy() -> None:
 
 
 def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-    setting = SETTINGS["by_layer"]
-    steps = make_batches(MODELS["gpt"], 2, 4)
+    setting = SETTINGS["tied"]
+    steps = make_batches(MODELS["tied"], 2, 4)
     straight = built(setting)
     train(setting, steps, straight)
     first = built(setting)
@@ -84,7 +84,7 @@ def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float, f
             again.load_state_dict(first.state_dict())
             resumed_optimizer.load_state_dict(optimizer.state_dict())
         for step in part:
-            wrapped.backward(MODELS["gpt"].loss(model, step[0][dist.get_rank()]))
+            wrapped.backward(MODELS["tied"].loss(model, step[0][dist.get_rank()]))
             wrapped.step()
     result = straight.state_dict(), again.state_dict(), optimizer.loss_scale, resumed_optimizer.loss_scale
     for each in (straight, first, again):
