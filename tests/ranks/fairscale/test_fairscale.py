@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sets import full
 from shardwise.fairscale.nn import FullyShardedDataParallel as FSDP
 from shardwise.fairscale.nn import auto_wrap, checkpoint_wrapper, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.fairscale.nn.data_parallel import ShardedDataParallel, get_fsdp_instances
@@ -112,44 +114,44 @@ def nested(**options: Any) -> Any:
     return first, second, third
 
 
-def fully_sharded() -> None:
+def fully_sharded(options: dict[str, Any], ways: list[int]) -> None:
     """Every way to wrap, with an optimizer made afterwards; states, summoned parameters, and going on from a state."""
     expected, oracle, norm = plain(3, clip=0.05)
-    for options in ({}, {"move_params_to_cpu": True}, {"flatten_parameters": False, "reshard_after_forward": False}):
-        for model in nested(**options)[: None if not options else 1]:
-            optimizer = adam(model.parameters())
-            found = train(model, optimizer, 3, clip=0.05)
-            assert abs(float(found) - float(norm)) <= EXACT
-            same(model.state_dict(), expected)
-            with model.summon_full_params(volatile=True):
-                whole = dict(model.named_parameters())
-                assert list(whole) == [name for name, _ in expected.named_parameters()]
-                same({name: param.detach() for name, param in whole.items()}, expected)
-            full = model.gather_full_optim_state_dict(optimizer)
-            assert (full is None) == (dist.get_rank() > 0)
-            state = optimizer.state_dict()
-            assert full is None or full.keys() == state.keys()
-            for index, entries in oracle.state_dict()["state"].items():
-                assert float((state["state"][index]["exp_avg"] - entries["exp_avg"]).abs().max()) <= EXACT
-            # Another wrapper goes on from there, from whole states and from the ranks' parts.
-            other = nested()[0]
-            again = adam(other.parameters())
-            other.load_state_dict(model.state_dict())
-            again.load_state_dict(other.get_shard_from_optim_state_dict(state))
-            again.param_groups[0]["lr"] = 0.05
-            with other.summon_full_params(), torch.no_grad():
-                for param in other.parameters():
-                    param.mul_(2.0)
-            same(other.state_dict(), _doubled(expected))
-            other.load_local_state_dict(model.local_state_dict())
-            train(other, again, 1, start=3)
-            further = copy.deepcopy(expected)
-            optim = adam(further.parameters())
-            optim.load_state_dict(copy.deepcopy(oracle.state_dict()))
-            optim.param_groups[0]["lr"] = 0.05
-            same(other.state_dict(), plain(1, start=3, model=further, optimizer=optim)[0])
-            other.close()
-            model.close()
+    made = nested(**options)
+    for model in (made[way] for way in ways):
+        optimizer = adam(model.parameters())
+        found = train(model, optimizer, 3, clip=0.05)
+        assert abs(float(found) - float(norm)) <= EXACT
+        same(model.state_dict(), expected)
+        with model.summon_full_params(volatile=True):
+            whole = dict(model.named_parameters())
+            assert list(whole) == [name for name, _ in expected.named_parameters()]
+            same({name: param.detach() for name, param in whole.items()}, expected)
+        gathered = model.gather_full_optim_state_dict(optimizer)
+        assert (gathered is None) == (dist.get_rank() > 0)
+        state = optimizer.state_dict()
+        assert gathered is None or gathered.keys() == state.keys()
+        for index, entries in oracle.state_dict()["state"].items():
+            assert float((state["state"][index]["exp_avg"] - entries["exp_avg"]).abs().max()) <= EXACT
+        # Another wrapper goes on from there, from whole states and from the ranks' parts.
+        other = nested()[0]
+        again = adam(other.parameters())
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(other.get_shard_from_optim_state_dict(state))
+        again.param_groups[0]["lr"] = 0.05
+        with other.summon_full_params(), torch.no_grad():
+            for param in other.parameters():
+                param.mul_(2.0)
+        same(other.state_dict(), _doubled(expected))
+        other.load_local_state_dict(model.local_state_dict())
+        train(other, again, 1, start=3)
+        further = copy.deepcopy(expected)
+        optim = adam(further.parameters())
+        optim.load_state_dict(copy.deepcopy(oracle.state_dict()))
+        optim.param_groups[0]["lr"] = 0.05
+        same(other.state_dict(), plain(1, start=3, model=further, optimizer=optim)[0])
+        other.close()
+        model.close()
 
 
 def own_buffers() -> None:
@@ -437,11 +439,32 @@ def recomputed() -> None:
         assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_programs_equal_plain_pytorch(ranks: int) -> None:
+ON_HOST, UNFLATTENED = {"move_params_to_cpu": True}, {"flatten_parameters": False, "reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "ways"),
+    [
+        (2, {}, [1]),
+        *full((2, {}, [0, 2]), (2, ON_HOST, [0]), (2, UNFLATTENED, [0])),
+        *full((1, {}, [0, 1, 2]), (1, ON_HOST, [0]), (1, UNFLATTENED, [0])),
+    ],
+    ids=str,
+)
+def test_wrapped_models_equal_plain_pytorch(ranks: int, options: dict[str, Any], ways: list[int]) -> None:
     """Weights, states and norms within 1e-11 of one process, wrapped in each way that there is."""
-    for run in (fully_sharded, what_else, sharded_ddp, scaled, recomputed):
-        run_ranks(ranks, run)
+    run_ranks(ranks, fully_sharded, options, ways)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run"),
+    [
+        *((2, what_else), (2, sharded_ddp), (2, scaled), (1, recomputed)),
+        *full((1, what_else), (1, sharded_ddp), (1, scaled), (2, recomputed)),
+    ],
+)
+def test_programs_equal_plain_pytorch(ranks: int, run: Callable[[], None]) -> None:
+    run_ranks(ranks, run)
 
 
 def test_masters_are_loaded_before_there_is_an_optimizer() -> None:
