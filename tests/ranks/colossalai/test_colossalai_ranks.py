@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import time
 import warnings
@@ -20,7 +21,7 @@ from shardwise.colossalai.lazy import LazyInitContext
 from shardwise.colossalai.legacy.context import ParallelMode
 from shardwise.colossalai.legacy.core import global_context
 from shardwise.colossalai.nn.optimizer import HybridAdam
-from shardwise.colossalai.testing import assert_equal_in_group, check_state_dict_equal, spawn
+from shardwise.colossalai.testing import assert_equal_in_group, check_state_dict_equal, free_port, spawn
 from shardwise.colossalai.utils import colo_device_memory_capacity, get_dataloader
 from shardwise.colossalai.zero import (
     GeminiAdamOptimizer,
@@ -335,7 +336,7 @@ def destroyed_at_once(directory: str) -> None:
     def late(*args: Any, **kwargs: Any) -> Any:
         group = made(*args, **kwargs)
         if last:
-            time.sleep(0.3)
+            time.sleep(0.1)
             (connected / str(len(list(connected.iterdir())))).touch()
         return group
 
@@ -369,5 +370,23 @@ def meet(rank: int, world_size: int, port: int, directory: str) -> None:
 
 
 def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
+    """Forked by the server that starts ranks, which has imported torch."""
+    assert run_ranks(2, dist.get_rank) == [0, 1]  # it runs
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    started = [context.Process(target=meet, args=(rank, 2, port, str(tmp_path))) for rank in (0, 1)]
+    try:
+        for each in started:
+            each.start()
+        for each in started:
+            each.join(300)
+        assert [each.exitcode for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+    assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]
+
+
+@pytest.mark.full
+def test_processes_that_are_spawned_meet(tmp_path: Path) -> None:
     spawn(meet, 2, directory=str(tmp_path))
     assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]
