@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from program_setup import forked_python, python
-from sets import campaign, full
+from sets import campaign
 
 from shardwise.cli.main import main
 from shardwise.port import Program, findings, markdown, rewritten, worlds
