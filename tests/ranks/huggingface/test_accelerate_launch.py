@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, UNSET, finished
+from launching import ROOT, UNSET
 from torch import Tensor, nn
 
 PROGRAM = """
@@ -84,18 +84,6 @@ def check(path: Path, stage: int) -> None:
     assert (found["stage"], found["ranks"]) == (stage, 2)
     for name, value in plain().items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_program_with_the_variables_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What ``accelerate launch`` tells a program, without its processes."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "ds.json").write_text(FILE)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
-    command = ["shardwise", "run", "--as", "deepspeed", "--nproc", "2", str(tmp_path / "program.py")]
-    status, shown = finished(*command, str(tmp_path / "found.pt"), log=tmp_path / "log")
-    assert status == 0, shown[-4000:]
-    check(tmp_path / "found.pt", 2)
 
 
 @pytest.mark.full
