@@ -53,7 +53,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
     ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "huggingface", "pytorch"),
     ("lightning_colossalai",),  # picks one of Lightning's packages
-    ("colossalai", "fairscale"),  # worlds of others: tables of names, and thin translations
+    ("colossalai",),  # a table of names, and thin translations
     ("port",),  # programs that use names of the worlds
     ("cli",),  # the demo trains through the public front-end
 )
@@ -74,7 +74,6 @@ FRONT_ENDS = {
     "lightning_colossalai",
     "huggingface",
     "colossalai",
-    "fairscale",
     "pytorch",
     "cli",
 }
@@ -116,8 +115,6 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.deepspeed.tiling", "TiledLinear.__init__"),
     (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
     (f"{PACKAGE}.nn.lr_scheduler.schedules", "OneCycleLR.__init__"),
-    (f"{PACKAGE}.fairscale.fully_sharded", "FullyShardedDataParallel.__init__"),
-    (f"{PACKAGE}.fairscale.oss", "ShardedDataParallel.__init__"),
     (f"{PACKAGE}.pytorch.ddp", "plan_of_ddp"),
     (f"{PACKAGE}.pytorch.fsdp", "plan_of_fsdp"),
     (f"{PACKAGE}.pytorch.fully_shard", "plan_of_fully_shard"),

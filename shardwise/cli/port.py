@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     """Add ``port`` to the command's subparsers."""
     parser = commands.add_parser(
         "port",
-        help="make a program for ColossalAI, DeepSpeed, Lightning or FairScale one for shardwise",
+        help="make a program for ColossalAI, DeepSpeed or Lightning one for shardwise",
         description="Say of every foreign name and argument in programs what becomes of it, and rewrite their imports.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,7 +13,6 @@ __all__ = ["WHOLE", "of", "worlds"]
 WHOLE: Mapping[str, str] = {
     "colossalai": "shardwise.colossalai.names",
     "deepspeed": "shardwise.deepspeed.names",
-    "fairscale": "shardwise.fairscale.names",
 }
 """Libraries of which we take the place, each with the module that has its ``WORLD``."""
 BESIDE = ("shardwise.huggingface.names", "shardwise.strategies.names")

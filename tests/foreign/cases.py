@@ -110,14 +110,4 @@ CASES = (
         what="DeepSpeedStrategy, setup, backward, clip_gradients, save and load",
         ranks=0,
     ),
-    Case(
-        library="FairScale",
-        command=("fairscale_fsdp.py",),
-        what="FullyShardedDataParallel around auto_wrap, clip_grad_norm_, state_dict",
-    ),
-    Case(
-        library="FairScale",
-        command=("fairscale_oss.py",),
-        what="OSS and ShardedDataParallel, consolidate_state_dict",
-    ),
 )

@@ -14,14 +14,14 @@ from shardwise.port import WHOLE, worlds
 
 CHILDREN = """
 import importlib, multiprocessing, subprocess, sys
-import fairscale.nn
+import colossalai.nn
 
 def tell(queue):
-    queue.put((fairscale.__name__, importlib.import_module("fairscale.nn").__name__))
+    queue.put((colossalai.__name__, importlib.import_module("colossalai.nn").__name__))
 
 ASK = (
     "import sys, importlib.metadata as m, importlib.util as u; assert 'torch' not in sys.modules;"
-    "print(u.find_spec('fairscale').origin, m.version('fairscale'), sys.own_site, *sys.path)"
+    "print(u.find_spec('colossalai').origin, m.version('colossalai'), sys.own_site, *sys.path)"
 )
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
@@ -39,18 +39,19 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(CHILDREN)
     # What a site has to say to every process is still said.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own_site = 'own'\n")
-    command = ["-m", "shardwise.cli.as_world", "fairscale", "program.py"]
+    command = ["-m", "shardwise.cli.as_world", "colossalai", "program.py"]
     shown = python(*command, cwd=tmp_path, env=surroundings(tmp_path))
     assert shown.returncode == 0, shown.stderr
     spawned, started = shown.stdout.splitlines()[:2]
-    assert spawned == "shardwise.fairscale shardwise.fairscale.nn"
-    assert started.startswith("shardwise.fairscale 0.4.13 own ") and "children" not in started
+    assert spawned == "shardwise.colossalai shardwise.colossalai.nn"
+    assert started.startswith("shardwise.colossalai 0.5.0 own ") and "children" not in started
 
     # A process that cannot have them ends, since it would go on with another library than the program.
-    broken = {"SHARDWISE_AS": "fairscale=shardwise.fairscale.names", "PYTHONPATH": str(as_world.CHILDREN)}
-    program = "import sys, types; sys.modules['fairscale'] = types.ModuleType('fairscale'); import sitecustomize"
+    broken = {"SHARDWISE_AS": "colossalai=shardwise.colossalai.names", "PYTHONPATH": str(as_world.CHILDREN)}
+    program = "import sys, types; sys.modules['colossalai'] = types.ModuleType('colossalai'); import sitecustomize"
     again = python("-S", "-c", program, env=surroundings(**broken))
-    assert again.returncode == 1 and "SHARDWISE_AS='fairscale=shardwise.fairscale.names': fairscale is" in again.stderr
+    assert again.returncode == 1
+    assert "SHARDWISE_AS='colossalai=shardwise.colossalai.names': colossalai is" in again.stderr
 
 
 @pytest.mark.parametrize(

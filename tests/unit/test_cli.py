@@ -361,4 +361,4 @@ def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -
     shown = runs(str(program))
     assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
     shown = runs("-m", "shardwise.cli.as_world", "horovod", "x")
-    assert shown.returncode == 1 and "give one of colossalai, deepspeed, fairscale" in shown.stderr
+    assert shown.returncode == 1 and "give one of colossalai, deepspeed" in shown.stderr

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from shardwise.fairscale.nn import FullyShardedDataParallel
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
@@ -47,7 +46,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "zero2": boosted(LowLevelZeroPlugin(stage=2, precision="fp32")),
     "ddp": boosted(TorchDDPPlugin()),
     "deepspeed": engine,
-    "fairscale": FullyShardedDataParallel,
 }
 
 

@@ -63,20 +63,6 @@ def test_the_page_of_torchs_wrappers_has_all_arguments(name: str) -> None:
     assert len(own) > 5 and missing(own, section("from-torch.md", f"`{name}`")) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "wrapper", "name"),
-    [
-        ("nn", "FullyShardedDataParallel", "FullyShardedDataParallel"),
-        ("nn", "ShardedDataParallel", "OSS and ShardedDataParallel"),
-        ("optim", "OSS", "OSS and ShardedDataParallel"),
-    ],
-)
-def test_the_page_of_fairscale_has_all_arguments(module: str, wrapper: str, name: str) -> None:
-    found = getattr(importlib.import_module(f"shardwise.fairscale.{module}"), wrapper)
-    arguments = set(inspect.signature(found).parameters) - {"module"}
-    assert len(arguments) > 5 and missing(arguments, section("fairscale.md", name)) == []
-
-
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_the_page_of_checkpoints_has_all_arguments(call: str) -> None:
     arguments = inspect.signature(getattr(Checkpointer, call)).parameters

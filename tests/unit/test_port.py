@@ -430,7 +430,7 @@ def test_bad_input_changes_nothing(
 
 
 def test_every_library_has_its_version() -> None:
-    names = ("colossalai", "deepspeed", "fairscale")
+    names = ("colossalai", "deepspeed")
     text = "".join(f"import {name}\nprint({name}.__version__)\n" for name in names)
     assert [(each.name, each.verdict.value) for each in findings(Program(text, worlds()))] == [
         (f"{name}.__version__", "same") for name in names
@@ -458,7 +458,6 @@ def test_arguments_of_tables_are_of_names_that_work() -> None:
 PAGES = {
     "porting-colossalai.md": ["colossalai"],
     "porting-deepspeed.md": ["deepspeed"],
-    "porting-fairscale.md": ["fairscale"],
     "porting-lightning.md": [
         "lightning.pytorch",
         "pytorch_lightning",

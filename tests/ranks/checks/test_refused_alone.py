@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, one_mesh, seeded
-from shardwise.fairscale.nn import FullyShardedDataParallel as FSDP
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -40,13 +39,6 @@ def no_moments(rank: int) -> None:
         set_optimizer_state_dict(session.module, session.optimizers[0], given, options=FROM_RANK_0)
 
 
-def no_part(rank: int) -> None:
-    model = FSDP(seeded(net))
-    adam(model)
-    state = model.local_state_dict()
-    model.load_local_state_dict(state if rank == 1 else None)
-
-
 def failing_block(rank: int) -> None:
     with deepspeed.zero.Init():
         model = net()
@@ -71,7 +63,6 @@ def refused(call: Callable[[int], None]) -> tuple[str, str, bool]:
 CASES: dict[Callable[[int], None], tuple[str, str]] = {
     no_weights: ("the state on rank 0=None: give a dict", "nothing was loaded into the model, because other ranks"),
     no_moments: ("the state on rank 0=None: give a dict", "nothing was loaded into the optimizers, because other"),
-    no_part: ("state_dict=None: give what local_state_dict() gave", "nothing was loaded into the model, because other"),
     failing_block: ("what rank 0 cannot give", "no changes of GatheredParameters(modifier_rank=1) were spread"),
 }
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
 from sets import full
-from shardwise.fairscale.nn import FullyShardedDataParallel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -79,14 +78,7 @@ def gemini(model: nn.Module) -> object:
     return Booster(plugin=GeminiPlugin(precision="fp32")).boost(model, adam(model))
 
 
-def fairscale(model: nn.Module) -> object:
-    wrapped = FullyShardedDataParallel(model)
-    own = adam(wrapped)
-    wrapped(torch.ones(2, 6)).sum().backward()
-    return own
-
-
-FRONT_ENDS = (native, deepspeed, low_level_zero, gemini, fairscale)
+FRONT_ENDS = (native, deepspeed, low_level_zero, gemini)
 
 
 def by_front_end(front_end: Callable[[nn.Module], object]) -> str:

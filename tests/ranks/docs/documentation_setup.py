@@ -444,11 +444,6 @@ PAGES: dict[str, list[Block]] = {
             after=foreign_pages.in_fabric,
         ),
     ],
-    "docs/fairscale.md": [
-        Block(first="import torch", before=foreign_pages.fairscale, after=foreign_pages.wrapped),
-        Block(first="from shardwise.fairscale.optim.grad_scaler", after=foreign_pages.wrapped),
-        Block(first="from shardwise.fairscale.nn.data_parallel", after=foreign_pages.wrapped),
-    ],
     "docs/memory-trace.md": [
         Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
         Block(first="import torch"),

@@ -1,4 +1,4 @@
-"""What the blocks of docs/fabric.md and docs/fairscale.md need, and what they must have done."""
+"""What the blocks of docs/fabric.md need, and what they must have done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_setup import OUT, WIDTH, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["fabric", "fairscale", "in_fabric", "wrapped"]
+__all__ = ["fabric", "in_fabric"]
 
 Names = dict[str, Any]
 
@@ -37,15 +37,3 @@ def in_fabric(names: Names) -> None:
     assert moved.dtype is torch.float32 and 0 < float(moved.detach().abs().max()) < 0.01
     assert Path("checkpoint").is_dir()
     names["fabric"].strategy.unshard()
-
-
-def fairscale(names: Names) -> None:
-    _loader(names)
-    names["MyModel"] = _model
-
-
-def wrapped(names: Names) -> None:
-    """It trained."""
-    moved = names["model"].state_dict()["0.weight"] - _model()[0].weight.detach()
-    assert 0 < float(moved.abs().max()) < 0.2
-    names["model"].close()

@@ -21,8 +21,6 @@ import shardwise.deepspeed as deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from shardwise.colossalai.gemini_models import GeminiDDP, GeminiOptimizer
-from shardwise.fairscale.fully_sharded import FullyShardedDataParallel
-from shardwise.fairscale.oss import OSS, ShardedDataParallel
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, ROWS, LR, STEPS = 2, 3, 0.1, 3
@@ -142,33 +140,6 @@ def gemini(model: nn.Module) -> Front:
     return Front(wrapped.module, wrapped, optimizer.backward, step, lambda: None)
 
 
-def fully_sharded(model: nn.Module) -> Front:
-    wrapped = FullyShardedDataParallel(model)
-    optimizer = sgd(wrapped)
-    # It is sharded when it is first called, with the optimizers that came until then.
-    with pytest.raises(RuntimeError, match=r"backward pass of the Body itself.*over 2 ranks.*call the wrapper"):
-        model(rows(0, 0)).sum().backward()
-    optimizer.zero_grad()
-    wrapped(rows(0, 0))
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Front(wrapped.module, wrapped, lambda loss: loss.backward(), step, lambda: None)  # type: ignore[no-untyped-call]
-
-
-def sharded_ddp(model: nn.Module) -> Front:
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=LR)
-    wrapped = ShardedDataParallel(model, optimizer)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Front(wrapped.module, wrapped, lambda loss: loss.backward(), step, lambda: None)  # type: ignore[no-untyped-call]
-
-
 FRONTS: dict[str, tuple[Callable[[nn.Module], Front], bool, str]] = {
     # by name: what makes it, whether parameters stay gathered, and in which numbers they are
     **{
@@ -181,8 +152,6 @@ FRONTS: dict[str, tuple[Callable[[nn.Module], Front], bool, str]] = {
     "booster zero2": (boosted(LowLevelZeroPlugin, stage=2, precision="bf16"), True, "bf16"),
     "booster gemini": (boosted(GeminiPlugin, precision="fp32", min_chunk_size_m=1e-5), False, "fp32"),
     "gemini": (gemini, False, "fp32"),
-    "fairscale fsdp": (fully_sharded, False, "fp32"),
-    "fairscale sharded ddp": (sharded_ddp, True, "fp32"),
 }
 
 
