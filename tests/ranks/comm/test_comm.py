@@ -24,14 +24,15 @@ SLICES = (0, 1, 7, 1300)
 LARGE = TILE_NUMEL + 3
 
 
-def collectives(kind: str) -> None:
+def collectives(kind: str, every: bool) -> None:
+    """Each dtype with each length, and each of these with each output and scale; or (``every``) all with all."""
     with Scope(kind) as group:
         cases = [(numel, dtype) for dtype in DTYPES for numel in SLICES] + [(LARGE, torch.float32)]
         specs = [spec for numel, dtype in cases for spec in ((group.size * numel, dtype), (numel, dtype))]
         buffers = group.buffers(specs)
-        for (numel, dtype), full, shard in zip(cases, buffers[0::2], buffers[1::2], strict=True):
+        for turn, ((numel, dtype), full, shard) in enumerate(zip(cases, buffers[0::2], buffers[1::2], strict=True)):
             gathers(group, full, shard)
-            reductions(group, full, kind, dtype, numel)
+            reductions(group, full, kind, dtype, numel, None if every else turn)
 
 
 def gathers(group: Group, full: Buffer, shard: Buffer) -> None:
@@ -52,14 +53,15 @@ def gathers(group: Group, full: Buffer, shard: Buffer) -> None:
     group.fence()
 
 
-def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel: int) -> None:
+def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel: int, turn: int | None) -> None:
+    """With the scales that are at their turn; ``None``: with all."""
     size, rank = group.size, group.rank
-    scale = 1.0 / size
+    scales = [1.0 / size, 1.0, 0.3]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     own = slice(rank * numel, (rank + 1) * numel)
     outs = [torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=wide), full.local[own]]
     for round_, out in enumerate(outs):
-        for factor in (scale, 1.0, 0.3):
+        for factor in scales if turn is None else [scales[(turn + round_) % 3]]:
             full.wait_writable()
             full.local.copy_(values(rank, size * numel, dtype, round_))
             handle = group.reduce_scatter(out, full, factor)
@@ -71,7 +73,7 @@ def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel:
                 same(result.to(dtype), expected.to(dtype), kind)
             else:
                 same(result, expected, kind)
-    for factor in (scale, 1.0, 0.3):
+    for factor in scales if turn is None else [scales[turn % 3]]:
         full.wait_writable()
         full.local.copy_(values(rank, size * numel, dtype, 9))
         handle = group.all_reduce(full, factor)
@@ -95,7 +97,14 @@ FOUR = [*full(("shared", 4)), *campaign(("gloo", 4), ("native", 4))]
     ],
 )
 def test_collectives_equal_plain_arithmetic(kind: str, size: int) -> None:
-    run_ranks(size, collectives, kind)
+    run_ranks(size, collectives, kind, False)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["shared", "gloo", "hosts", "native"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_collectives_with_every_scale(kind: str, size: int) -> None:
+    run_ranks(size, collectives, kind, True)
 
 
 def agreement(kind: str) -> None:
@@ -172,7 +181,7 @@ def in_flight(kind: str) -> None:
             group.fence()
 
 
-@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2), ("hosts", 4), *FOUR])
+@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2), *full(("hosts", 4)), *FOUR])
 def test_reductions_and_gathers_in_flight_together(kind: str, size: int) -> None:
     run_ranks(size, in_flight, kind)
 

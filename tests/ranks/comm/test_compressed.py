@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,15 +54,16 @@ def written(numel: int, format_: BlockFormat) -> int:
     return -(-numel * format_.bits // 8) + -(-numel // BLOCK)
 
 
-def both(kind: str, name: str) -> None:
+def both(kind: str, name: str, every: bool) -> None:
+    """Each dtype with each length, and each of these with each scale; or (``every``) all with all."""
     weights, gradients = FORMATS[name]
     with Scope(kind) as group:
         sent = compressed(group, weights)
-        for dtype in DTYPES:
-            for numel in SLICES:
-                gathers(sent, numel, dtype, weights)
-                for scale in (1.0, 1.0 / group.size):
-                    reductions(compressed(group, gradients), numel, dtype, scale, gradients)
+        scales = (1.0, 1.0 / group.size)
+        for turn, (dtype, numel) in enumerate(itertools.product(DTYPES, SLICES)):
+            gathers(sent, numel, dtype, weights)
+            for scale in scales if every else (scales[turn % 2],):
+                reductions(compressed(group, gradients), numel, dtype, scale, gradients)
         overflow(compressed(group, gradients))
         with pytest.raises(ValueError, match=r"float64.*leave compress"):
             sent.all_reduce(sent.buffers([(group.size, torch.float64)])[0], 1.0)
@@ -152,7 +155,13 @@ FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS
 
 @pytest.mark.parametrize(("name", "kind", "size"), [case if case in FEW else full(case)[0] for case in EVERY])
 def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, size: int) -> None:
-    run_ranks(size, both, kind, name)
+    run_ranks(size, both, kind, name, False)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("name", "kind", "size"), EVERY)
+def test_every_scale_with_all_others(name: str, kind: str, size: int) -> None:
+    run_ranks(size, both, kind, name, True)
 
 
 def messages() -> None:
