@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import UNSET
 
 from shardwise.testing.hosts import ADDRESSES, WIRE, TwoHosts
 
@@ -27,23 +29,25 @@ else:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
 def test_names_that_stand_for_a_loopback_address_are_refused_until_an_interface_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, "utf-8")
     common = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES[0]}
-    said: dict[str, list[str]] = {}
+    inherited = {name: value for name, value in os.environ.items() if name not in (*UNSET, "GLOO_SOCKET_IFNAME")}
+    said, folder = dict[str, list[str]](), shlex.quote(str(tmp_path))
     with TwoHosts() as hosts:
         for port, named in enumerate(["", WIRE], 29631):
             runs = []
             for host, name in enumerate(hosts.names):
                 names = tmp_path / name
                 names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n", "utf-8")
-                script = f'mount --bind "{names}" /etc/hosts && exec "$0" program.py'
-                env = {**os.environ, **common, "RANK": str(host), "MASTER_PORT": str(port)}
+                script = f'mount --bind {shlex.quote(str(names))} /etc/hosts && exec "$0" program.py'
+                env = {**inherited, **common, "RANK": str(host), "MASTER_PORT": str(port)}
                 env |= {"GLOO_SOCKET_IFNAME": named} if named else {}
                 out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-                runs.append(hosts.start(host, ["sh", "-c", f"cd {tmp_path} && {script}", sys.executable], env, **out))
+                runs.append(hosts.start(host, ["sh", "-c", f"cd {folder} && {script}", sys.executable], env, **out))
             said[named] = [run.communicate(timeout=200)[0] for run in runs]
     for text in said[""]:
         assert "refused: rank 0 on host-a would tell" in text and "find it at 127.0.1.1" in text, text

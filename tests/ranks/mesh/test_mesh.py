@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
-import textwrap
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from launching import finished
+from sets import full
 
 from shardwise.comm import choose, timeout_s
-from shardwise.mesh import LaunchFacts, Mesh, init_distributed
+from shardwise.mesh import Mesh
 from shardwise.mesh.seats import Seat
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
@@ -62,7 +61,7 @@ def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[o
     return told
 
 
-@pytest.mark.parametrize("shared_memory", [None, False])
+@pytest.mark.parametrize("shared_memory", [*full(None), False])
 def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> None:
     kind = "GlooGroup" if shared_memory is False else "SharedGroup"
     axes = ("dp_replicate", "dp_shard")
@@ -108,12 +107,17 @@ def of_one_stage(plan: MeshPlan) -> list[int]:
     return [int(row[0]) for row in rows]
 
 
+@pytest.mark.full
 def test_ranks_of_one_stage_know_each_other() -> None:
     plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
     assert run_ranks(8, of_one_stage, plan) == [list(range(4))] * 4 + [list(range(4, 8))] * 4
     inside = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2, dp_outside=True)
     for rank, told in enumerate(run_ranks(8, of_one_stage, inside)):
         assert told == [[0, 1, 4, 5], [2, 3, 6, 7]][rank // 2 % 2]
+
+
+def test_two_ranks_of_one_stage_know_each_other() -> None:
+    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
     assert run_ranks(4, of_one_stage, plan) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
@@ -160,6 +164,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     return told
 
 
+@pytest.mark.full
 def test_neighbours_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(8, parts, None, MeshPlan(dp_shard=2, dp_replicate=2, tp=2))):
         low, part = me - me % 2, me % 2
@@ -172,6 +177,9 @@ def test_neighbours_hold_parts_of_the_same_layers() -> None:
             "pipeline": [me],
             "everyone": list(range(8)),
         }
+
+
+def test_four_ranks_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
         every = {name: [0, 1, 2, 3] for name in ("tensor", "everyone")}
         assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
@@ -179,6 +187,7 @@ def test_neighbours_hold_parts_of_the_same_layers() -> None:
         assert told["tensor"] == told["everyone"] == [me % 2, me % 2 + 2] and told["world"] == [me]
 
 
+@pytest.mark.full
 def test_stages_are_far_apart_or_next_to_each_other() -> None:
     plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
     for me, told in enumerate(run_ranks(8, parts, None, plan)):
@@ -189,6 +198,9 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
         low, part, inside = me - me % 2, me % 2, me // 4 * 4
         assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [inside + part, inside + part + 2])
         assert told["shard"] == told["world"] == [me % 4, me % 4 + 4]
+
+
+def test_stages_of_a_group_are_next_to_each_other() -> None:
     for me, told in enumerate(run_ranks(4, parts, [[1, 0], [3, 2]], MeshPlan(dp_shard=-1, dp_replicate=1, pp=2))):
         assert told["pipeline"] == told["everyone"] == [me // 2 * 2, me // 2 * 2 + 1] and told["world"] == [me]
 
@@ -263,9 +275,15 @@ def refuse(*_: object) -> int:
 
 def without_memfd() -> str:
     """The file in /dev/shm takes over, on one rank's word for all; with that gone too, gloo does."""
-    before = set(os.listdir("/dev/shm"))
+    made, make = list[str](), tempfile.mkstemp
+
+    def noted(**where: str) -> tuple[int, str]:
+        file, path = make(**where)
+        made.append(path)
+        return file, path
+
     forbidden = refuse if dist.get_rank() == 1 else os.memfd_create
-    with mock.patch.object(os, "memfd_create", forbidden):
+    with mock.patch.object(os, "memfd_create", forbidden), mock.patch.object(tempfile, "mkstemp", noted):
         mesh = create(-1, 1)
         assert type(mesh.shard).__name__ == "SharedGroup" and mesh.shard._method == "file"  # type: ignore[attr-defined]
         full = mesh.shard.buffers([(4 * mesh.size, torch.float32)])[0]
@@ -273,7 +291,7 @@ def without_memfd() -> str:
         mesh.shard.all_reduce(full, 1.0).wait()
         assert full.local.tolist() == [float(mesh.size)] * 4 * mesh.size
         mesh.shard.fence()
-        assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("shardwise-")} == set()
+        assert made and not any(map(os.path.exists, made))
         mesh.close()
         with mock.patch.object(os, "posix_fallocate", refuse):
             mesh = create(-1, 1)
@@ -298,8 +316,9 @@ def test_ranks_must_want_the_same() -> None:
 
 
 def mapped() -> int:
-    with open("/proc/self/maps") as file:
-        return sum("shardwise" in line for line in file)
+    """Segments of groups; a file of this library, or of an environment in its folder, is none."""
+    with open("/proc/self/maps", "rb") as file:
+        return sum(b"/memfd:shardwise" in line or b"/dev/shm/shardwise" in line for line in file)
 
 
 def leftovers() -> None:
@@ -323,116 +342,6 @@ def leftovers() -> None:
 
 def test_closing_gives_everything_back() -> None:
     run_ranks(2, leftovers)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (False, 0, 1, 0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (True, 3, 4, 1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (True, 1, 2, 1, 2)),
-    ],
-)
-def test_launch_facts(environment: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    facts = LaunchFacts.read(environment)
-    assert (facts.launched, facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "text"),
-    [
-        ({"RANK": "1"}, "WORLD_SIZE"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
-    ],
-)
-def test_launch_facts_refuse_what_they_cannot_read(environment: Mapping[str, str], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        LaunchFacts.read(environment)
-
-
-def test_alone_nothing_is_initialised() -> None:
-    device = init_distributed()
-    assert device.type in ("cpu", "cuda") and not dist.is_initialized()
-    with pytest.raises(ValueError, match="cuda:99"):
-        init_distributed("cuda:99")
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    """From the command line, with every process a new Python."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch.distributed as dist
-            from shardwise.mesh import Mesh, init_distributed, shutdown
-            from shardwise.plan import zero
-            device = init_distributed("cpu")
-            assert init_distributed("cpu") == device
-            plan = zero(3)
-            mesh = Mesh.create(plan.mesh, device, plan.comm)
-            # One write, so that the ranks' lines do not mix.
-            print(f"ranks {mesh.world.exchange([mesh.rank])} {dist.get_backend()}\\n", end="", flush=True)
-            mesh.close()
-            shutdown()
-            shutdown()
-            """
-        )
-    )
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    status, shown = finished(*command, log=tmp_path / "log", whole=True)
-    assert status == 0, shown
-    assert shown.count("ranks [[0.0], [1.0]] gloo") == 2
-
-
-def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
-    """Two ranks and an emulated CUDA: a GPU each, one for both by default, and one for both that was asked for."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, warnings
-            from types import SimpleNamespace
-            import torch, torch.distributed as dist
-            from shardwise.mesh import init_distributed, shutdown
-            rank = os.environ["RANK"]
-            torch.cuda.is_available = lambda: True
-            torch.cuda.device_count = lambda: 1
-            torch.cuda.set_device = lambda device: None
-            start, seen = dist.init_process_group, []
-
-            def init(backend, **options):
-                seen.append(backend)
-                start("gloo", **options)  # NCCL has to wait for a GPU
-
-            dist.init_process_group = init
-
-            def launch(what, identity, device=None):
-                torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=identity, name="H100")
-                with warnings.catch_warnings(record=True) as told:
-                    warnings.simplefilter("always")
-                    try:
-                        found = init_distributed(device)
-                    except ValueError as error:
-                        found = str(error).split(" of ")[0]
-                if dist.is_initialized():
-                    dist.barrier()  # or one would leave while the other still connects
-                shutdown()
-                print(f"{what} {rank}: {found} {seen} {len(told)}\\n", end="", flush=True)
-                seen.clear()
-
-            launch("own", f"g{rank}")
-            launch("both", "g")
-            launch("asked", "g", "cuda")
-            """
-        )
-    )
-    status, shown = finished("shardwise", "run", "--nproc", "2", str(script), log=tmp_path / "log")
-    assert status == 0, shown
-    for rank in range(2):
-        assert f"own {rank}: cuda:0 ['nccl'] 0\n" in shown, shown
-        assert f"both {rank}: cpu ['gloo'] {int(rank == 0)}\n" in shown, shown
-        assert f"asked {rank}: ranks [0, 1] would share the GPU GPU-g [] 0\n" in shown, shown
 
 
 def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups_setup import CPU, GROUPS, join, transport
+from sets import full
 from torch.distributed import distributed_c10d
 
-from shardwise.comm import Members, PeerError, members, ranks_of
+from shardwise.comm import Members, PeerError, SharedGroup, members, ranks_of
 from shardwise.comm.members import unbound
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
@@ -70,7 +72,7 @@ def facts(name: str, shared_memory: bool | None) -> list[object]:
     return names
 
 
-@pytest.mark.parametrize("shared_memory", [None, False])
+@pytest.mark.parametrize("shared_memory", [None, *full(False)])
 def test_ranks_of_a_group_are_a_mesh(shared_memory: bool | None) -> None:
     for name, lists in GROUPS.items():
         for rank, (kind, text) in enumerate(run_ranks(4, facts, name, shared_memory)):
@@ -118,7 +120,7 @@ def closed_at_once(directory: str, shared: bool | None) -> None:
         assert 0 < found == len(list(connected.iterdir()))
 
 
-@pytest.mark.parametrize("shared", [None, False])
+@pytest.mark.parametrize("shared", [None, *full(False)])
 def test_a_mesh_may_be_closed_at_once(tmp_path: Path, shared: bool | None) -> None:
     run_ranks(4, closed_at_once, str(tmp_path), shared)
 
@@ -234,11 +236,22 @@ def test_one_group_may_share_memory_and_another_not() -> None:
     assert run_ranks(4, refused) == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
+def shorten(seconds: float, *groups: dist.ProcessGroup) -> None:
+    """Their time-out: on the rank that waits in vain, when those that come have met."""
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def lost(gloo: bool) -> str:
     """Rank 2 of the second group does not come; the time-out is its own, and the first never knows."""
-    number, group = join(GROUPS["pairs"], 2.0 if dist.get_rank() >= 2 else 600.0)
+    number, group = join(GROUPS["pairs"], 600.0)
     with transport(gloo):
         mesh = create(group)
+    if dist.get_rank() == 3:
+        shorten(0.5, *(each for each in distributed_c10d._world.pg_map if each is not dist.group.WORLD))
+        if not gloo:
+            assert isinstance(mesh.world, SharedGroup)
+            mesh.world.timeout_s = 0.5
     said = ""
     if number == 0:
         for turn in range(20):
@@ -252,15 +265,16 @@ def lost(gloo: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize("gloo", [False, True])
+@pytest.mark.parametrize("gloo", [False, *full(True)])
 def test_a_lost_rank_is_its_own_groups_affair(gloo: bool) -> None:
     assert "dp_shard of ranks [2, 3]" in run_ranks(4, lost, gloo)[3]
 
 
 def absent() -> str:
     """A member that never comes to the making of the mesh."""
-    _, group = join(GROUPS["strided"], 1.0 if dist.get_rank() == 1 else 60.0)
+    _, group = join(GROUPS["strided"])
     if dist.get_rank() == 1:
+        shorten(0.5, group)
         with pytest.raises(PeerError, match=r"agreeing among ranks \[1, 3\] failed on rank 1") as caught:
             create(group)
         return str(caught.value)
