@@ -71,11 +71,12 @@ def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str) -> Non
     assert set(run_ranks(ranks, shared, mode, timeout=400.0)) == {sum(map(len, CHOSEN.values()))}
 
 
-def llamas(mode: str) -> int:
-    """Every head, with and without padding, packed; what else models are given; adapters (LoRA)."""
+def llamas(mode: str, heads: int | None = None) -> int:
+    """Every head, or the first ``heads``, with and without padding, packed; what else models are given; adapters
+    (LoRA)."""
     count = 0
     with ring_of_all() as ring:
-        for at, case in enumerate(CASES["llama"]()):
+        for at, case in enumerate(CASES["llama"]()[:heads]):
             for options in ({}, {"padded": "both"}, {"packed": True}):
                 plan = SequencePlan(mode=mode, parallel_output=at % 2 == 0)  # type: ignore[arg-type]
                 compare(case, batch_of(case, **options), plan, ring, passes=2)  # type: ignore[arg-type]
@@ -133,7 +134,12 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
     assert torch.equal(made, tokens)
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [*full((4, "all_to_all")), (2, "ring_attn")])
+def test_what_a_llama_may_be_given() -> None:
+    assert set(run_ranks(2, llamas, "ring_attn", 1, timeout=400.0)) == {3 * 1 + 9 + 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
 def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
     assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
 
