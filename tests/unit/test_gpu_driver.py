@@ -142,7 +142,7 @@ def test_a_part_in_which_two_calls_were_killed_is_a_failure(tmp_path: Path) -> N
     path, log = tmp_path / "r.json", tmp_path / "log"
     killed(path, log)
     killed(path, log, signal.SIGTERM)
-    assert stored(path)["two"]["cut"] == 2 and float(str(stored(path)["two"]["seconds"])) > 0
+    assert stored(path)["two"]["cut"] == 2
     chosen = [part("one", GOOD, log), part("two", STOPS, log), part("three", GOOD, log)]
     assert started(chosen, Results(path, FACTS, fresh=False))
     assert log.read_text().split() == ["one", "two", "two", "three"], "not a third time"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, data, seeded
+from groups_setup import waits_at_most
 from sets import full
 from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.comm import PeerError
-from shardwise.comm.link import Message
-from shardwise.comm.shared import SharedGroup
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
-SOON = timedelta(seconds=1)
 WAITS_S = 600.0
 """A rank that waits so long is not told at once: the limit of ``run_ranks`` comes first."""
 Call = Callable[[Session, str], object]
@@ -116,20 +113,6 @@ CALLS: dict[Call, str] = {
 }
 
 
-@contextmanager
-def gives_up_soon(mesh: Mesh) -> Iterator[None]:
-    """Inside, this rank waits for its peers a second; they wait as long as before."""
-    for group in (each for each in mesh.groups if each.size > 1):
-        if isinstance(group, SharedGroup):
-            group.timeout_s = SOON.total_seconds()
-        process_group = group._control.process_group  # type: ignore[attr-defined]
-        dist.distributed_c10d._set_pg_timeout(SOON, process_group)
-    wait = Message.wait
-    # What two ranks send each other has the time-out with which their connection was made.
-    with mock.patch.object(Message, "wait", lambda message, at_most=None: wait(message, at_most or SOON)):
-        yield
-
-
 def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = False) -> str:
     """Rank 0 makes the first call, rank 1 the second; ``in_vain``: rank 0 waits a second for it."""
     group = dist.new_group(timeout=timedelta(seconds=WAITS_S), backend="gloo")
@@ -140,7 +123,7 @@ def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = Fal
     session.checkpoints.save(folder, "before")
     session.backward(session.module(data(mesh.rank, 0)).square().sum())
     told = ""
-    with gives_up_soon(mesh) if in_vain and mesh.rank == 0 else nullcontext():
+    with waits_at_most(mesh, 1.0) if in_vain and mesh.rank == 0 else nullcontext():
         try:
             (first if mesh.rank == 0 else second)(session, folder)
         except PeerError as error:

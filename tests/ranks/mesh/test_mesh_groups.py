@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from groups_setup import CPU, GROUPS, join, transport
+from groups_setup import CPU, GROUPS, join, transport, waits_at_most
 from sets import full
 from torch.distributed import distributed_c10d
 
-from shardwise.comm import Members, PeerError, SharedGroup, members, ranks_of
+from shardwise.comm import Members, PeerError, members, ranks_of
 from shardwise.comm.members import unbound
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
@@ -236,28 +236,17 @@ def test_one_group_may_share_memory_and_another_not() -> None:
     assert run_ranks(4, refused) == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
-def shorten(seconds: float, *groups: dist.ProcessGroup) -> None:
-    """Their time-out: on the rank that waits in vain, when those that come have met."""
-    for group in groups:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def lost(gloo: bool) -> str:
     """Rank 2 of the second group does not come; the time-out is its own, and the first never knows."""
     number, group = join(GROUPS["pairs"], 600.0)
     with transport(gloo):
         mesh = create(group)
-    if dist.get_rank() == 3:
-        shorten(0.5, *(each for each in distributed_c10d._world.pg_map if each is not dist.group.WORLD))
-        if not gloo:
-            assert isinstance(mesh.world, SharedGroup)
-            mesh.world.timeout_s = 0.5
     said = ""
     if number == 0:
         for turn in range(20):
             assert mesh.world.exchange([turn], "the gradient norm") == [[turn]] * 2
     elif dist.get_rank() == 3:
-        with pytest.raises(PeerError) as caught:
+        with waits_at_most(mesh, 0.5), pytest.raises(PeerError) as caught:
             mesh.world.exchange([1.0], "the gradient norm")
         said = str(caught.value)
     dist.barrier()
@@ -274,7 +263,7 @@ def absent() -> str:
     """A member that never comes to the making of the mesh."""
     _, group = join(GROUPS["strided"])
     if dist.get_rank() == 1:
-        shorten(0.5, group)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
         with pytest.raises(PeerError, match=r"agreeing among ranks \[1, 3\] failed on rank 1") as caught:
             create(group)
         return str(caught.value)

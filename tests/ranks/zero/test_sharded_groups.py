@@ -28,7 +28,7 @@ from groups_setup import (
     steps_of,
     train,
     transport,
-    wait_at_most,
+    waits_at_most,
     whole_loss,
 )
 from sets import full
@@ -187,8 +187,8 @@ def one_fails(gloo: bool) -> tuple[str, int, dict[str, Tensor]]:
         try:
             if dist.get_rank() == 1:
                 raise KeyError("a bad sample")
-            wait_at_most(model.session.mesh, 0.5)
-            train(model, optimizer, "mlp", steps)
+            with waits_at_most(model.session.mesh, 0.5):
+                train(model, optimizer, "mlp", steps)
         except (KeyError, PeerError) as error:
             said = f"{type(error).__name__}: {error}"
     dist.barrier()
