@@ -1,4 +1,4 @@
-"""Programs written for other libraries, ported and run: one of each library in the full set, all in the campaign.
+"""Programs written for other libraries, ported and run: two in the full set, all in the campaign.
 
 In the quick set one of them runs in forks of a process that has imported torch.
 """
@@ -16,7 +16,7 @@ from tests.foreign.cases import CASES, Case
 from tests.foreign.running import outcome
 
 QUICK = "colossalai_zero.py 2"
-FULL = {"colossalai_booster.py --plugin gemini", "deepspeed_zero3.py", "transformers_deepspeed.py 3"}
+FULL = {"colossalai_booster.py --plugin gemini", "deepspeed_zero3.py"}
 
 
 def in_forks(command: Sequence[str], folder: Path) -> tuple[int, str]:

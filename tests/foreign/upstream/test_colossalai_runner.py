@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return called
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "checkout", FILES)
     checkout = str(tmp_path / "checkout")

@@ -14,7 +14,7 @@ from shardwise.testing.hosts import TwoHosts
 HERE = Path(__file__).parent
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
 def test_layers_are_cut_inside_a_host_and_the_rest_is_across() -> None:
     paths = [str(HERE.parents[2]), str(HERE.parents[1] / "helpers")]

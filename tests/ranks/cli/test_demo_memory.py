@@ -12,7 +12,7 @@ from pathlib import Path
 import demo_several
 import pytest
 from launching import finished
-from sets import full
+from sets import campaign
 
 from shardwise.cli import demo
 from shardwise.cli.demo_model import ByteGPT, ModelSize
@@ -119,7 +119,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("whole", [False, *full(True)], ids=["ranks", "whole"])
+@pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["ranks", "whole"])
 def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_path: Path, whole: bool) -> None:
     """The same model in 1.5 MiB a device with host and disk, and without a limit that matters."""
     disk = tmp_path / "disk"

@@ -386,7 +386,7 @@ def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
     assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_processes_that_are_spawned_meet(tmp_path: Path) -> None:
     spawn(meet, 2, directory=str(tmp_path))
     assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]

@@ -35,7 +35,7 @@ def wait_for(folder: Path, pattern: str, runs: Sequence[subprocess.Popen[str]]) 
         time.sleep(0.05)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.skipif(TwoHosts.why_not(late=True) is not None, reason=str(TwoHosts.why_not(late=True)))
 def test_ways_of_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = tmp_path / "rounds"

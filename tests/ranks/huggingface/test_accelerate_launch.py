@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ROOT, UNSET
+from sets import campaign
 from torch import Tensor, nn
 
 PROGRAM = """
@@ -87,7 +88,7 @@ def check(path: Path, stage: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["a file of DeepSpeed's", "answers of accelerate config"])
+@pytest.mark.parametrize("kind", ["a file of DeepSpeed's", *campaign("answers of accelerate config")])
 def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "ds.json").write_text(FILE)
