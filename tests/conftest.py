@@ -26,8 +26,9 @@ with suppress(ImportError):  # a GPU machine may have pytest alone, which is eno
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown."""
-PRELOADED = ("transformers.modeling_utils", "accelerate", "peft", "lightning", "pytorch_lightning", "trl")
-"""What takes seconds to import: ranks get those that collecting the tests has imported."""
+PRELOADED = ("bitsandbytes",)
+"""What peft imports, and torch's compiler with it, in seconds: ranks get it if collecting the tests has imported it.
+Not transformers: some ranks import it after our DeepSpeed names."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables that the user's shell may have and no test expects."""
 

@@ -272,7 +272,7 @@ def _everywhere(names: list[str]) -> dict[str, State]:
         return {name: _habits(name) for name in names}
 
 
-QUICK = ["native 3 fp32", "deepspeed 1 bf16", "booster gemini", "fairscale fsdp"]
+QUICK = ["native 3 fp32", "deepspeed 1 bf16", "booster gemini"]
 """Each way to wrap a model once."""
 
 
