@@ -99,10 +99,10 @@ def surroundings(folder: Path, temporary: Path) -> dict[str, str]:
 
 def run(tests: list[str], seed: int) -> int:
     """Make the clone, run ``make demo`` and ``make test`` in it, and return the first failure's exit status."""
-    beside = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    other = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="shardwise elsewhere é ") as name,
-        tempfile.TemporaryDirectory(prefix="temporary files ", dir=beside) as temporary,
+        tempfile.TemporaryDirectory(prefix="temporary files ", dir=other) as temporary,
     ):
         folder = Path(name)
         clone, environment = make_clone(folder), surroundings(folder, Path(temporary))
