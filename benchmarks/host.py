@@ -2,7 +2,7 @@
 
 Blocks of width 16 compute next to nothing, so a step takes what Python and torch's dispatcher take: on a GPU, the time
 after which the host can ask for the next step. One process is one rank alone, or one of several whose peers do what it
-does: ours over :func:`shardwise.testing.alike_mesh`, with the library calls of GPUs, FSDP2's over torch's group that
+does: ours over :func:`tests.support.alike.alike_mesh`, with the library calls of GPUs, FSDP2's over torch's group that
 does nothing. So nothing waits. Every system takes one step in turn; the least time of the thread counts, and the number
 of function calls, which no clock and no other load disturbs.
 """
@@ -27,7 +27,7 @@ from benchmarks.systems import adamw
 from benchmarks.table import replace_section
 from shardwise.build import build
 from shardwise.plan import zero
-from shardwise.testing import alike_mesh
+from tests.support.alike import alike_mesh
 
 __all__ = ["Row", "main", "measure", "table"]
 

@@ -1,6 +1,6 @@
 """``python -m benchmarks.hosts``: training over two hosts with a wire that is late and slow, beside the peers.
 
-The hosts are network namespaces of this machine (``shardwise.testing.TwoHosts``), so it needs root on Linux. Every
+The hosts are network namespaces of this machine (``tests.support.hosts.TwoHosts``), so it needs root on Linux. Every
 system trains one model of many small units in turns, and the wire changes under them. How often a step waits for the
 wire is counted where its delay is nearly all that a step takes (``--count-ms``): how much longer the step is than
 without delay, over twice the delay. With ``--json`` each wire is kept when it is measured, and the command goes on from
@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.job import LOSS_STEPS, SIZES, Job
 from benchmarks.launch import JobFailed, Outcome, Running, environment, launcher
 from benchmarks.table import NAMES, TOLERANCE, losses_differ, replace_section
-from shardwise.testing.hosts import ADDRESSES, TwoHosts
+from tests.support.hosts import ADDRESSES, TwoHosts
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 SYSTEMS = ("sw_zero3", "sw_zero2", "ddp", "fsdp2", "ds2", "ds3")

@@ -1,7 +1,7 @@
 """``python -m benchmarks.scale``: what of one rank's work grows with the number of ranks, from 8 to 16,384.
 
 One process trains a model of small blocks as one rank of many whose peers do what it does
-(:func:`shardwise.testing.alike_mesh`): the code above the transport is the real one, so what is measured is the host's
+(:func:`tests.support.alike.alike_mesh`): the code above the transport is the real one, so what is measured is the host's
 own work and what it would send. Each quantity is fitted by a power of the number of ranks; what grows is named.
 """
 
@@ -32,7 +32,7 @@ from benchmarks.training import machine
 from shardwise.build import Session, build
 from shardwise.comm import Group
 from shardwise.plan import Plan, zero
-from shardwise.testing import alike_mesh
+from tests.support.alike import alike_mesh
 
 __all__ = ["PLANS", "Row", "grows", "main", "measure", "slope", "table"]
 

@@ -2,7 +2,7 @@
 
 The one seam between this library and a device: streams, events, page-locked memory, what the allocator holds, the
 state of generators. Operations on tensors reach a device through torch's dispatcher, which a test can also serve.
-``shardwise.testing.late_device`` does both, with streams that are as late as they may be.
+The tests' late device (``tests/support/late``) does both, with streams that are as late as they may be.
 """
 
 from __future__ import annotations

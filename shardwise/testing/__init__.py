@@ -6,10 +6,7 @@ the engine in it, or both could be wrong alike.
 
 from __future__ import annotations
 
-from shardwise.testing.alike import AlikeProcessGroup, Asked, alike_mesh
 from shardwise.testing.counters import Traffic, live_tensor_bytes
-from shardwise.testing.hosts import TwoHosts
-from shardwise.testing.late import LateDevice, LateError, late_device
 from shardwise.testing.models import MODELS, ModelCase, make_batches
 from shardwise.testing.oracle import PlainRecipe, PlainRun, train_plain
 from shardwise.testing.parity import Difference, assert_close, compare
@@ -17,23 +14,16 @@ from shardwise.testing.pool import RankError, RankPool, close_pools, run_ranks
 
 __all__ = [
     "MODELS",
-    "AlikeProcessGroup",
-    "Asked",
     "Difference",
-    "LateDevice",
-    "LateError",
     "ModelCase",
     "PlainRecipe",
     "PlainRun",
     "RankError",
     "RankPool",
     "Traffic",
-    "TwoHosts",
-    "alike_mesh",
     "assert_close",
     "close_pools",
     "compare",
-    "late_device",
     "live_tensor_bytes",
     "make_batches",
     "run_ranks",

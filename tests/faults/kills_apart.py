@@ -30,9 +30,9 @@ from shardwise.build import build
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
-from shardwise.testing.hosts import TwoHosts
 from tests.faults.kills import Net, values_of
 from tests.faults.report import Report
+from tests.support.hosts import TwoHosts
 
 GRACE_S = 20.0
 WAIT_S = 240.0

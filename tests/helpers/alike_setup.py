@@ -21,7 +21,7 @@ from shardwise.comm.link import Link, Message
 from shardwise.comm.ready import READY
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
-from shardwise.testing import Asked
+from tests.support.alike import Asked
 
 PLANS: dict[str, Plan] = {
     "zero1": zero(1),

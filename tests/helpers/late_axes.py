@@ -21,7 +21,7 @@ from shardwise.sequence.parts import Parts
 from shardwise.sequence.ring import Rotation, ring_attention
 from shardwise.tensor import Axis
 from shardwise.tensor.ring import Ring, columns_of_pieces, pieces_of_rows
-from shardwise.testing.late import LateDevice
+from tests.support.late import LateDevice
 
 
 @contextmanager

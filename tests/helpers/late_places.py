@@ -27,7 +27,7 @@ from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.device import Accelerator, copy_ahead, page_locked, synchronize
 from shardwise.plan import Plan, zero
 from shardwise.testing import MODELS
-from shardwise.testing.late import LateDevice, late_collectives, late_device
+from tests.support.late import LateDevice, late_collectives, late_device
 
 
 @contextmanager

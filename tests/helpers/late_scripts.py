@@ -18,7 +18,7 @@ from shardwise.build import build
 from shardwise.comm import PeerError
 from shardwise.comm.asking import MOST_COPIES, _Reader
 from shardwise.plan import zero
-from shardwise.testing.late import late_collectives, late_device
+from tests.support.late import late_collectives, late_device
 
 STEPS, STRAYS_AT, LATE_S = 7, 5, 0.3
 USUAL = tuple(range(LAYERS))

@@ -35,7 +35,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.reduce.norm import LateNorm
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
-from shardwise.testing.late import late_collectives, late_device
+from tests.support.late import late_collectives, late_device
 
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2

@@ -47,7 +47,7 @@ SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
 CLOCK = "for a clock: without it times are wrong, and no value"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
-    ("testing/", "", "", "the late device itself, and pools of ranks"),
+    ("testing/", "", "", "of pools of ranks, which have no device"),
     ("device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
     ("device/streams.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
     ("device/streams.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
@@ -226,7 +226,7 @@ class _Without(ast.NodeTransformer):
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:
-            made = "__import__('shardwise.testing.late').testing.late.long_ago()"
+            made = "__import__('tests.support.late').support.late.long_ago()"
         return _expression(made, node)
 
 

@@ -26,8 +26,7 @@ from shardwise.comm.exact import WORDS, words_of
 from shardwise.engine.not_finite import first_non_finite
 from shardwise.plan import Plan, zero
 from shardwise.reduce import norm
-from shardwise.testing import alike_mesh
-from shardwise.testing.alike import Transport
+from tests.support.alike import Transport, alike_mesh
 
 FEW, SOME, MANY = 64, 512, 4096
 BLOCKS = 4

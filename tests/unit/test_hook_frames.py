@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.build import Session, build
 from shardwise.gather.hooks import GatherHooks
 from shardwise.plan import zero
-from shardwise.testing import alike_mesh
+from tests.support.alike import alike_mesh
 
 
 class Leaf(nn.Linear):

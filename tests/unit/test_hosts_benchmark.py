@@ -11,7 +11,7 @@ from benchmarks import hosts
 from benchmarks.hosts import Wire
 from benchmarks.job import Job
 from benchmarks.launch import JobFailed, Outcome
-from shardwise.testing import TwoHosts
+from tests.support.hosts import TwoHosts
 
 ASKED = ["--sizes", "24 units", "--ranks", "1", "2", "--delays", "0", "2", "--gbit", "10"]
 OPTIONS = hosts.parse([*ASKED, "--systems", "sw_zero3", "fsdp2", "--turns", "2"])

@@ -1,4 +1,4 @@
-"""Two hosts of ``shardwise.testing`` with a wire that is late and slow, and with files of their own."""
+"""Two hosts of ``tests.support`` with a wire that is late and slow, and with files of their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from program_setup import SECONDS
 
-from shardwise.testing import wire
-from shardwise.testing.hosts import ADDRESSES, TwoHosts
+from tests.support import wire
+from tests.support.hosts import ADDRESSES, TwoHosts
 
 SERVER = f"""
 import socket

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.testing import RankPool, assert_close
-from shardwise.testing.late import late_device
+from tests.support.late import late_device
 
 GPU = torch.device("cuda", 0)
 NORMS = [2.0, 1.0, math.inf]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sets import campaign
 
-from shardwise.testing.hosts import ADDRESSES, TwoHosts
 from tests.faults import kills_apart
+from tests.support.hosts import ADDRESSES, TwoHosts
 
 TRAINS = """
 import datetime, os, sys, time

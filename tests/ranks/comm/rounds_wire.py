@@ -1,6 +1,6 @@
 """A wire between two network namespaces that carries packets in rounds, and counts these (Linux).
 
-``python rounds_wire.py PID PID NAME DELAY RATE``, as ``shardwise.testing.wire``, whose devices it takes; delay and rate
+``python rounds_wire.py PID PID NAME DELAY RATE``, as ``tests.support.wire``, whose devices it takes; delay and rate
 mean nothing. Packets cross at once until there is a line on standard input, and again from the next one on. In between
 they are held until both hosts have nothing left to do; then all cross together, which is a round. So of messages that
 wait for each other each takes a round, however slow the machine is.

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardwise.comm import Buffer, Group
 from shardwise.comm import serving as served
-from shardwise.testing import alike_mesh, run_ranks
+from shardwise.testing import run_ranks
+from tests.support.alike import alike_mesh
 
 
 def bounds_of(size: int, index: int) -> tuple[int, ...]:

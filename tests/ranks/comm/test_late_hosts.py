@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 from launching import SECONDS, UNSET
 
-from shardwise.testing import hosts as hosts_module
-from shardwise.testing import wire
-from shardwise.testing.hosts import WIRE, TwoHosts
+from tests.support import hosts as hosts_module
+from tests.support import wire
+from tests.support.hosts import WIRE, TwoHosts
 
 HERE = Path(__file__).parent
 RANKS = 4

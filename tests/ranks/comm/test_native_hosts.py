@@ -17,7 +17,7 @@ from sets import full
 from shardwise.comm import Group, GroupMaker, choose
 from shardwise.plan import zero
 from shardwise.testing import RankError, RankPool
-from shardwise.testing.late import late_collectives, late_device
+from tests.support.late import late_collectives, late_device
 
 GPU = torch.device("cuda", 0)
 NUMEL = 40

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.testing.hosts import TwoHosts
+from tests.support.hosts import TwoHosts
 
 HERE = Path(__file__).parent
 

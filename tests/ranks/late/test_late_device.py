@@ -26,7 +26,7 @@ from shardwise.device import (
     wait_event,
 )
 from shardwise.testing import RankError, RankPool
-from shardwise.testing.late import LateDevice, LateError, late_device
+from tests.support.late import LateDevice, LateError, late_device
 
 SEEDS = range(8)
 GPU = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import UNSET
 
-from shardwise.testing.hosts import ADDRESSES, WIRE, TwoHosts
+from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 
 PROGRAM = """
 import torch

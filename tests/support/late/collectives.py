@@ -20,8 +20,8 @@ from torch import Tensor
 from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.native_hosts import ByHosts, Lanes
-from shardwise.testing.late.device import LateDevice
-from shardwise.testing.late.streams import Event, Stream
+from tests.support.late.device import LateDevice
+from tests.support.late.streams import Event, Stream
 
 __all__ = ["late_collectives"]
 

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.testing.late.streams import Access
 from shardwise.torch_internals import (
-    arguments_of,
-    as_on_cpu,
-    device_kernels,
     each_leaf,
     map_leaves_of,
     without_modes,
 )
+from tests.support.late.streams import Access
+from tests.support.late.torch_gpus import arguments_of, as_on_cpu, device_kernels
 
 if TYPE_CHECKING:
-    from shardwise.testing.late.device import LateDevice
+    from tests.support.late.device import LateDevice
 
 __all__ = ["Operations"]
 

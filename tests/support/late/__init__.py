@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.testing.late.collectives import late_collectives
-from shardwise.testing.late.device import LateDevice, LateError, late_device, long_ago
-from shardwise.testing.late.streams import Race
+from tests.support.late.collectives import late_collectives
+from tests.support.late.device import LateDevice, LateError, late_device, long_ago
+from tests.support.late.streams import Race
 
 __all__ = ["LateDevice", "LateError", "Race", "late_collectives", "late_device", "long_ago"]

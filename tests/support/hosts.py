@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardwise.testing import wire
+from tests.support import wire
 
 __all__ = ["TwoHosts"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.device import replace_runtime
-from shardwise.testing.late.memory import ROUND_BYTES, Memory, Region
-from shardwise.testing.late.operations import Operations
-from shardwise.testing.late.streams import Event, History, Race, Schedule, Stream
-from shardwise.torch_internals import gpus_that_do_nothing
+from tests.support.late.memory import ROUND_BYTES, Memory, Region
+from tests.support.late.operations import Operations
+from tests.support.late.streams import Event, History, Race, Schedule, Stream
+from tests.support.late.torch_gpus import gpus_that_do_nothing
 
 __all__ = ["LateDevice", "LateError", "late_device", "long_ago"]
 

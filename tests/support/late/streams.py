@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import torch
+
+import shardwise
 
 __all__ = ["Access", "Event", "History", "Race", "Schedule", "Stream", "Work", "caller"]
 
 Clock = dict[int, int]
 """By number of a stream: how many of its works have been waited for."""
-OWN = ("/testing/late/", "/shardwise/device/", "/shardwise/torch_internals.py", "/torch/", "/contextlib.py")
+OWN = (
+    f"{Path(__file__).parent}{os.sep}",
+    str(Path(shardwise.__file__).parent / "device"),
+    str(Path(shardwise.__file__).parent / "torch_internals.py"),
+    f"{Path(torch.__file__).parent}{os.sep}",
+    contextlib.__file__,
+)
+"""How the names of files begin that are torch's or the device's own."""
 
 
 def caller() -> str:
     """Where the program is: the innermost line that is neither torch's nor the device's own."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in OWN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
-    if any(part in frame.f_code.co_filename for part in OWN):
+    if frame.f_code.co_filename.startswith(OWN):
         return "autograd"
     return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
 

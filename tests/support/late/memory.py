@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.testing.late.streams import Access, Event, History, Schedule, Stream
-from shardwise.torch_internals import as_on_cpu
+from tests.support.late.streams import Access, Event, History, Schedule, Stream
+from tests.support.late.torch_gpus import as_on_cpu
 
 __all__ = ["Block", "Memory", "Region"]
 
