@@ -1,8 +1,8 @@
 """``python -m benchmarks.scale``: what of one rank's work grows with the number of ranks, from 8 to 16,384.
 
 One process trains a model of small blocks as one rank of many whose peers do what it does
-(:func:`tests.support.alike.alike_mesh`): the code above the transport is the real one, so what is measured is the host's
-own work and what it would send. Each quantity is fitted by a power of the number of ranks; what grows is named.
+(:func:`tests.support.alike.alike_mesh`): the code above the transport is the real one, so what is measured is the
+host's own work and what it would send. Each quantity is fitted by a power of the number of ranks; what grows is named.
 """
 
 from __future__ import annotations

@@ -100,8 +100,6 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.colossalai.low_level_optimizer", "zero_optim_wrapper"),
     (f"{PACKAGE}.colossalai.older_context", "launch"),
     (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
-    (f"{PACKAGE}.optim.factored", "Adafactor.__init__"),
-    (f"{PACKAGE}.optim.galore", "GaLoreAdamW8bit.__init__"),
     (f"{PACKAGE}.optim.hybrid_adam", "HybridAdam.__init__"),
     (f"{PACKAGE}.optim.lamb", "FusedLAMB.__init__"),
     (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),

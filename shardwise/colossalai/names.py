@@ -8,6 +8,7 @@ from shardwise.colossalai.defined_names import defined
 from shardwise.colossalai.entries import alike, same
 from shardwise.colossalai.missing_names import MISSING
 from shardwise.colossalai.older_names import OLDER
+from shardwise.nn.optimizer import INSTEAD
 from shardwise.worlds import Absent, Here, Ignored, World
 from shardwise.worlds.table import Argument, Entry
 
@@ -86,11 +87,12 @@ PRECISIONS: dict[str, Entry] = {
         Absent("give mixed_precision='fp16' or 'bf16' to the Booster, or precision= to its plugin"),
     ),
 }
-OPTIMIZERS: dict[str, Entry] = same(
-    "shardwise.nn.optimizer",
-    "CAME Adafactor CPUAdam DistGaloreAwamW DistributedAdaFactor DistributedCAME DistributedLamb FusedAdam FusedLAMB "
-    "FusedSGD GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit HybridAdam Lamb Lars cast_to_distributed",
-)
+OTHER_OPTIMIZERS: dict[str, Entry] = {name: Absent(text) for name, text in INSTEAD.items()}
+GALORE_GROUPS = {"get_galore_param_groups": OTHER_OPTIMIZERS.pop("get_galore_param_groups")}
+OPTIMIZERS: dict[str, Entry] = {
+    **same("shardwise.nn.optimizer", "CPUAdam FusedAdam FusedLAMB FusedSGD HybridAdam Lamb"),
+    **OTHER_OPTIMIZERS,
+}
 RATES = "shardwise.nn.lr_scheduler"
 COSINE = (
     "the cosine begins at the optimizer's rate; ColossalAI's begins above it, or jumps, with recent releases of torch"
@@ -264,7 +266,7 @@ WORKING: dict[str, dict[str, Entry]] = {
             "lars": "Lars",
         }.items()
     },
-    "nn.optimizer.galore": same("shardwise.nn.optimizer", "GaLoreAdamW8bit get_galore_param_groups"),
+    "nn.optimizer.galore": {"GaLoreAdamW8bit": OPTIMIZERS["GaLoreAdamW8bit"], **GALORE_GROUPS},
     "nn.lr_scheduler": SCHEDULERS,
     **{
         f"nn.lr_scheduler.{module}": {name: SCHEDULERS[name] for name in names.split()}

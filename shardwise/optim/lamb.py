@@ -1,4 +1,4 @@
-"""Layers' own step sizes: LAMB (arXiv 1904.00962) and LARS (arXiv 1708.03888)."""
+"""LAMB (arXiv 1904.00962): Adam with a step size for each layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
 
-__all__ = ["BoundedLamb", "FusedLAMB", "Lamb", "Lars"]
+__all__ = ["BoundedLamb", "FusedLAMB", "Lamb"]
 
 
 def _ratio(weight: Tensor, update: Tensor) -> Tensor:
@@ -214,54 +214,6 @@ class FusedLAMB(WholeTensorOptimizer):
         if self.use_nvlamb or decay:
             update.mul_(_ratio(weight.norm(2), update.norm(2)))
         param.copy_(weight - group["lr"] * update)
-
-
-class Lars(WholeTensorOptimizer):
-    """LARS: momentum, with a step size of each layer's own. ``lars=False`` in a group: plain momentum, no decay.
-
-    Elements of decayed gradients are kept within 10 of 0, and the ratio of norms below 50.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        momentum: factor.
-        eeta: the trust coefficient, above 0 and up to 1.
-        weight_decay: added to gradients.
-        epsilon: beside the norms.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0,
-        eeta: float = 1e-3,
-        weight_decay: float = 0,
-        epsilon: float = 0.0,
-    ) -> None:
-        given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "epsilon": epsilon}
-        for name, value in given.items():
-            check_least(name, value)
-        if not 0 < eeta <= 1:
-            raise ValueError(f"eeta={eeta!r}: give a number above 0, up to 1")
-        super().__init__(params, {**given, "eeta": eeta, "lars": True})
-
-    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        weight, decay, lr = as_computed(param), group["weight_decay"], group["lr"]
-        if group["lars"]:
-            weight_norm, norm = weight.norm(2), grad.norm(2)
-            ratio = group["eeta"] * weight_norm / (norm + decay * weight_norm + group["epsilon"])
-            both = (weight_norm > 0) & (norm > 0)
-            lr = lr * torch.where(both, ratio, torch.ones_like(ratio)).clamp(0.0, 50.0)
-            grad = grad + decay * weight
-        grad = grad.clamp(-10.0, 10.0)
-        if group["momentum"]:
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
-            else:
-                state["momentum_buffer"] = grad.clone()
-            grad = state["momentum_buffer"]
-        param.copy_(weight - lr * grad)
 
 
 def _check_adam(lr: float, betas: tuple[float, float], eps: float) -> None:

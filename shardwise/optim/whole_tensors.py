@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.checked import as_params
 from shardwise.optim.taken_state import counted
 
-__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "rms"]
+__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least"]
 
 
 def as_computed(value: Tensor) -> Tensor:
@@ -25,12 +25,6 @@ def begun(state: dict[str, Any], names: tuple[str, ...], like: Tensor) -> None:
     for name in names:
         if name not in state:
             state[name] = torch.zeros_like(like)
-
-
-def rms(value: Tensor) -> Tensor:
-    """The root of the mean square."""
-    root: Tensor = value.norm(2) / max(1, value.numel()) ** 0.5
-    return root
 
 
 def check_least(name: str, value: Any, least: float = 0.0, most: float = float("inf")) -> None:

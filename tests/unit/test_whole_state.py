@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint import Checkpointer, TorchRun
-from shardwise.nn.optimizer import Adafactor, Lamb
+from shardwise.nn.optimizer import Lamb
 from shardwise.plan import zero
 
 
@@ -33,7 +33,7 @@ def trained(make: Any, away_before: int | None) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("make", [Adafactor, Lamb, torch.optim.Adafactor])
+@pytest.mark.parametrize("make", [Lamb, torch.optim.Adafactor])
 def test_matrices_are_matrices_again(make: Any) -> None:
     straight = trained(make, None)
     for step in (0, 1):
@@ -41,7 +41,7 @@ def test_matrices_are_matrices_again(make: Any) -> None:
         assert all(torch.equal(value, straight[name]) for name, value in moved.items())
 
 
-@pytest.mark.parametrize(("make", "matrix"), [(Lamb, True), (Adafactor, False)])
+@pytest.mark.parametrize(("make", "matrix"), [(Lamb, True), (torch.optim.Adafactor, False)])
 def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
     model = nn.Linear(6, 8)
     session = shardwise.shard(model, make(model.parameters()), plan=zero(2))
@@ -54,8 +54,8 @@ def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
         one.set_state("exp_avg", torch.ones(8, 6))
         assert torch.equal(one.state("exp_avg"), torch.ones(8, 6))  # type: ignore[arg-type]
     else:
-        with pytest.raises(ValueError, match=r"'exp_avg_sq_row' .* another shape than the parameter"):
-            one.state("exp_avg_sq_row")
+        with pytest.raises(ValueError, match=r"'row_var' .* another shape than the parameter"):
+            one.state("row_var")
     session.close()
 
 

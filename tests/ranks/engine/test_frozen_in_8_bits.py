@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from shardwise.build import Session
 from shardwise.mesh import Mesh
-from shardwise.optim.factored import Adafactor
 from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 from shardwise.torch_internals import give_subclass
@@ -479,7 +478,7 @@ def test_what_cannot_be() -> None:
 
 def whole_tensors() -> tuple[float, list[Shape]]:
     plan, model = zero(3).but(compress_frozen="int8"), net()
-    optimizer = Adafactor(model.parameters(), lr=0.01, relative_step=False)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
     with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session, torch.no_grad():
         assert any(chunk.uneven for chunk in session.engine.layout.chunks if chunk.trainable)
         return loss_of(session.module, 0, 0).item(), shapes(session)

@@ -123,22 +123,10 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def matrices(model: nn.Module) -> list[dict[str, Any]]:
-    groups = own.get_galore_param_groups(model, 0.01, rank=3, update_proj_gap=2)
-    return [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-
-
 MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Lamb": lambda m: own.Lamb(trained(m), lr=0.05, weight_decay=0.01),
-    "DistributedLamb": lambda m: own.DistributedLamb(trained(m), lr=0.05),
     "FusedLAMB": lambda m: own.FusedLAMB(trained(m), lr=0.05, max_grad_norm=0),
     "DeepSpeed's": lambda m: FusedLamb(trained(m), lr=0.05, weight_decay=0.01, min_coeff=0.3, max_coeff=1.5),
-    "Lars": lambda m: own.Lars(trained(m), lr=0.5, momentum=0.9, weight_decay=0.01, eeta=0.1),
-    "Adafactor": lambda m: own.Adafactor(trained(m), beta1=0.9, weight_decay=0.01),
-    "CAME": lambda m: own.DistributedCAME(trained(m), lr=0.05, weight_decay=0.01),
-    "GaLoreAdamW": lambda m: own.GaLoreAdamW(matrices(m), lr=0.05, eps=1e-3),
-    "GaLoreAdafactor": lambda m: own.GaLoreAdafactor(matrices(m)),
-    "DistGaloreAwamW": lambda m: own.DistGaloreAwamW(matrices(m), nbits=32, eps=1e-3),
     "torch's Adafactor": lambda m: torch.optim.Adafactor(trained(m), lr=0.05),
     "Muon": lambda m: torch.optim.Muon([p for p in trained(m) if p.dim() == 2], lr=0.05),
     "MuonWithAuxAdam": lambda m: MuonWithAuxAdam(
@@ -155,12 +143,12 @@ WHOLE_PLANS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3_tensor", "z
 }
 
 
-SOME = ["Lamb", "Adafactor", "GaLoreAdamW", "torch's Adafactor", "of no known name"]
+SOME = ["Lamb", "torch's Adafactor", "MuonWithAuxAdam", "of no known name", "of lists"]
 EVERY = [
     pytest.param("zero2", list(MAKE), id="zero2"),
     pytest.param("zero3_tensor", SOME[:1], id="zero3_tensor-one"),
     pytest.param("host", SOME[1:2], id="host-one"),
-    pytest.param("clipped backward", SOME[4:], id="clipped backward-one"),
+    pytest.param("clipped backward", SOME[3:4], id="clipped backward-one"),
     *full(*(pytest.param(plan, SOME, id=plan) for plan in WHOLE_PLANS if plan not in ("zero2", "modules"))),
     *full(pytest.param("modules", SOME, id="modules-some")),
     *campaign(pytest.param("modules", list(MAKE), id="modules")),
@@ -169,8 +157,8 @@ EVERY = [
 
 
 def tolerance(name: str) -> float:
-    """Muon multiplies in bfloat16, ours in fp32; singular vectors are as exact as the gaps between singular values."""
-    return 5e-2 if name == "Muon" else 1e-5 if "Muon" in name else 1e-9 if "GaLore" in name else 1e-11
+    """Muon multiplies in bfloat16, ours in fp32."""
+    return 5e-2 if name == "Muon" else 1e-5 if "Muon" in name else 1e-11
 
 
 def plain(name: str, steps: int = STEPS, ranks: int = RANKS, max_norm: float = 0.0) -> tuple[nn.Module, Any]:
@@ -270,8 +258,8 @@ def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int)
     return found
 
 
-SAVED = [name for name in MAKE if name not in ("that says so", "DistributedLamb", "FusedLAMB", "Muon")]
-ROWS = ["Adafactor", "of lists"]
+SAVED = [name for name in MAKE if name not in ("that says so", "FusedLAMB", "Muon")]
+ROWS = ["torch's Adafactor", "of lists"]
 
 
 @pytest.mark.parametrize(
@@ -305,21 +293,21 @@ def foreign(directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
                 steps_of(session, range(2, STEPS))
                 found[name] = result(session.module, session.optimizer)
             wrong = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-            with sharded(wrong, own.Adafactor(wrong.parameters(), beta1=0.9), zero(3), mesh) as session:
+            with sharded(wrong, torch.optim.Adafactor(wrong.parameters()), zero(3), mesh) as session:
                 path = f"{directory}/other.pt"
                 text = told(partial(PortableFiles().load_optimizer, session.checkpoints._run, path), ValueError)
-                assert "exp_avg_sq_row: (6,) in the checkpoint" in text
+                assert "row_var: (6, 1) in the checkpoint" in text
     return found
 
 
 def test_states_of_other_shapes_are_read_from_torchs_own_files(tmp_path: Path) -> None:
-    names = ["Adafactor", "torch's Adafactor", "CAME", "of lists"]
+    names = ["torch's Adafactor", "of lists"]
     for name in names:
         model, optimizer = plain(name, 2, ranks=2)
         torch.save(optimizer.state_dict(), tmp_path / f"{name}.pt")
         torch.save(model.state_dict(), tmp_path / f"{name}.model")
     other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    optimizer = own.Adafactor(other.parameters(), beta1=0.9)
+    optimizer = torch.optim.Adafactor(other.parameters())
     other(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "other.pt")

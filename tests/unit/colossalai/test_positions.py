@@ -58,35 +58,19 @@ ORDERS = {
         "ExponentialLR": "optimizer total_steps gamma last_epoch",
     },
     "colossalai.nn.optimizer": {
-        "Adafactor": (
-            "params lr eps clip_threshold decay_rate beta1 weight_decay scale_parameter relative_step warmup_init"
-        ),
-        "CAME": "params lr eps clip_threshold betas weight_decay",
         "CPUAdam": (
             "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction nvme_offload_dir"
         ),
-        "DistributedAdaFactor": (
-            "params lr eps clip_threshold decay_rate beta1 weight_decay scale_parameter relative_step warmup_init"
-        ),
-        "DistributedCAME": "params lr eps clip_threshold betas weight_decay",
-        "DistGaloreAwamW": (
-            "params lr betas eps weight_decay nbits min_8bit_size percentile_clipping block_wise is_paged args"
-        ),
-        "DistributedLamb": "params lr betas eps weight_decay bias_correction",
         "FusedAdam": "params lr bias_correction betas eps adamw_mode weight_decay amsgrad set_grad_none",
         "FusedLAMB": (
             "params lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none "
             "max_grad_norm use_nvlamb"
         ),
         "FusedSGD": "params lr momentum dampening weight_decay nesterov wd_after_momentum",
-        "GaLoreAdamW8bit": (
-            "params lr betas eps weight_decay nbits min_8bit_size percentile_clipping block_wise is_paged args"
-        ),
         "HybridAdam": (
             "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction nvme_offload_dir"
         ),
         "Lamb": "params lr betas eps weight_decay adam bias_correction",
-        "Lars": "params lr momentum eeta weight_decay epsilon",
     },
     "colossalai": {
         "launch": "rank world_size host port backend local_rank seed verbose",
