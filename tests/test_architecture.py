@@ -110,7 +110,6 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.deepspeed.entry", "initialize"),
     (f"{PACKAGE}.deepspeed.flops", "get_model_profile"),
     (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),
-    (f"{PACKAGE}.deepspeed.tiling", "TiledLinear.__init__"),
     (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
     (f"{PACKAGE}.nn.lr_scheduler.schedules", "OneCycleLR.__init__"),
     (f"{PACKAGE}.pytorch.ddp", "plan_of_ddp"),

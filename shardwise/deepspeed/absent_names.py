@@ -32,6 +32,8 @@ _HYBRID = "generate with engine.module.generate inside engine.session.module.gat
 _LAUNCH = "start ranks with `shardwise run`, torchrun, or a cluster's own launcher"
 _DISK = "offload to a disk needs no extension: give offload_optimizer or offload_param device nvme"
 _LEAVES = "ranks may run different branches, so no module has to be gathered whole: no list of them is needed"
+_TILES = "leave the layer whole: stage 3 gathers one layer at a time, and tp_model_init cuts layers over ranks"
+_PARTS = "HybridParallelPlugin(pp_size=...) of shardwise.booster divides layers into stages"
 _CHECKPOINTS = "checkpoints here are read at any stage and number of ranks without being converted first"
 
 ABSENT: dict[str, Mapping[str, Absent]] = {
@@ -92,6 +94,7 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
     ),
     "runtime.torch_autocast": _all(_INTERNAL, "get_all_comm_dtypes", "init_autocast_params", "sort_dtypes"),
     "runtime.utils": {
+        **_all(_PARTS, "partition_balanced", "partition_uniform", "prefix_sum_inc"),
         **_all("engine.get_global_grad_norm() is the norm of the last step", "get_grad_norm"),
         **_all("engine.session.memory() says what is held where", "memory_status"),
         **_all("cut it by torch.tensor_split, and gather parts by deepspeed.comm.all_gather", "PartitionedTensor"),
@@ -108,7 +111,9 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
             "shutdown_init_context",
             "restore_init_context",
         ),
+        **_all(_TILES, "TiledLinear", "TiledLinearReturnBias"),
     },
+    "runtime.zero.tiling": _all(_TILES, "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"),
     "runtime.zero.leaf_module_config": _all(
         _LEAVES,
         "DEFAULT_LEAF_MODULE_CLASSES",

@@ -141,7 +141,6 @@ _ZERO: Names = {
     **_in("zero", ("GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")),
     **_in("marks", ("ZeroParamStatus", "ZeroParamType")),
     "MiCS_Init": Here(f"{HOME}.zero", "Init", "mics_shard_size in the configuration says over how many ranks"),
-    **_in("tiling", ("TiledLinear", "TiledLinearReturnBias")),
     "unwrap_model_for_generation": Here(f"{HOME}.zero"),
     "zero_wrapper_for_fp_tensor_constructor": Here(f"{HOME}.zero"),
     **ABSENT["runtime.zero"],
@@ -340,7 +339,6 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
     },
     "runtime.utils": {
         "is_model_parallel_parameter": Here("shardwise.engine.other_parts", "is_divided"),
-        **_in("tiling", ("partition_balanced", "partition_uniform", "prefix_sum_inc")),
         **_in("clipping", ("clip_grad_norm_", "get_global_norm")),
         "move_to_device": Here(f"{HOME}.loaders"),
         "see_memory_usage": Here(f"{HOME}.hardware"),
@@ -368,7 +366,7 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
         "muon_update": Here("shardwise.optim.muon"),
         **ABSENT["runtime.zero.muon.original_muon"],
     },
-    "runtime.zero.tiling": _in("tiling", ("TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim")),
+    "runtime.zero.tiling": ABSENT["runtime.zero.tiling"],
     "runtime.zero.utils": {
         "ZeRORuntimeException": Here("builtins", "RuntimeError"),
         "is_zero_param": Here(f"{HOME}.marks"),

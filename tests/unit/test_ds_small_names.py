@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,37 +191,6 @@ def test_a_table_of_memory_for_a_model_that_is_not_there(capsys: pytest.CaptureF
     live = capsys.readouterr().out
     stage3.estimate_zero3_model_states_mem_needs_all_cold(200, 100)
     assert capsys.readouterr().out == live
-
-
-@pytest.mark.parametrize(
-    ("weights", "parts", "expected"),
-    [
-        ([1] * 8, 4, [0, 2, 4, 6, 8]),
-        ([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]),
-        ([0.0, 1.1, 30, 3.0], 3, [0, 2, 3, 4]),
-        ([1, 2, 1], 4, [0, 1, 2, 3, 3]),
-        ([5, 1, 1, 1, 1, 1], 2, [0, 1, 6]),
-    ],
-)
-def test_parts_of_a_row(weights: list[float], parts: int, expected: list[int]) -> None:
-    assert found("runtime.utils", "partition_balanced")(weights, parts) == expected
-
-
-def test_no_other_parts_are_better() -> None:
-    generator = torch.Generator().manual_seed(0)
-    balanced = found("runtime.utils", "partition_balanced")
-    for _ in range(30):
-        weights = torch.randint(0, 9, (7,), generator=generator).tolist()
-        bounds = balanced(weights, 3)
-        largest = max(sum(weights[a:b]) for a, b in pairwise(bounds))
-        every = [[0, a, b, 7] for a in range(1, 6) for b in range(a + 1, 7)]
-        assert largest == min(max(sum(weights[a:b]) for a, b in pairwise(other)) for other in every)
-
-
-def test_even_parts_and_sums() -> None:
-    uniform = found("runtime.utils", "partition_uniform")
-    assert uniform(10, 3) == [0, 4, 7, 10] and uniform(2, 4) == [0, 1, 2, 2, 2]
-    assert found("runtime.utils", "prefix_sum_inc")([3, 4, 5]) == [3, 7, 12]
 
 
 def test_gradients_are_clipped_as_torchs() -> None:
