@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import difflib
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from shardwise.checked import shown
-from shardwise.deepspeed.hjson import parse
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 from shardwise.remarks import warn_user
 
@@ -141,12 +141,37 @@ def load_config(config: Source) -> dict[str, Any]:
         )
     name = "the configuration in base64" if encoded is not None else str(path)
     try:
-        tree = parse(path.read_text("utf-8") if encoded is None else encoded)
+        tree = _parsed(path.read_text("utf-8") if encoded is None else encoded)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{name} holds {type(tree).__name__}; a JSON object is expected")
     return tree
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text, or of an Hjson one where the package hjson is installed.
+
+    Raises:
+        ValueError: it is neither; a key stands twice in one block.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_pairs)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson
+        except ImportError:
+            raise ValueError(f"it is not JSON: {error}. Install the package hjson if it is Hjson") from None
+        return hjson.loads(text.lstrip("\ufeff"), object_pairs_hook=_pairs)
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} stands twice in one block of the configuration; remove one of them")
+        found[name] = value
+    return found
 
 
 def _is_file(path: Path) -> bool:

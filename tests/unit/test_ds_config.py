@@ -441,7 +441,7 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gradient_clipping' stands twice"):
         to_plan(path, 4)
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"ds\.json: neither JSON nor Hjson: a key is expected at line 1 column 2"):
+    with pytest.raises(ValueError, match=r"ds\.json: .*line 1 column 2"):
         to_plan(path, 4)
     with pytest.raises(FileNotFoundError, match="no such file"):
         to_plan(tmp_path / "none.json", 4)
