@@ -187,6 +187,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return [text + run.communicate(timeout=400)[0] for text, run in zip(before, runs, strict=True)]
 
 
+@pytest.mark.full
 def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(said: list[str]) -> None:
     for rank, text in enumerate(said):
         told = [line.split()[1:] for line in text.splitlines() if line.startswith("front-end")]
@@ -196,6 +197,7 @@ def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(said:
         assert len(files) == 4 and all(file.endswith(f"/pieces-{rank}.safetensors") for file in files), text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [5, *campaign(100)])
 def test_kills_of_either_host_lose_nothing(tmp_path: Path, count: int) -> None:
     found = kills_apart.campaign(count, 20, str(tmp_path))

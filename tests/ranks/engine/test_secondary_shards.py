@@ -253,6 +253,7 @@ def same_bits(directory: str) -> list[str]:
     return differ
 
 
+@pytest.mark.full
 def test_the_same_bits_as_without(tmp_path: Path) -> None:
     assert run_ranks(4, same_bits, str(tmp_path)) == [[]] * 4
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launching import finished
+from sets import campaign
 
 PROGRAM = """
 import copy, json, os, sys
@@ -82,7 +83,7 @@ def run(program: Path, kind: str, config: str, *launch: str) -> tuple[list[list[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", *campaign("DPO")])
 def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
     """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""
     for needed in ("trl", "datasets"):

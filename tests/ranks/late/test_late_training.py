@@ -168,9 +168,19 @@ QUICK = (
     "parts of sequences, ring (2 ranks)",
 )
 """On one rank and on two, of the host's reads and of the device's messages."""
+STAGES = "stages, 1f1b (2 ranks)"
+"""Of the scenarios with stages, which cost most, the one in the full set."""
 
 
-@pytest.mark.parametrize("scenario", [each if str(each) in QUICK else full(each)[0] for each in BESIDE], ids=str)
+def in_a_set(scenario: Scenario) -> object:
+    """The scenario, marked with the set that runs it."""
+    if str(scenario) in QUICK:
+        return scenario
+    marked = campaign if str(scenario).startswith("stages,") and str(scenario) != STAGES else full
+    return marked(scenario)[0]
+
+
+@pytest.mark.parametrize("scenario", [in_a_set(each) for each in BESIDE], ids=str)
 def test_what_is_done_beside_training(
     alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from early_setup import full_state
 from engine_setup import adam, one_mesh
-from sets import full
+from sets import campaign, full
 from tier_setup import SHARES, small_tiles, with_tiers
 from torch import Tensor
 from wait_setup import WAYS, Impatient, Watch, loss_at, make_ways, quick_patience
@@ -151,7 +151,7 @@ FEW: list[Case] = [(2, "s_disk", "guessed"), (3, "all_disk", "step")]
     [
         pytest.param(None, FEW[:1], id="shared"),
         pytest.param(False, FEW[1:], id="gloo"),
-        *full(pytest.param(None, [case for case in SHARED if case not in FEW], id="shared-more")),
+        *campaign(pytest.param(None, [case for case in SHARED if case not in FEW], id="shared-more")),
         *full(pytest.param(False, [case for case in GLOO if case not in FEW], id="gloo-more")),
     ],
 )
