@@ -144,6 +144,8 @@ def load_config(config: Source) -> dict[str, Any]:
         tree = _parsed(path.read_text("utf-8") if encoded is None else encoded)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: its blocks are nested too deeply to be read") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{name} holds {type(tree).__name__}; a JSON object is expected")
     return tree

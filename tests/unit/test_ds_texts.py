@@ -56,6 +56,8 @@ def test_texts_by_hand_and_in_base64(tmp_path: Path) -> None:
         "{a: {b: [1, 2}}": "",
         "{a 1}": "",
         "[1,]  #:": "holds list; a JSON object",
+        '{"a": ' + 100_000 * "[": "nested too deeply",
+        "a: " + 10_000 * "[" + 10_000 * "]" + "#": "nested too deeply",
     }
     for text, message in faults.items():
         with pytest.raises(ValueError, match=f"in base64.*{message}"):
