@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from engine_setup import adam, check, data, run_plain, run_sharded, seeded, sharded
 from launching import SECONDS, forked, start
-from scope import PER_HOST, Scope, hosts_of
+from scope import Scope
 from served_setup import BETWEEN_S, EPOCHS, NUMELS, at_the_end, serving, wait_for, whole, write
 from sets import full
 from torch import Tensor, nn
 from wander_setup import GLOO, Wanderer, counted, fails_and_goes_on, wander
 
 from shardwise.build import build
-from shardwise.comm import GlooGroup, gloo, hosts
+from shardwise.comm import GlooGroup, gloo
 from shardwise.comm import serving as served
 from shardwise.comm.link import Link, Message
 from shardwise.gather import policy
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan
 from shardwise.testing import run_ranks
 
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
@@ -40,7 +40,7 @@ def each_its_own_way(kind: str, seed: int, trials: int) -> int:
     """Ranks gather other shards, in another order, another number of them, with naps. How many in all."""
     made = 0
     for trial in range(trials):
-        with Scope(kind) as group, mock.patch.object(hosts, "LANDING_BYTES", (1 << 20) * (trial % 2)):
+        with Scope(kind) as group:
             draw = random.Random(f"{seed} {trial} {group.rank}")
             parts = [
                 [(numel + rank * (index + trial) % 5) for rank in range(group.size)]
@@ -69,7 +69,7 @@ def each_its_own_way(kind: str, seed: int, trials: int) -> int:
     return made
 
 
-@pytest.mark.parametrize(("kind", "size"), [("gloo", 3), ("hosts", 3), *full(("gloo", 2), ("hosts", 4))])
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 3), *full(("gloo", 2))])
 def test_ranks_gather_what_they_like(kind: str, size: int) -> None:
     assert len(set(run_ranks(size, each_its_own_way, kind, 2, 6))) == size, (
         "all made the same number: nothing was tried"
@@ -99,7 +99,7 @@ def late_writer(kind: str, fences: bool) -> bool:
         return torch.equal(out, whole(bounds, 1, 0))
 
 
-@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 2)])
 def test_who_reads_early_reads_what_is_written(kind: str, size: int) -> None:
     assert run_ranks(size, late_writer, kind, True) == [True] * size
     assert run_ranks(size, late_writer, kind, False) != [True] * size, "the test cannot fail"
@@ -171,11 +171,10 @@ def test_among_very_many_ranks_there_are_no_threads_but_rounds() -> None:
         assert steps[1].count("what to gather") > 5
 
 
-def ends_early(kind: str, closes: bool) -> Tensor:
+def ends_early(closes: bool) -> Tensor:
     """One rank is through with its model, and drops or closes it, while the others still gather."""
     model = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
-    with hosts_of(PER_HOST) if kind == "hosts" else nullcontext():
-        session = build(model, adam(model), zero(3) if kind == "hosts" else GLOO)
+    session = build(model, adam(model), GLOO)
     for layer in model if session.mesh.rank else ():
         layer.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     with torch.inference_mode():
@@ -216,11 +215,9 @@ def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
     assert run_ranks(2, under_way, 9, small) == [units, units]
 
 
-@pytest.mark.parametrize(
-    ("closes", "kind", "size"), [(False, "gloo", 2), (True, "hosts", 3), *full((False, "hosts", 3), (True, "gloo", 2))]
-)
-def test_who_ends_early_leaves_the_others_what_they_need(kind: str, size: int, closes: bool) -> None:
-    one, *others = run_ranks(size, ends_early, kind, closes)
+@pytest.mark.parametrize(("closes", "size"), [(False, 2), *full((True, 3))])
+def test_who_ends_early_leaves_the_others_what_they_need(size: int, closes: bool) -> None:
+    one, *others = run_ranks(size, ends_early, closes)
     assert all(torch.equal(one, other) for other in others)
 
 
