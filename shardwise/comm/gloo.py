@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, Operation
 from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
 from shardwise.comm.serving import Serving, Written
@@ -92,7 +92,6 @@ class GlooGroup(Group):
 
     sends_slices = True
     uneven = True
-    disseminates = True
 
     def __init__(
         self,
@@ -255,8 +254,5 @@ class GlooGroup(Group):
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
-    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self._control.most(values, words, purpose)
-
-    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self._control.total(words, purpose)
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self._control.all_reduce(values, operation, purpose)
