@@ -20,8 +20,10 @@ class CommPlan:
     Attributes:
         overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
         shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
-        same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
-            gathers and reductions need no agreement between ranks. ``False`` is always safe.
+        same_order: ``None`` (or ``True``): gathers that need every rank are issued in program order, so all ranks have
+            to run the same modules in the same order; ranks that differ end in an error before anything is updated.
+            ``False``: they agree before each gather, for models whose ranks take different branches. Between CPU ranks
+            of one host, which read shared memory, gathers need neither; under a declared capacity ranks always agree.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use by a module. Until then they show this rank's part as it is after the step, the others' parts as
             before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.
@@ -44,9 +46,9 @@ class CommPlan:
 
     overlap: bool
     shared_memory: bool | None
-    same_order: bool
     gather_on_use: bool
     sync_init: bool
+    same_order: bool | None = None
     predivide: float = 1.0
     compress: Literal["fp8"] | None = None
     by_hosts: bool | None = None
@@ -57,9 +59,9 @@ class CommPlan:
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
-        for name in ("overlap", "same_order", "gather_on_use", "sync_init"):
+        for name in ("overlap", "gather_on_use", "sync_init"):
             switch(name, getattr(self, name))
-        for name in ("shared_memory", "by_hosts"):
+        for name in ("shared_memory", "by_hosts", "same_order"):
             if getattr(self, name) is not None:
                 switch(name, getattr(self, name))
         if self.exchange_bytes is not None:

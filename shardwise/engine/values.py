@@ -285,7 +285,7 @@ class Values:
         for chunk in engine.chunks if everything else updated:
             chunk.source.forget()  # what was read ahead, or is kept of a gather, is the version before
         self._renew_resident(updated)
-        engine.pool.invalidate(everything, optimizer)
+        engine.pool.invalidate(everything)
         if engine.meter is not None:
             engine.meter.end_step(engine.pool.followed)
         self._refuse_graphs(engine.chunks if everything else updated)
@@ -339,7 +339,6 @@ class Values:
         if engine.pool.blocks.any_open:
             name = type(engine.model).__name__
             raise RuntimeError(f"an update or a load of the {name} inside gathered(): leave the block first")
-        engine.mesh.shard.align()
         engine.pool.settle(ahead=True)
         if not engine.plan.tiers.all_on_device:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write

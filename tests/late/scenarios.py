@@ -28,7 +28,6 @@ HOMES = {
         "several_collectives",
         "traced_graph",
     ),
-    "late_scripts": ("strayed",),
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
@@ -113,6 +112,5 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(4, "train", name, ("mlp", True)) for name in ("by_hosts", "by_hosts_eight_bits")]
     found += [Scenario(4, "in_two_steps", name) for name in ("at home", "elsewhere", "not waited for")]
     found += [Scenario(4, "train", "secondary_eight_bits"), Scenario(2, "train", "frozen_host", ("frozen",))]
-    found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
-    found += [Scenario(2, "strayed", "running ahead")]
+    found += [Scenario(4, "secondary_twice")]
     return found
