@@ -29,9 +29,6 @@ class CommPlan:
             before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
         predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
-        by_hosts: between ranks of several hosts, some with several ranks, what goes to a host goes there once and is
-            shared inside; sums are made inside a host first. ``None``: between CPU ranks. ``True``: between GPUs, too,
-            whose gathers and reductions then are two collectives each. ``False``: from rank to rank.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
             travel in 8 bits (:mod:`shardwise.comm.block_formats`); masters are kept apart and never rounded so.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
@@ -51,7 +48,6 @@ class CommPlan:
     same_order: bool | None = None
     predivide: float = 1.0
     compress: Literal["fp8"] | None = None
-    by_hosts: bool | None = None
     compress_weights: Literal["fp8", "int8", "int4"] | None = None
     compress_gradients: Literal["fp8", "int8", "int4"] | None = None
     exchange_bytes: int | None = None
@@ -61,7 +57,7 @@ class CommPlan:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
         for name in ("overlap", "gather_on_use", "sync_init"):
             switch(name, getattr(self, name))
-        for name in ("shared_memory", "by_hosts", "same_order"):
+        for name in ("shared_memory", "same_order"):
             if getattr(self, name) is not None:
                 switch(name, getattr(self, name))
         if self.exchange_bytes is not None:

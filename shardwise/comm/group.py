@@ -352,11 +352,6 @@ class Group(Meeting):
         """Give back communicators and mapped memory. Buffers are unusable afterwards; calling it again does nothing."""
         return
 
-    def from_other_hosts(self) -> dict[str, int]:
-        """Bytes that this rank has received from ranks of other hosts since :meth:`reset_traffic`, to ``"gather"`` and
-        to ``"reduce"``, as they travelled; without what is a library's affair. Nothing where all are on one host."""
-        return {}
-
     def reset_traffic(self) -> None:
         """Start counting from zero."""
         self.traffic.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,21 +21,16 @@ __all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
 # buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
 TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10
 TAG_LIMIT = 2 * TAG_RANGE * BUFFER_RANGE
-"""Above all tags of operations that ranks start in one order; in the lower half are those of :meth:`Link.tag`."""
+"""Above all tags of operations that ranks start in one order (:meth:`Link.tag`)."""
 
 
 class Link:
-    """One communicator: sends and receives with a tag per operation.
-
-    Attributes:
-        received: bytes by peer, counted where a receive begins; not what is received aside.
-    """
+    """One communicator: sends and receives with a tag per operation."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
         self._process_group = process_group
         self._name = name
         self._count = 0
-        self.received: Counter[int] = Counter()
 
     def tag(self, buffer: int) -> int:
         """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
@@ -49,7 +43,6 @@ class Link:
 
     def receive(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """Start to receive into ``tensor``."""
-        self.received[peer] += tensor.nbytes
         return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
 
     def send_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:

@@ -21,7 +21,6 @@ from torch import Tensor
 from shardwise.comm import GroupMaker, register_backend
 from shardwise.comm.choose import GroupRequest
 from shardwise.comm.control import Control
-from shardwise.comm.letters import LETTER
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.serving import ASK
 from shardwise.mesh.mesh import Mesh
@@ -207,8 +206,6 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """What this rank has sent by the time that it waits."""
         if tag == ASK:
             return _Arriving(partial(self._hear, tensors[0], peer))
-        if tag == LETTER:  # a place that is kept: what comes counts, when it does
-            return _Arriving(partial(self._read, tensors[0]))
         self._asked.add("receive", 0, tensors[0].nbytes)
         return _Arriving(partial(self._arrive, tensors[0], tag))
 
@@ -221,12 +218,6 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         peer, said = self._requests[whose].get()
         out.copy_(said)
         return peer
-
-    def _read(self, out: Tensor) -> None:
-        tag, sent = self._sent
-        assert tag == LETTER and sent is not None, f"what was sent last has tag {tag}"
-        self._asked.add("receive", 0, sent.nbytes)
-        out[: sent.numel()].copy_(sent)
 
     def _arrive(self, out: Tensor, tag: int) -> None:
         sent_tag, sent = self._sent

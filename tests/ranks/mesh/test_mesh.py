@@ -250,7 +250,7 @@ def two_hosts() -> list[str]:
 
 
 def test_shared_memory_within_a_host_and_messages_between_them() -> None:
-    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "HostsGroup"]] * 4
+    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
 
 
 def one_host_of_two_shares() -> list[str]:
