@@ -107,11 +107,6 @@ class Batch:
         self._watcher = None
         return not self._messages or self._done.is_set()
 
-    @property
-    def through(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self._done.is_set()
-
     def wait_unless_taken(self) -> None:
         """Wait for the messages, unless another thread does."""
         me = object()

@@ -17,16 +17,11 @@ from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
 from shardwise.comm.control import Control
-from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
+from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
-from shardwise.comm.serving import Serving, Written
 from shardwise.comm.summing import RankSum
 
 __all__ = ["GlooGroup"]
-
-
-MOST_SERVED = 256
-"""Ranks of a group in which each answers the others' gathers, with a thread for each; more agree before gathers."""
 
 
 class _Reduction:
@@ -111,11 +106,6 @@ class GlooGroup(Group):
         self.sum = RankSum()
         self.watchers = Watcher(), Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
-        self._serving: Serving | None = None
-        self._reading: deque[Batch] = deque()
-        """Gathers that read the peers' shards, oldest first; those at the front may be through."""
-        self._updates, self._written = 0, Written()
-        """Times that shards were to be written, and how far this rank is through with that."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
@@ -147,43 +137,8 @@ class GlooGroup(Group):
         """Return when every rank has come here."""
         self._control.barrier()
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
-        """See :meth:`Group.fence`. Around updates it has something to do where shards are served: before one the ranks
-        meet; after one this rank's threads answer those who are as far."""
-        if self._serving is None or not phase:
-            return
-        if phase == "before an update":
-            self.reads_arrive()
-            if not met:
-                self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
-            self._updates += 1
-        else:
-            # Counted where it began, so that a rank whose update failed counts as the others again with the next one.
-            self._updates += self._updates == self._written.updates  # values that were there from the beginning
-            self._written.through(self._updates)
-
-    def reads_arrive(self) -> None:
-        """See :meth:`Group.reads_arrive`."""
-        while self._reading:
-            self._reading[0].wait()
-            self._reading.popleft()
-
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """See :meth:`Group.serve`."""
-        if self.size > MOST_SERVED:
-            return
-        if self._serving is None and shards:
-            self._serving = Serving(self._gather_link, self.others(), self._written)
-        if self._serving is not None and shards:
-            served = self._serving.serve(shards)
-            for shard in shards:
-                shard.served = served
-
     def close(self) -> None:
         """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
-        if self._serving is not None:
-            self._serving.close()
-        self._reading.clear()
         self.scratch = Scratch()
         for watcher in self.watchers:
             watcher.close()
@@ -197,19 +152,7 @@ class GlooGroup(Group):
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
-        return self._ask(out, shard, self._serving) if shard.served and self._serving else self._spread(out, shard)
-
-    def _ask(self, out: Tensor, shard: Buffer, serving: Serving) -> Handle:
-        """A gather that the peers' threads answer; see [Note: Gathers that nobody else takes part in]."""
-        if not out.numel():
-            return DONE
-        while self._reading and self._reading[0].through:
-            self._reading.popleft()
-        what = f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"
-        part_of = partial(self.slice_of, out, bounds=shard.bounds)
-        asked = serving.ask(shard, part_of, what, behind=self._written.updates)
-        self._reading.append(Batch(asked, self.watchers[0]))
-        return self._reading[-1]
+        return self._spread(out, shard)
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         return self._spread(full.local, full)

@@ -298,7 +298,7 @@ class SharedGroup(Group):
         """Return when every rank has come here."""
         self._sync(BARRIER, ())
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
         reduces: reductions have counters of their own."""
         self._show()

@@ -323,12 +323,9 @@ class Values:
         late = engine.plan.comm.gather_on_use and engine.mesh.shard.size > 1
         return late and chunk.resident and chunk.spec.trainable
 
-    def before_update(self, met: bool = False) -> None:
+    def before_update(self) -> None:
         """All ranks have read what they need of the shards, also where gathered arrays show them; they may be written
         until :meth:`publish`.
-
-        Args:
-            met: as in :meth:`Group.fence`.
 
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or they are the user's again.
@@ -342,5 +339,5 @@ class Values:
         engine.pool.settle(ahead=True)
         if not engine.plan.tiers.all_on_device:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
-        engine.mesh.shard.fence("before an update", met)
+        engine.mesh.shard.fence("before an update")
         engine.guards.edits.allow()

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from engine_setup import adam, data, one_mesh, seeded, sharded
+from meetings_setup import GLOO, counted
 from sets import full
 from stream_setup import LAYERS, Branching, groups_of
 from torch import Tensor, nn
-from wander_setup import GLOO, counted
 
 from shardwise.build import Session
 from shardwise.comm import NativeGroup, PeerError
