@@ -10,6 +10,7 @@ from shardwise.checked import MOST_BYTES, number, require, switch, whole
 __all__ = ["MOST_DIVISOR", "CommPlan"]
 
 MOST_DIVISOR = 2.0**32
+MOST_SECONDS = 315_360_000.0
 BLOCKS = ("fp8", "int8", "int4")
 
 
@@ -24,6 +25,8 @@ class CommPlan:
             to run the same modules in the same order; ranks that differ end in an error before anything is updated.
             ``False``: they agree before each gather, for models whose ranks take different branches. Between CPU ranks
             of one host, which read shared memory, gathers need neither; under a declared capacity ranks always agree.
+        wait_timeout_s: seconds that a rank waits in training for a peer that does not come, before it raises an error
+            that says what each rank is doing. Saving, loading and other calls wait as long as the process group does.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use by a module. Until then they show this rank's part as it is after the step, the others' parts as
             before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.
@@ -46,6 +49,7 @@ class CommPlan:
     gather_on_use: bool
     sync_init: bool
     same_order: bool | None = None
+    wait_timeout_s: float = 60.0
     predivide: float = 1.0
     compress: Literal["fp8"] | None = None
     compress_weights: Literal["fp8", "int8", "int4"] | None = None
@@ -55,6 +59,7 @@ class CommPlan:
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
+        number("wait_timeout_s", self.wait_timeout_s, f"(0, {MOST_SECONDS!r}]", "seconds > 0, at most ten years")
         for name in ("overlap", "gather_on_use", "sync_init"):
             switch(name, getattr(self, name))
         for name in ("shared_memory", "same_order"):

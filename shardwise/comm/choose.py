@@ -99,6 +99,7 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
+        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.comm_plan.CommPlan`.
         activity: what this rank is doing, for messages of all groups made here.
     """
 
@@ -108,12 +109,13 @@ class GroupMaker:
         shared_memory: bool | None,
         timeout_s: float,
         members: Members | None = None,
+        wait_timeout_s: float | None = None,
     ) -> None:
         self.device = device
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
         self.members = members
-        self.activity = Activity()
+        self.activity = Activity(None if wait_timeout_s is None else min(wait_timeout_s, timeout_s))
         self._process_groups: list[dist.ProcessGroup] = []
         let_go_with(self, self._process_groups)
         self._world: Control | None = None

@@ -46,7 +46,7 @@ class _Reduction:
             self._send_sum = partial(group.speak, link, own, spread_tag, what)
         messages += [link.send(group.part_of(buffer, peer), peer, tag, what) for peer in peers]
         self._parts = [self._received.get(rank, own) for rank in range(group.size)]
-        self._slices = Batch(messages, group.watchers[1])
+        self._slices = Batch(messages, group.watchers[1], group.control)
         self._sums: Batch | None = None
 
     def wait(self) -> None:
@@ -73,7 +73,7 @@ class _Reduction:
             for place in self._received.values():
                 group.scratch.give(place)
             self._parts, self._received = [], {}
-            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1])
+            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1], group.control)
         return self._sums
 
 
@@ -97,7 +97,7 @@ class GlooGroup(Group):
         reduce: dist.ProcessGroup,
     ) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
-        self._control = control
+        self.control = control
         self._gather_link = Link(gather, name)
         self._reductions: deque[_Reduction] = deque()
         self._buffer_count = 0
@@ -135,7 +135,7 @@ class GlooGroup(Group):
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._control.barrier()
+        self.control.barrier()
 
     def close(self) -> None:
         """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
@@ -163,9 +163,8 @@ class GlooGroup(Group):
         what = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         link, own = self._gather_link, self.slice_of(full, self.rank, buffer.bounds)
         tag = link.tag(buffer.number)
-        return Batch(
-            self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what), self.watchers[0]
-        )
+        messages = self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what)
+        return Batch(messages, self.watchers[0], self.control)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
@@ -187,19 +186,19 @@ class GlooGroup(Group):
         messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
         messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
         self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
-        return Batch(messages, self.watchers[1])
+        return Batch(messages, self.watchers[1], self.control)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._control.broadcast(tensor, src)
+        self.control.broadcast(tensor, src)
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self._control.exchange(values, purpose)
+        return self.control.exchange(values, purpose)
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        return self._control.exchange_bytes(data, lengths)
+        return self.control.exchange_bytes(data, lengths)
 
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self._control.most(values, words, purpose)
+        return self.control.most(values, words, purpose)
 
     def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self._control.total(words, purpose)
+        return self.control.total(words, purpose)

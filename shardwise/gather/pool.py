@@ -26,7 +26,7 @@ from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
 from shardwise.modes import ordinary_tensors
 from shardwise.sizes import size_text
-from shardwise.torch_internals import storage_id
+from shardwise.torch_internals import current_graph_task, storage_id
 
 __all__ = ["ChunkPool"]
 
@@ -183,8 +183,7 @@ class ChunkPool:
             self._make_room(unit, self._soon())  # what was gathered when there was more room than now goes
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
-        gathered = not [c for c in self._transient[unit] if c.state is not Residency.GATHERED]
-        if not looks and gathered and unit not in self._kept:
+        if not looks and self._counts(unit) and all(c.state is Residency.GATHERED for c in self._transient[unit]):
             return
         absent, soon = not self._is_whole(unit), self._soon()
         # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
@@ -286,6 +285,7 @@ class ChunkPool:
     def invalidate(self, everything: bool = False) -> None:
         """After an update: gathered copies of trainable chunks, or of all, are stale. Ends the trace's step."""
         self.issued.restart()
+        self.group.activity.step += 1
         for unit in list(self._held):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_all_the_same(unit)
@@ -312,11 +312,10 @@ class ChunkPool:
         if not self.in_order:
             return
         found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
-        missing = int(found.most[0]) - self.issued.count
         if found.least != found.most:
             logs = self.group.exchange_object([self.issued.count, list(self.issued.last)])
             units = next(units for count, units in logs if count == int(found.most[0]))
-            for unit in units[len(units) - missing :]:
+            for unit in units[len(units) - (int(found.most[0]) - self.issued.count) :]:
                 self.issued.note(unit)
                 self._now(unit)
         self.rounds.secondary.forget()
@@ -421,6 +420,9 @@ class ChunkPool:
                 self.arrays.give(out)
 
     def _start(self, unit: int) -> None:
+        passes = "forward" if self.in_training else "evaluation"
+        phase = "backward" if current_graph_task() != -1 else passes
+        self.group.activity.at(phase, "gather of unit", self.name_of, unit)
         if self.in_order:
             self.issued.note(unit)
         if unit in self._held:

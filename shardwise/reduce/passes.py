@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.checked import number
+from shardwise.comm import PeerError
 from shardwise.events import Events
 from shardwise.gather.hooks import in_backward
 from shardwise.gather.meter import MemoryMeter
@@ -209,7 +210,11 @@ class BackwardPasses:
             if self._gathering:
                 self._pool.abandon_phase()
                 self._gathering = False
-            self._reducer.abort()
+            try:
+                self._reducer.abort()
+            except PeerError:  # others may still be at what comes before it
+                self._gathering = True
+                raise
             self._pool.catch_up()
             self.forget_tokens(None)
             self._failed = self.unreduced = False

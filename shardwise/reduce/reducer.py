@@ -290,6 +290,7 @@ class Reducer:
     def _begin(self, state: ChunkGrads, whole: Buffer) -> None:
         """Have the reduction of ``whole`` begin, of a chunk that counts as in flight."""
         self._events.reduction_began(state.spec.index)
+        self.mesh.world.activity.at("backward", "reduction of chunk", str, state.spec.index)
         if self.mesh.shard.size == 1:
             state.out = whole.local
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)

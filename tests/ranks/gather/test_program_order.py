@@ -5,6 +5,8 @@ See [Note: Program order].
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 from unittest import mock
 
@@ -179,3 +181,36 @@ def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int
         assert "have gathered different parameters since the last step: gather 3 is" in said
         assert "(layers.2" in said and "(layers.3" in said
         assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
+
+
+def waits_in_vain(plan: Plan, sleeps: bool) -> str:
+    """In step 1 rank 1 takes two layers in another order, or does something else for longer than rank 0 waits."""
+    model = seeded(Branching)
+    with sharded(model, adam(model), plan) as session:
+        rank = session.mesh.rank
+        step_of(session, session.module(data(rank, 0), range(LAYERS)).square().mean())
+        if sleeps and rank:
+            time.sleep(3 * plan.comm.wait_timeout_s)
+            return ""
+        try:
+            session.module(data(rank, 1), [0, 2, 1] if rank else [0, 1, 2])
+        except PeerError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_who_waits_in_vain_says_what_all_are_doing(sleeps: bool) -> None:
+    plan = GLOO.but(prefetch=0, wait_timeout_s=2.0)
+    told = run_ranks(2, waits_in_vain, plan, sleeps)
+    unit = "0 (layers.0" if sleeps else "1 (layers.1"
+    assert f"rank 0 is in: step 1, forward, gather of unit {unit}" in told[0], told[0]
+    assert "wait_timeout_s=2" in told[0]
+    if sleeps:
+        assert re.search(
+            r"rank 1 is in no such call, its last was: build\(\), and was last at step [01], (forward|backward), (gather|reduction) of",
+            told[0],
+        ), told[0]
+    else:
+        assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in told[0]
+        assert "gather of unit 2 (layers.2" in told[1], told[1]
