@@ -475,7 +475,6 @@ def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
 
     Raises what interrupts that (a disk, a peer that is gone, Ctrl-C), with a note that says what was lost.
     """
-    engine.pool.taking_part.join()
     try:
         engine.take_over()
         for each in optimizers:

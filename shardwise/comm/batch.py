@@ -9,6 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
 from shardwise.comm.link import Message
 from shardwise.modes import ordinary_tensors
@@ -82,11 +83,12 @@ class Batch:
     """Messages that are waited for together. As a handle, an all-gather is done when they are.
 
     Whoever waits first takes it: its user in ``wait()``, or the watcher after the user has asked whether it is
-    finished. So no user waits for a batch that the watcher has not come to.
+    finished. So no user waits for a batch that the watcher has not come to. Either waits for a peer as long as
+    :attr:`Activity.limit` says.
     """
 
-    def __init__(self, messages: list[Message], watcher: Watcher) -> None:
-        self._messages = messages
+    def __init__(self, messages: list[Message], watcher: Watcher, control: Control) -> None:
+        self._messages, self._control = messages, control
         self._watcher: Watcher | None = watcher
         self._taker: dict[str, object] = {}
         self._done = threading.Event()
@@ -107,11 +109,6 @@ class Batch:
         self._watcher = None
         return not self._messages or self._done.is_set()
 
-    @property
-    def through(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self._done.is_set()
-
     def wait_unless_taken(self) -> None:
         """Wait for the messages, unless another thread does."""
         me = object()
@@ -120,10 +117,10 @@ class Batch:
             if self._taker.setdefault("is", me) is not me:
                 return
             for message in self._messages:
-                message.wait()
+                message.wait(self._control.activity.limit)
             self._messages = []
         except PeerError as error:
-            self._error = error
+            self._error = self._control.gave_up(error)
         except BaseException:  # an interrupt: it can be waited for again
             if self._taker.get("is") is me:
                 self._taker.clear()

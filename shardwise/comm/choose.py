@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +18,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.link import Wire
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
-from shardwise.comm.members import Members, check_alike, made_alone, unbound
+from shardwise.comm.members import Members, check_alike, unbound
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.open_files import make_room
 from shardwise.comm.release import destroy, let_go_with
@@ -101,6 +99,7 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
+        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.comm_plan.CommPlan`.
         activity: what this rank is doing, for messages of all groups made here.
     """
 
@@ -110,12 +109,13 @@ class GroupMaker:
         shared_memory: bool | None,
         timeout_s: float,
         members: Members | None = None,
+        wait_timeout_s: float | None = None,
     ) -> None:
         self.device = device
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
         self.members = members
-        self.activity = Activity()
+        self.activity = Activity(None if wait_timeout_s is None else min(wait_timeout_s, timeout_s))
         self._process_groups: list[dist.ProcessGroup] = []
         let_go_with(self, self._process_groups)
         self._world: Control | None = None
@@ -204,23 +204,6 @@ class GroupMaker:
         self._process_groups.append(own)
         return own
 
-    def process_group_later(self, request: GroupRequest, name: str) -> dist.ProcessGroup:
-        """As :meth:`process_group`, over gloo, made by the ranks of this rank's list alone: groups of the other lists
-        may need none. Collective over these.
-
-        Raises:
-            PeerError: one of them died, or did not come in time.
-        """
-        ranks = self._own(request.rank_lists)
-        # Each draws, the first one's counts: a name that no group of this run has had.
-        token, *_ = request.control.exchange_object(uuid.uuid4().hex)[0]
-        try:
-            own = made_alone(name, ranks, "gloo", token, 1, self.timeout_s)
-        except RuntimeError as error:
-            raise request.control.lost(f"making {name!r}", error) from error
-        self._process_groups.append(own)
-        return own
-
     def close(self) -> None:
         """Destroy the communicators of all groups made here."""
         self._world = None
@@ -291,9 +274,7 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
-    # What one rank alone needs comes over the hosts. Where these wait for collectives ranks agree on all gathers.
-    ask = partial(maker.process_group_later, request, f"{request.name}_ask") if backend != "gloo" else None
-    return NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
 
 
 def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:

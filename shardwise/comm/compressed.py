@@ -77,13 +77,9 @@ class CompressedGroup(Group):
         """Return when every rank has come here."""
         self._inner.barrier()
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """See :meth:`Group.fence`."""
-        self._inner.fence(phase, met)
-
-    def reads_arrive(self) -> None:
-        """See :meth:`Group.reads_arrive`."""
-        self._inner.reads_arrive()
+        self._inner.fence(phase)
 
     def reset_traffic(self) -> None:
         """See :meth:`Group.reset_traffic`."""

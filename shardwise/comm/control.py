@@ -74,7 +74,7 @@ class Control:
         """All ranks' ``values`` (as many everywhere) made one in fp64, number by number. The same bits on all ranks."""
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         try:
-            dist.all_reduce(own, op=_OPERATIONS[operation], group=self.process_group)
+            self._wait(dist.all_reduce(own, op=_OPERATIONS[operation], group=self.process_group, async_op=True))
         except RuntimeError as error:
             raise self.lost(exchange_of(purpose), error) from error
         result: list[float] = own.tolist()
@@ -106,10 +106,15 @@ class Control:
     def _gather(self, mine: Tensor, operation: str) -> Tensor:
         rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
         try:
-            all_gather_single(rows.view(-1), mine, group=self.process_group)
+            self._wait(all_gather_single(rows.view(-1), mine, group=self.process_group, async_op=True))
         except RuntimeError as error:
             raise self.lost(operation, error) from error
         return rows
+
+    def _wait(self, work: dist.Work | None) -> None:
+        limit = self.activity.limit
+        if work is not None:
+            work.wait() if limit is None else work.wait(limit)
 
     def around(self, ranks: Sequence[int]) -> str:
         """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""
@@ -121,13 +126,21 @@ class Control:
 
     def lost(self, operation: str, error: Exception) -> PeerError:
         """What to raise when the ranks have lost each other in an operation."""
-        around = self.around([rank for rank in range(self.size) if rank != self.rank])
-        self.activity.gave_up(self.activity.now or operation)
-        return PeerError(
-            f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
-            "group died, or did not come to the same operation in time; look at the first error of the other ranks"
-            f"{around}"
+        return self.gave_up(
+            PeerError(
+                f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
+                "group died, or did not come to the same operation in time; look at the first error of the other ranks"
+            ),
+            operation,
         )
+
+    def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
+        """``error`` with what all ranks of the group are doing; this one tells the others that it waited in vain."""
+        limit = self.activity.limit
+        self.activity.gave_up(self.activity.now or operation)
+        around = self.around([rank for rank in range(self.size) if rank != self.rank])
+        waits = f". The plan's comm has wait_timeout_s={limit.total_seconds():g}" if limit is not None else ""
+        return PeerError(f"{error}{waits}{around}")
 
 
 def exchange_of(purpose: str) -> str:

@@ -17,16 +17,11 @@ from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
 from shardwise.comm.control import Control, Operation
-from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
+from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
-from shardwise.comm.serving import Serving, Written
 from shardwise.comm.summing import RankSum
 
 __all__ = ["GlooGroup"]
-
-
-MOST_SERVED = 256
-"""Ranks of a group in which each answers the others' gathers, with a thread for each; more agree before gathers."""
 
 
 class _Reduction:
@@ -51,7 +46,7 @@ class _Reduction:
             self._send_sum = partial(group.speak, link, own, spread_tag, what)
         messages += [link.send(group.part_of(buffer, peer), peer, tag, what) for peer in peers]
         self._parts = [self._received.get(rank, own) for rank in range(group.size)]
-        self._slices = Batch(messages, group.watchers[1])
+        self._slices = Batch(messages, group.watchers[1], group.control)
         self._sums: Batch | None = None
 
     def wait(self) -> None:
@@ -78,7 +73,7 @@ class _Reduction:
             for place in self._received.values():
                 group.scratch.give(place)
             self._parts, self._received = [], {}
-            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1])
+            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1], group.control)
         return self._sums
 
 
@@ -101,7 +96,7 @@ class GlooGroup(Group):
         reduce: dist.ProcessGroup,
     ) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
-        self._control = control
+        self.control = control
         self._gather_link = Link(gather, name)
         self._reductions: deque[_Reduction] = deque()
         self._buffer_count = 0
@@ -110,11 +105,6 @@ class GlooGroup(Group):
         self.sum = RankSum()
         self.watchers = Watcher(), Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
-        self._serving: Serving | None = None
-        self._reading: deque[Batch] = deque()
-        """Gathers that read the peers' shards, oldest first; those at the front may be through."""
-        self._updates, self._written = 0, Written()
-        """Times that shards were to be written, and how far this rank is through with that."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
@@ -144,45 +134,10 @@ class GlooGroup(Group):
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._control.barrier()
-
-    def fence(self, phase: str = "", met: bool = False) -> None:
-        """See :meth:`Group.fence`. Around updates it has something to do where shards are served: before one the ranks
-        meet; after one this rank's threads answer those who are as far."""
-        if self._serving is None or not phase:
-            return
-        if phase == "before an update":
-            self.reads_arrive()
-            if not met:
-                self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
-            self._updates += 1
-        else:
-            # Counted where it began, so that a rank whose update failed counts as the others again with the next one.
-            self._updates += self._updates == self._written.updates  # values that were there from the beginning
-            self._written.through(self._updates)
-
-    def reads_arrive(self) -> None:
-        """See :meth:`Group.reads_arrive`."""
-        while self._reading:
-            self._reading[0].wait()
-            self._reading.popleft()
-
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """See :meth:`Group.serve`."""
-        if self.size > MOST_SERVED:
-            return
-        if self._serving is None and shards:
-            self._serving = Serving(self._gather_link, self.others(), self._written)
-        if self._serving is not None and shards:
-            served = self._serving.serve(shards)
-            for shard in shards:
-                shard.served = served
+        self.control.barrier()
 
     def close(self) -> None:
         """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
-        if self._serving is not None:
-            self._serving.close()
-        self._reading.clear()
         self.scratch = Scratch()
         for watcher in self.watchers:
             watcher.close()
@@ -196,19 +151,7 @@ class GlooGroup(Group):
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
-        return self._ask(out, shard, self._serving) if shard.served and self._serving else self._spread(out, shard)
-
-    def _ask(self, out: Tensor, shard: Buffer, serving: Serving) -> Handle:
-        """A gather that the peers' threads answer; see [Note: Gathers that nobody else takes part in]."""
-        if not out.numel():
-            return DONE
-        while self._reading and self._reading[0].through:
-            self._reading.popleft()
-        what = f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"
-        part_of = partial(self.slice_of, out, bounds=shard.bounds)
-        asked = serving.ask(shard, part_of, what, behind=self._written.updates)
-        self._reading.append(Batch(asked, self.watchers[0]))
-        return self._reading[-1]
+        return self._spread(out, shard)
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         return self._spread(full.local, full)
@@ -219,9 +162,8 @@ class GlooGroup(Group):
         what = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         link, own = self._gather_link, self.slice_of(full, self.rank, buffer.bounds)
         tag = link.tag(buffer.number)
-        return Batch(
-            self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what), self.watchers[0]
-        )
+        messages = self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what)
+        return Batch(messages, self.watchers[0], self.control)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
@@ -243,16 +185,16 @@ class GlooGroup(Group):
         messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
         messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
         self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
-        return Batch(messages, self.watchers[1])
+        return Batch(messages, self.watchers[1], self.control)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._control.broadcast(tensor, src)
+        self.control.broadcast(tensor, src)
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self._control.exchange(values, purpose)
+        return self.control.exchange(values, purpose)
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        return self._control.exchange_bytes(data, lengths)
+        return self.control.exchange_bytes(data, lengths)
 
     def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
-        return self._control.all_reduce(values, operation, purpose)
+        return self.control.all_reduce(values, operation, purpose)

@@ -52,16 +52,7 @@ class Link:
     def receive_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """As :meth:`receive`; see :meth:`send_aside`."""
         what = f"{what}: receiving from rank {peer}"
-        message = self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
-        message.source = peer
-        return message
-
-    def receive_any(self, tensor: Tensor, tag: int, what: str) -> Message:
-        """As :meth:`receive_aside`, of whichever rank sends with that tag first: :attr:`Message.source`. That one is
-        gone does not show."""
-        message = self._begin(lambda: self._process_group.recv_anysource([tensor], tag), f"{what}: of any rank")
-        message.of_any = True
-        return message
+        return self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
 
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         keyword = "group_dst" if start is dist.isend else "group_src"
@@ -80,8 +71,6 @@ class Message:
 
     Attributes:
         what: for errors.
-        source: the rank that it is of, where it is received aside; of one that any rank may send (``of_any``), when it
-            is there.
         arrived: called when it is there; again by the next wait, if it was interrupted.
     """
 
@@ -89,7 +78,7 @@ class Message:
         self._work = work
         self._failed: RuntimeError | None = None
         self._waited = False
-        self.what, self.source, self.of_any = what, -1, False
+        self.what = what
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:
@@ -109,8 +98,6 @@ class Message:
                 self._failed = error
         if self._failed is not None:
             raise _lost(self.what, self._failed) from self._failed
-        if self.of_any:
-            self.source = self._work._source_rank()
         self.arrived()
         self._work = None
 

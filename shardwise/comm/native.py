@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.asking import Asking
 from shardwise.comm.control import Control, Operation, broadcast
 from shardwise.comm.group import Bounds, Buffer, Group, Handle
-from shardwise.comm.link import Link
 from shardwise.comm.single import all_gather_single, reduce_scatter_single
 
 __all__ = ["NativeGroup"]
@@ -58,8 +56,6 @@ class NativeGroup(Group):
     starts_together = True
     sends_slices = True
     uneven = True
-    _ask: Callable[[], dist.ProcessGroup] | None = None
-    _asking: Asking | None = None
 
     def __init__(
         self,
@@ -68,7 +64,6 @@ class NativeGroup(Group):
         control: Control,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
-        ask: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__(name, control.rank, control.size, device, control.activity)
         self._control = control
@@ -76,38 +71,10 @@ class NativeGroup(Group):
         self._reduce = reduce
         # gloo takes tensors of a GPU too, and has the host wait for them.
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
-        self._ask = ask
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self._control.barrier()
-
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """See :meth:`Group.serve`."""
-        if self._ask is None or not shards or self.size == 1:
-            return
-        if self._asking is None:  # a group that serves nothing needs no connections for it
-            self._asking = Asking(self, Link(self._ask(), self.name))
-        answered = self._asking.serve(shards)
-        for shard in shards:
-            shard.answered = answered
-
-    def ask(self, out: Tensor, shard: Buffer) -> Handle:
-        """See :meth:`Group.ask`."""
-        if self._asking is None:
-            return super().ask(out, shard)
-        self.traffic.add("all_gather", out.nbytes - shard.local.nbytes)
-        return self._asking.ask(self, out, shard)
-
-    def fence(self, phase: str = "", met: bool = False) -> None:
-        """See :meth:`Group.fence`: what is told here is what threads may read."""
-        if self._asking is not None and phase == "after an update":
-            self._asking.written()
-
-    def close(self) -> None:
-        """Threads end when the peers' have; process groups belong to the mesh."""
-        if self._asking is not None:
-            self._asking.close()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._private_buffers(specs)

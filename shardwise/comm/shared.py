@@ -298,7 +298,7 @@ class SharedGroup(Group):
         """Return when every rank has come here."""
         self._sync(BARRIER, ())
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
         reduces: reductions have counters of their own."""
         self._show()
@@ -385,18 +385,21 @@ class SharedGroup(Group):
         together = meeting and self._words[self.rank][STATE] == FAILED
         fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
         lost = {rank: told for rank, told in fate.items() if told}
-        if not lost and waited_s < self.timeout_s:
+        limit = self.activity.limit
+        limit_s = self.timeout_s if limit is None else min(limit.total_seconds(), self.timeout_s)
+        if not lost and waited_s < limit_s:
             return
         # A rank may have done its part just before it left.
         waited_for = missing()
         if not waited_for:
             return
         self.fail()
+        self.activity.gave_up(self.activity.now or what)
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
-            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self.timeout_s:g} s"
-            + self.around(waited_for)
+            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
+            f"{'' if limit is None else ' (wait_timeout_s of the comm plan)'}" + self.around(waited_for)
         )
 
     def around(self, ranks: Sequence[int]) -> str:

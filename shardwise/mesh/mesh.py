@@ -173,7 +173,7 @@ class Mesh:
             wanted["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
         members = _told(refusal, lambda: Members(some, "group", wanted)) if some is not None else None
-        maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members)
+        maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members, comm.wait_timeout_s)
         try:
             if members is None:
                 _told(refusal, lambda: maker.agree("this mesh", wanted))

@@ -33,11 +33,10 @@ class Scope:
     def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
         ranks = [list(range(dist.get_world_size()))]
         self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
-        if kind in ("native", "asking"):  # the second has its shards served, as on GPUs
+        if kind == "native":
             names = ("control", "gather", "reduce")
             control, *others = (self.maker.process_group(name, ranks, "gloo") for name in names)
-            ask = functools.partial(self.maker.process_group, "ask", ranks, "gloo") if kind == "asking" else None
-            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others, ask)
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others)
         else:
             self.group = self.maker.make("test", ranks)
             if hasattr(self.group, "sum"):  # small tiles, so that small tensors cross several of them

@@ -27,7 +27,6 @@ HOMES = {
         "several_collectives",
         "traced_graph",
     ),
-    "late_scripts": ("strayed",),
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
@@ -110,6 +109,5 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(4, "train", name) for name in four]
     found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
     found += [Scenario(4, "train", "secondary_eight_bits"), Scenario(2, "train", "frozen_host", ("frozen",))]
-    found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
-    found += [Scenario(2, "strayed", "running ahead")]
+    found += [Scenario(4, "secondary_twice")]
     return found

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
+from meetings_setup import fails_and_goes_on
 from scope import PER_HOST, hosts_of
 from sets import campaign, full
 from torch import Tensor, nn
-from wander_setup import Wanderer, fails_and_goes_on, wander
 
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
@@ -45,17 +45,9 @@ def test_arrays_renewed_at_their_first_use(late: bool) -> None:
     check(run_ranks(4, on_hosts, 2, layers, several, plan, 3), run_plain(layers, several, 4, 3), "renewed late")
 
 
-@pytest.mark.parametrize(("prefetch", "size"), [(2, 3), *full((0, 3), (0, 4), (2, 4))])
-def test_ranks_that_wander_train_as_in_plain_torch(size: int, prefetch: int) -> None:
-    """They gather other layers, in another order, with collectives of their own in between."""
-    plan = zero(3).but(prefetch=prefetch, gathered_fraction=0.2)
-    found = run_ranks(size, on_hosts, PER_HOST, Wanderer, wander, plan, 4)
-    check(found, run_plain(Wanderer, wander, size, 4), f"{size} ranks", 1e-9)
-
-
 def failing() -> list[str]:
     with hosts_of(PER_HOST):
-        return fails_and_goes_on(zero(3))
+        return fails_and_goes_on(zero(3).but(same_order=False))
 
 
 def test_a_rank_that_fails_goes_on() -> None:

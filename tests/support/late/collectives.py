@@ -243,7 +243,6 @@ class _LateGroup(NativeGroup):
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
         )
-        self._ask = partial(maker.process_group_later, request, f"{request.name}_ask")
         self.waits_in_queue = True
 
 
