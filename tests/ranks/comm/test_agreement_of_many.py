@@ -180,11 +180,12 @@ def branching(name: str, rows_up_to: int) -> dict[str, Tensor]:
     """Ranks that use different blocks, so that what they tell each other differs."""
     put_back = register_backend("cpu", real_native)
     with mock.patch.object(Group, "rows_up_to", rows_up_to):
+        plan = PLANS[name].but(same_order=False)
         try:
-            mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)
+            mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
         finally:
             put_back()
-        session = made(PLANS[name], mesh, 3)
+        session = made(plan, mesh, 3)
         model = session.model
         assert isinstance(model, Blocks)
         for step in range(3):
@@ -254,7 +255,7 @@ def switching(name: str, rows_up_to: int, kept: int, cut: bool) -> tuple[dict[st
             mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)
         finally:
             put_back()
-        plan = PLANS[name].but(packing=ByTensor(persist_numel=0))
+        plan = PLANS[name].but(packing=ByTensor(persist_numel=0), same_order=False)
         session = made(plan, mesh, 3)
         model = session.model
         assert isinstance(model, Blocks)
