@@ -14,10 +14,9 @@ from shardwise.comm.compressed import CompressedGroup, compressed
 from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
-from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Sent, Wire, check_sent
 from shardwise.comm.local import LocalGroup
-from shardwise.comm.meeting import Summary, ranks_text
+from shardwise.comm.meeting import Summary, ranks_text, together
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -44,7 +43,6 @@ __all__ = [
     "GroupMaker",
     "GroupRequest",
     "Handle",
-    "HostsGroup",
     "LocalGroup",
     "MakeGroup",
     "MakeLane",
@@ -65,4 +63,5 @@ __all__ = [
     "ranks_text",
     "register_backend",
     "timeout_s",
+    "together",
 ]

@@ -27,7 +27,6 @@ from shardwise.comm.mapping import (
     MappingError,
     Method,
     is_running,
-    map_common,
     map_joint,
     map_segments,
     start_time,
@@ -42,21 +41,6 @@ from shardwise.comm.shared_buffer import (
     REDUCTIONS,
     SharedBuffer,
 )
-from shardwise.comm.slots import (
-    ARRIVED,
-    BARRIER,
-    CONTROL_BYTES,
-    EXCHANGE,
-    FENCE,
-    KINDS,
-    SLOT_VALUES,
-    SLOT_WORDS,
-    SLOTS,
-    STATE,
-    WRITTEN,
-    settle,
-    wait_for_all,
-)
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedGroup"]
@@ -67,9 +51,19 @@ NAP_FIRST_S = 10e-6
 NAP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-OPEN, CLOSED, FAILED = 0, 1, 2
-RAGGED = -1
-"""In the place of a number of values that is the same on all ranks."""
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
+# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then; or an interrupt has taken it
+# there, which the others see by the head. A slot's first word is its head: so many times the number of the
+# synchronisation, and its kind.
+ARRIVED, STATE = LINE_WORDS, LINE_WORDS + 1
+SLOT_VALUES = 256
+SLOT_WORDS = LINE_WORDS + SLOT_VALUES
+SLOTS = 2 * LINE_WORDS
+CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
+OPEN, CLOSED, FAILED = range(3)
+EXCHANGE, FENCE, BARRIER, GIVEN_UP = range(4)
+KINDS = 4
+SYNCS = ("exchange", "fence", "barrier")
 
 
 class _Reduction:
@@ -238,14 +232,6 @@ class SharedGroup(Group):
         if isinstance(shard, JointBuffer):
             shard.drop_private()
 
-    def common(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        """Memory that all ranks map as one, its first cache line taken, and a descriptor to lock it by. Collective.
-
-        Raises:
-            MappingError: it cannot be had, on every rank.
-        """
-        return map_common(self._control, nbytes, self._method)
-
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
         given = self._meet_bytes(encode(own), "which buffers to make")
@@ -310,7 +296,7 @@ class SharedGroup(Group):
         """Return when every rank has come here."""
         self._sync(BARRIER, ())
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
         reduces: reductions have counters of their own."""
         self._show()
@@ -321,25 +307,15 @@ class SharedGroup(Group):
         parts = [self._sync(EXCHANGE, piece, len(values), purpose) for piece in pieces or [values]]
         return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
 
-    def rows(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        """Every rank's values, by rank, as many as it has."""
-        row = [float(len(values)), *values]
-        found: list[list[float]] = [[] for _ in range(self.size)]
-        longest, start = 1, 0
-        while start < longest:
-            piece = row[start : start + SLOT_VALUES]
-            parts = self._sync(EXCHANGE, piece + [0.0] * (SLOT_VALUES - len(piece)), RAGGED, purpose)
-            for told, part in zip(found, parts, strict=True):
-                told += part
-            longest, start = 1 + int(max(told[0] for told in found)), start + SLOT_VALUES
-        return [told[1 : 1 + int(told[0])] for told in found]
-
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
     def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
-        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks. It is met by all of
-        them or by none ([Note: Exchanges that are given up])."""
+        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks.
+
+        Raises:
+            PeerError: a rank did not come in time, had given it up before all had come, or came for something else.
+        """
         self._arrived += 1
         arrived = self._arrived
         slot = SLOTS + (arrived & 1) * SLOT_WORDS
@@ -357,34 +333,41 @@ class SharedGroup(Group):
             return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
 
         if missing():
-            wait_for_all(self, self._words, missing, slot, head, purpose)
+            try:
+                self.wait_until(missing, _full_name(head, purpose), meeting=True)
+            except PeerError:
+                mine[slot] = arrived * KINDS + GIVEN_UP  # who comes late sees it
+                raise
         rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
         # Heads are read behind the values: who writes a slot again takes its head away first.
-        for words in self._words:
-            if words[slot] != head or words[slot + 1] != total:
-                settle(self, self._words, slot, head, total, purpose)
-                break
+        heads = [(words[slot], words[slot + 1]) for words in self._words]
+        if any(each != (head, total) for each in heads):
+            raise self._apart(heads, purpose)
         mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
         return rows
-
-    def has_written(self, updates: int) -> None:
-        """Tell the peers that this rank is through with so many updates of what they read."""
-        self._show()
-        self._words[self.rank][WRITTEN] = updates
 
     def _show(self) -> None:
         for buffer in self._made:
             if isinstance(buffer, SharedBuffer):
                 buffer.show()
 
-    def wait_written(self, updates: int) -> None:
-        """Return when all ranks are through with so many."""
-
-        def missing() -> list[int]:
-            return [rank for rank, words in enumerate(self._words) if words[WRITTEN] < updates]
-
-        if missing():
-            self.wait_until(missing, f"the end of update {updates}")
+    def _apart(self, heads: Sequence[tuple[int, int]], purpose: str) -> PeerError:
+        """All have arrived, with these heads and totals, which differ."""
+        self.fail()
+        own = heads[self.rank]
+        others = [rank for rank, each in enumerate(heads) if each != own]
+        later = {rank for rank in others if heads[rank][0] // KINDS != own[0] // KINDS}
+        gone = [rank for rank in others if rank in later or heads[rank][0] % KINDS == GIVEN_UP]
+        if gone:
+            return PeerError(
+                f"{_full_name(own[0], purpose)} in group {self.name!r}: ranks {gone} of {self.size} gave it up before "
+                f"all had come, so rank {self.rank} gives it up, too. Look at the first error of those ranks; the "
+                f"time-out is {self.timeout_s:g} s" + self.around(gone)
+            )
+        return PeerError(
+            f"group {self.name!r}: rank {self.rank} is at {_name(*own)} and rank {others[0]} at "
+            f"{_name(*heads[others[0]])}; all must come to the same operations in order" + self.around(others[:1])
+        )
 
     # Waiting
 
@@ -424,18 +407,21 @@ class SharedGroup(Group):
         together = meeting and self._words[self.rank][STATE] == FAILED
         fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
         lost = {rank: told for rank, told in fate.items() if told}
-        if not lost and waited_s < self.timeout_s:
+        limit = self.activity.limit
+        limit_s = self.timeout_s if limit is None else min(limit.total_seconds(), self.timeout_s)
+        if not lost and waited_s < limit_s:
             return
         # A rank may have done its part just before it left.
         waited_for = missing()
         if not waited_for:
             return
         self.fail()
+        self.activity.gave_up(self.activity.now or what)
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
-            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self.timeout_s:g} s"
-            + self.around(waited_for)
+            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
+            f"{'' if limit is None else ' (wait_timeout_s of the comm plan)'}" + self.around(waited_for)
         )
 
     def around(self, ranks: Sequence[int]) -> str:
@@ -468,3 +454,13 @@ class SharedGroup(Group):
     def _from_own(self) -> list[int]:
         """All ranks beginning with this one, so that not all ranks read the same memory first."""
         return [(self.rank + step) % self.size for step in range(self.size)]
+
+
+def _full_name(head: int, purpose: str) -> str:
+    number, kind = divmod(head, KINDS)
+    return f"{SYNCS[kind]} number {number}" + (f" ({purpose})" if purpose else "")
+
+
+def _name(head: int, total: int) -> str:
+    kind = head % KINDS
+    return f"{SYNCS[kind]} {PHASES[total]}".rstrip() if kind == FENCE else f"{SYNCS[kind]} ({total} values)"

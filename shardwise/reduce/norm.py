@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 
-from shardwise.comm import DONE, Group, Handle
-from shardwise.comm.exact import together
+from shardwise.comm import DONE, Group, Handle, together
 
 __all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
@@ -140,7 +139,6 @@ class LateNorm:
 
         Powers are summed up in fp64: there is no second look at gradients that are gone.
         """
-        self._group.align()  # a forward pass since the last backward pass may be played
         gathered, self._gather = self._gather, DONE
         gathered.wait()
         self._group.fence()  # peers that read this memory have read it

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from sharded_setup import STRATEGIES, adam
 from torch import Tensor, nn
 
-from shardwise.comm import SharedGroup, choose
-from shardwise.comm.link import Message
-from shardwise.mesh import Mesh
+from shardwise.comm import Activity, choose
 from shardwise.testing import MODELS, make_batches, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
 
@@ -38,20 +36,12 @@ def join(lists: list[list[int]], timeout_s: float = 60.0) -> tuple[int, dist.Pro
 
 
 @contextlib.contextmanager
-def waits_at_most(mesh: Mesh, seconds: float) -> Iterator[None]:
+def waits_at_most(seconds: float) -> Iterator[None]:
     """Inside, this rank waits so long for its peers; they wait as long as before.
 
     Use it for the wait that must be in vain, and for no other: then no rank has to be in time for another one.
     """
-    limit = timedelta(seconds=seconds)
-    for group in (each for each in mesh.groups if each.size > 1):
-        if isinstance(group, SharedGroup):
-            group.timeout_s = seconds
-        process_group = group._control.process_group  # type: ignore[attr-defined]
-        dist.distributed_c10d._set_pg_timeout(limit, process_group)
-    wait = Message.wait
-    # What two ranks send each other has the time-out with which their connection was made.
-    with mock.patch.object(Message, "wait", lambda message, at_most=None: wait(message, at_most or limit)):
+    with mock.patch.object(Activity, "limit", timedelta(seconds=seconds)):
         yield
 
 

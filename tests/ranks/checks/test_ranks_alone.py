@@ -123,7 +123,7 @@ def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = Fal
     session.checkpoints.save(folder, "before")
     session.backward(session.module(data(mesh.rank, 0)).square().sum())
     told = ""
-    with waits_at_most(mesh, 1.0) if in_vain and mesh.rank == 0 else nullcontext():
+    with waits_at_most(1.0) if in_vain and mesh.rank == 0 else nullcontext():
         try:
             (first if mesh.rank == 0 else second)(session, folder)
         except PeerError as error:

@@ -27,7 +27,7 @@ from shardwise.testing import run_ranks
 
 
 def comm(shared_memory: bool | None = None) -> CommPlan:
-    return CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, gather_on_use=False, sync_init=True)
+    return CommPlan(overlap=True, shared_memory=shared_memory, gather_on_use=False, sync_init=True)
 
 
 def create(
@@ -246,7 +246,7 @@ def lost(gloo: bool) -> str:
         for turn in range(20):
             assert mesh.world.exchange([turn], "the gradient norm") == [[turn]] * 2
     elif dist.get_rank() == 3:
-        with waits_at_most(mesh, 0.5), pytest.raises(PeerError) as caught:
+        with waits_at_most(0.5), pytest.raises(PeerError) as caught:
             mesh.world.exchange([1.0], "the gradient norm")
         said = str(caught.value)
     dist.barrier()

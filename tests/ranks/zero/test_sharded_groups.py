@@ -187,7 +187,7 @@ def one_fails(gloo: bool) -> tuple[str, int, dict[str, Tensor]]:
         try:
             if dist.get_rank() == 1:
                 raise KeyError("a bad sample")
-            with waits_at_most(model.session.mesh, 0.5):
+            with waits_at_most(0.5):
                 train(model, optimizer, "mlp", steps)
         except (KeyError, PeerError) as error:
             said = f"{type(error).__name__}: {error}"
