@@ -111,8 +111,7 @@ class Session:
         self.engine.passes.reduce_rest()
 
     def drop_gathered(self, to_system: bool = True) -> None:
-        """Give back the memory of gathered parameters that nothing reads. Between passes; every rank calls it, but where
-        gathers read memory that ranks share.
+        """Give back the memory of gathered parameters that nothing reads. Between passes, on every rank.
 
         Args:
             to_system: also what the allocator of the device keeps.
