@@ -320,12 +320,6 @@ class Session:
         disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
         return {**self.mesh.traffic(), **disk}
 
-    def traffic_from_other_hosts(self) -> dict[str, int]:
-        """Bytes that this rank has received from other hosts: for ``"gather"`` and for ``"reduce"``, as they travelled,
-        between CPU ranks on several hosts, and of GPUs what goes in two steps (``by_hosts=True``). What ranks tell each
-        other besides does not count."""
-        return self.mesh.from_other_hosts()
-
     def reset_traffic(self) -> None:
         """Start counting from zero."""
         self.mesh.reset_traffic()
@@ -482,7 +476,6 @@ def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
 
     Raises what interrupts that (a disk, a peer that is gone, Ctrl-C), with a note that says what was lost.
     """
-    engine.pool.taking_part.join()
     try:
         engine.take_over()
         for each in optimizers:

@@ -20,16 +20,15 @@ class CommPlan:
     Attributes:
         overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
         shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
-        same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
-            gathers and reductions need no agreement between ranks. ``False`` is always safe.
+        same_order: ``None`` (or ``True``): gathers that need every rank are issued in program order, so all ranks have
+            to run the same modules in the same order; ranks that differ end in an error before anything is updated.
+            ``False``: they agree before each gather, for models whose ranks take different branches. Between CPU ranks
+            of one host, which read shared memory, gathers need neither; under a declared capacity ranks always agree.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use by a module. Until then they show this rank's part as it is after the step, the others' parts as
             before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
         predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
-        by_hosts: between ranks of several hosts, some with several ranks, what goes to a host goes there once and is
-            shared inside; sums are made inside a host first. ``None``: between CPU ranks. ``True``: between GPUs, too,
-            whose gathers and reductions then are two collectives each. ``False``: from rank to rank.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
             travel in 8 bits (:mod:`shardwise.comm.block_formats`); masters are kept apart and never rounded so.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
@@ -44,12 +43,11 @@ class CommPlan:
 
     overlap: bool
     shared_memory: bool | None
-    same_order: bool
     gather_on_use: bool
     sync_init: bool
+    same_order: bool | None = None
     predivide: float = 1.0
     compress: Literal["fp8"] | None = None
-    by_hosts: bool | None = None
     compress_weights: Literal["fp8", "int8", "int4"] | None = None
     compress_gradients: Literal["fp8", "int8", "int4"] | None = None
     exchange_bytes: int | None = None
@@ -57,9 +55,9 @@ class CommPlan:
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
-        for name in ("overlap", "same_order", "gather_on_use", "sync_init"):
+        for name in ("overlap", "gather_on_use", "sync_init"):
             switch(name, getattr(self, name))
-        for name in ("shared_memory", "by_hosts"):
+        for name in ("shared_memory", "same_order"):
             if getattr(self, name) is not None:
                 switch(name, getattr(self, name))
         if self.exchange_bytes is not None:

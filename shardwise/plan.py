@@ -455,7 +455,7 @@ def _default_scaler() -> ScalerPlan:
 
 def usual_exchange() -> CommPlan:
     """How ranks exchange where nothing else was asked for; a front-end changes what its arguments say."""
-    return CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+    return CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
 
 
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:

@@ -14,7 +14,6 @@ from shardwise.comm.compressed import CompressedGroup, compressed
 from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
-from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Sent, Wire, check_sent
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.meeting import Summary, ranks_text
@@ -44,7 +43,6 @@ __all__ = [
     "GroupMaker",
     "GroupRequest",
     "Handle",
-    "HostsGroup",
     "LocalGroup",
     "MakeGroup",
     "MakeLane",

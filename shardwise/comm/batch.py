@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.link import Message
 from shardwise.modes import ordinary_tensors
 
-__all__ = ["Batch", "Errand", "Scratch", "Watcher"]
+__all__ = ["Batch", "Scratch", "Watcher"]
 
 
 class Scratch:
@@ -44,18 +42,13 @@ class Scratch:
             self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()))
 
 
-class _Watched(Protocol):
-    def wait_unless_taken(self) -> None: ...
-
-
 # [Note: Who waits for a message]
 # gloo tells whether a message is through only to who waits for it, and a wait holds up its thread. A rank in backward
 # wants to ask and go on. So the first question (``finished``) gives the batch to a thread that waits, and the answer is
 # an event from then on. A batch has one waiter: who comes first takes it, so a user that needs it now does not queue
 # behind others in the thread. Gathers and reductions have a thread each, since a reduction may be late for reasons that
 # gathers know nothing of. These threads touch messages and nothing else; sums are made in the thread that asks, in the
-# order in which reductions began. What peers wait for and a rank may be late to ask for is an errand, of a thread that
-# does nothing else ([Note: Once to each host]).
+# order in which reductions began.
 class Watcher:
     """One thread that waits for what it is given, one after the other, from the first time on.
 
@@ -63,13 +56,13 @@ class Watcher:
     """
 
     def __init__(self) -> None:
-        self._batches: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.close = weakref.finalize(self, self._batches.put, None)
         """Ends the thread; so does the loss of the last reference to this."""
         self.close.atexit = False
 
-    def watch(self, batch: _Watched) -> None:
+    def watch(self, batch: Batch) -> None:
         """Wait for ``batch`` once the thread comes to it, unless somebody else does by then."""
         self._batches.put(batch)
         if self._thread is None:
@@ -79,7 +72,7 @@ class Watcher:
             self._thread.start()
 
 
-def _wait_for_each(batches: queue.SimpleQueue[_Watched | None]) -> None:
+def _wait_for_each(batches: queue.SimpleQueue[Batch | None]) -> None:
     while (batch := batches.get()) is not None:
         batch.wait_unless_taken()
         del batch  # the next may be long in coming
@@ -114,11 +107,6 @@ class Batch:
         self._watcher = None
         return not self._messages or self._done.is_set()
 
-    @property
-    def through(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self._done.is_set()
-
     def wait_unless_taken(self) -> None:
         """Wait for the messages, unless another thread does."""
         me = object()
@@ -135,38 +123,4 @@ class Batch:
             if self._taker.get("is") is me:
                 self._taker.clear()
             raise
-        self._done.set()
-
-
-class Errand:
-    """Work that a watcher's thread does, in its turn. As a handle it is done when that is, whoever waits for it."""
-
-    def __init__(self, work: Callable[[], None], watcher: Watcher) -> None:
-        self._work: Callable[[], None] | None = work
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        watcher.watch(self)
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-    def finished(self) -> bool:
-        """Whether the thread is through with it; what went wrong ``wait`` tells."""
-        return self._done.is_set()
-
-    @property
-    def through(self) -> bool:
-        """The same: the thread has waited for what there was to wait for."""
-        return self._done.is_set()
-
-    def wait_unless_taken(self) -> None:
-        """Do it, in the watcher's thread."""
-        try:
-            if self._work is not None:
-                self._work()
-        except Exception as error:  # of whoever waits
-            self._error = error
-        self._work = None
         self._done.set()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import socket
-import uuid
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,15 +15,12 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import Group
-from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Wire
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
-from shardwise.comm.members import Members, check_alike, made_alone, unbound
+from shardwise.comm.members import Members, check_alike, unbound
 from shardwise.comm.native import NativeGroup
-from shardwise.comm.native_hosts import ByHosts, Lanes
 from shardwise.comm.open_files import make_room
-from shardwise.comm.places import Places
 from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
 
@@ -105,8 +99,6 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
-        by_hosts: what goes to one of several hosts goes there once: ``None`` between CPU ranks, ``True`` also between
-            GPUs, ``False`` never.
         activity: what this rank is doing, for messages of all groups made here.
     """
 
@@ -116,13 +108,11 @@ class GroupMaker:
         shared_memory: bool | None,
         timeout_s: float,
         members: Members | None = None,
-        by_hosts: bool | None = None,
     ) -> None:
         self.device = device
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
         self.members = members
-        self.by_hosts = by_hosts
         self.activity = Activity()
         self._process_groups: list[dist.ProcessGroup] = []
         let_go_with(self, self._process_groups)
@@ -212,23 +202,6 @@ class GroupMaker:
         self._process_groups.append(own)
         return own
 
-    def process_group_later(self, request: GroupRequest, name: str) -> dist.ProcessGroup:
-        """As :meth:`process_group`, over gloo, made by the ranks of this rank's list alone: groups of the other lists
-        may need none. Collective over these.
-
-        Raises:
-            PeerError: one of them died, or did not come in time.
-        """
-        ranks = self._own(request.rank_lists)
-        # Each draws, the first one's counts: a name that no group of this run has had.
-        token, *_ = request.control.exchange_object(uuid.uuid4().hex)[0]
-        try:
-            own = made_alone(name, ranks, "gloo", token, 1, self.timeout_s)
-        except RuntimeError as error:
-            raise request.control.lost(f"making {name!r}", error) from error
-        self._process_groups.append(own)
-        return own
-
     def close(self) -> None:
         """Destroy the communicators of all groups made here."""
         self._world = None
@@ -243,26 +216,23 @@ class GroupMaker:
         rank = dist.get_rank()
         return next(ranks for ranks in rank_lists if rank in ranks)
 
-    def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str, list[str]]:
-        """A group in shared memory, or why the ranks cannot have one, and the host of each: all the same on all ranks
-        (no hosts where they may share no memory). Collective over the group.
+    def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
+        """A group in shared memory, or why the ranks cannot have one: the same on all ranks. Collective over the group.
 
         Raises:
             ValueError: the ranks want different things.
         """
-        facts, _ = control.exchange_object([self.shared_memory, host_facts(), self.by_hosts])
-        for at, argument in ((0, "shared_memory"), (2, "by_hosts")):
-            _check_one(name, argument, [fact[at] for fact in facts])
+        facts, _ = control.exchange_object([self.shared_memory, host_facts()])
+        wanted = [fact[0] for fact in facts]
+        if any(want != wanted[0] for want in wanted):
+            raise ValueError(f"shared_memory differs between the ranks of group {name!r}: {wanted}; give one value")
         if self.shared_memory is False:
-            return None, "it is switched off", []
+            return None, "it is switched off"
         hosts = [fact[1] for fact in facts]
         if not all(hosts):
-            return None, f"ranks {[rank for rank, host in enumerate(hosts) if not host]} are not on Linux on x86-64", []
+            return None, f"ranks {[rank for rank, host in enumerate(hosts) if not host]} are not on Linux on x86-64"
         if any(host != hosts[0] for host in hosts):
-            return None, f"they are not on one host, or not in one process namespace: {hosts}", list(map(str, hosts))
-        return *self._in_memory(name, control), []
-
-    def _in_memory(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
+            return None, f"they are not on one host, or not in one process namespace: {hosts}"
         reasons = []
         methods: tuple[Method, ...] = ("memfd", "file")
         for method in methods:
@@ -271,71 +241,6 @@ class GroupMaker:
             except MappingError as error:
                 reasons.append(str(error))
         return None, "; ".join(reasons)
-
-    def share_hosts(self, request: GroupRequest, hosts: list[str]) -> tuple[Places | None, SharedGroup | None]:
-        """The hosts of the ranks where several have several, and the group of this host's ranks where they are to be
-        used. Collective as :meth:`make`; every rank comes here.
-
-        Args:
-            request: the group's.
-            hosts: of its ranks; empty: of no use.
-        """
-        places = Places(hosts, request.control.rank) if hosts else None
-        told = self._hosts_told(hosts, request)
-        lists = [_by_host([(rank, told[rank]) for rank in ranks]) for ranks in request.rank_lists if ranks[0] in told]
-        if not any(map(_pays, lists)):
-            return places, None
-        each_host = [ranks for by_host in lists for ranks in by_host]
-        process_group = self.process_group(f"{request.name}_inside", each_host, "gloo")
-        if places is None or not _pays(places.hosts):
-            return places, None
-        called = f"{request.called} on one host, of its ranks {list(places.beside)}"
-        inside, refusal = self._in_memory(called, Control(called, process_group, self.activity))
-        refusals, _ = request.control.exchange_object(refusal)
-        if any(refusals) and inside is not None:  # on another host
-            inside.close()
-            inside = None
-        return places, inside
-
-    def _hosts_told(self, hosts: list[str], request: GroupRequest) -> dict[int, str]:
-        """Of every rank that takes part in the next communicator, by world rank, its host if that is of use."""
-        own, used = self._own(request.rank_lists), bool(hosts) and self.by_hosts is not False
-        if self.members is not None:
-            return dict(zip(own, hosts if used else [""] * len(own), strict=True))
-        return dict(enumerate(self.tell(hosts[request.control.rank] if used else "")))
-
-    def host_lanes(self, request: GroupRequest, backend: str) -> list[Lanes]:
-        """Communicators for gathers and reductions by hosts, where GPUs are to have such and hosts have equally many
-        of each group's ranks, one behind the other. Collective as :meth:`make`; every rank comes here.
-
-        Raises:
-            ValueError: ``by_hosts`` differs between the ranks.
-        """
-        # Over all ranks, not those of the group alone: they go on together or not at all.
-        _check_one(request.called, "by_hosts", self.tell(self.by_hosts))
-        if not self.by_hosts:
-            return []
-        told = self.hosts()
-        here = [ranks for ranks in request.rank_lists if ranks[0] in told]
-        lists = [(ranks, _by_host([(rank, told[rank]) for rank in ranks])) for ranks in here]
-        if not all(_alike(ranks, by_host) for ranks, by_host in lists):
-            if request.control.rank == 0 and any(_pays(by_host) for _, by_host in lists):
-                warnings.warn(
-                    f"by_hosts=True has no effect in group {request.called!r}: ranks by hosts are "
-                    f"{[by_host for _, by_host in lists]}; give each group equally many on each host, one behind the "
-                    "other",
-                    stacklevel=2,
-                )
-            return []
-        across = [list(ranks) for _, by_host in lists for ranks in zip(*by_host, strict=True)]
-        inside = [ranks for _, by_host in lists for ranks in by_host]
-        return [
-            Lanes(
-                self.process_group(f"{request.name}_{kind}_across", across, backend),
-                self.process_group(f"{request.name}_{kind}_inside", inside, backend),
-            )
-            for kind in ("gather", "reduce")
-        ]
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank, by world rank. Collective, over the same ranks as :meth:`make`."""
@@ -367,19 +272,12 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
-    # What one rank alone needs comes over the hosts. Where these wait for collectives ranks agree on all gathers.
-    ask = partial(maker.process_group_later, request, f"{request.name}_ask") if backend != "gloo" else None
-    # Only streams can queue a second step behind a first one, and gloo has hosts wait for GPUs.
-    queues = maker.device.type == "cuda" and backend != "gloo"
-    lanes = maker.host_lanes(request, backend) if queues else []
-    by_hosts = ByHosts(maker.device, *lanes) if lanes else None
-    return NativeGroup(request.called, maker.device, request.control, gather, reduce, ask, by_hosts)
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
 
 
 def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
-    """Shared memory where the ranks of a group are on one host, and otherwise messages over gloo: between hosts where
-    some have several, and elsewhere between ranks."""
-    shared, refusal, hosts = maker.share(request.called, request.control)
+    """Shared memory where the ranks of a group are on one host, and otherwise messages over gloo."""
+    shared, refusal = maker.share(request.called, request.control)
     if maker.shared_memory and shared is None:
         raise ValueError(
             f"shared_memory=True, but ranks of group {request.called!r} cannot share memory ({refusal}); give None"
@@ -390,34 +288,4 @@ def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
         return shared
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, "gloo")
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, "gloo")
-    places, inside = maker.share_hosts(request, hosts)
-    if shared is not None:
-        return shared
-    if places is not None and inside is not None:
-        return HostsGroup(request.called, request.control, gather, reduce, places, inside)
-    return GlooGroup(request.called, request.control, gather, reduce, places)
-
-
-def _by_host(hosts: Sequence[tuple[int, str]]) -> list[list[int]]:
-    """Ranks, of those with their hosts, that share one; who names none shares with nobody."""
-    found: dict[str, list[int]] = {}
-    for rank, host in hosts:
-        found.setdefault(host or f"that of rank {rank}", []).append(rank)
-    return list(found.values())
-
-
-def _alike(ranks: Sequence[int], by_host: Sequence[Sequence[int]]) -> bool:
-    """Whether hosts have equally many of a group's ranks, several each, one behind the other."""
-    in_order = [rank for host in by_host for rank in host] == list(ranks)
-    return _pays(by_host) and in_order and len({len(host) for host in by_host}) == 1
-
-
-def _check_one(name: str, argument: str, wanted: Sequence[object]) -> None:
-    """All ranks of the group give one value."""
-    if any(want != wanted[0] for want in wanted):
-        raise ValueError(f"{argument} differs between the ranks of group {name!r}: {list(wanted)}; give one value")
-
-
-def _pays(by_host: Sequence[Sequence[int]]) -> bool:
-    """Whether something would go to a host more than once if it went to each rank."""
-    return len(by_host) > 1 and any(len(ranks) > 1 for ranks in by_host)
+    return shared or GlooGroup(request.called, request.control, gather, reduce)

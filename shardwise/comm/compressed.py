@@ -52,7 +52,7 @@ class CompressedGroup(Group):
         self.traffic, self.staging = group.traffic, group.staging
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
-        self.disseminates, self.any_length = group.disseminates, group.any_length
+        self.disseminates = group.disseminates
         self._beside = side_stream(group.device) if group.waits_in_queue else None
 
     def round_(self, shard: Tensor) -> None:
@@ -76,17 +76,9 @@ class CompressedGroup(Group):
         """Return when every rank has come here."""
         self._inner.barrier()
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """See :meth:`Group.fence`."""
-        self._inner.fence(phase, met)
-
-    def reads_arrive(self) -> None:
-        """See :meth:`Group.reads_arrive`."""
-        self._inner.reads_arrive()
-
-    def from_other_hosts(self) -> dict[str, int]:
-        """See :meth:`Group.from_other_hosts`."""
-        return self._inner.from_other_hosts()
+        self._inner.fence(phase)
 
     def reset_traffic(self) -> None:
         """See :meth:`Group.reset_traffic`."""

@@ -8,78 +8,44 @@ at 64 MB, and lets the sum be made in fp32 with one rounding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
-from shardwise.comm.control import Control, exchange_of
-from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
-from shardwise.comm.letters import Letters
+from shardwise.comm.control import Control
+from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
-from shardwise.comm.places import Places
-from shardwise.comm.ready import Ready
-from shardwise.comm.serving import Serving, Written
 from shardwise.comm.summing import RankSum
 
-__all__ = ["Begun", "GlooGroup", "Reduction"]
+__all__ = ["GlooGroup"]
 
 
-MOST_SERVED = 256
-"""Ranks of a group in which each answers the others' gathers, with a thread for each; more agree before gathers."""
-
-
-class Reading(Handle, Protocol):
-    """A gather that was asked for."""
-
-    @property
-    def through(self) -> bool:
-        """Whether it was waited for."""
-
-
-class Begun(Protocol):
-    """A reduction of the queue in which all are finished."""
-
-    done: bool
-
-    def arrived(self) -> bool:
-        """Do what can be done without waiting; whether nothing is left to wait for."""
-
-    def finish(self) -> None:
-        """Wait for all that is left, and do it."""
-
-
-class Reduction:
-    """A reduce-scatter, or the two phases of an all-reduce."""
+class _Reduction:
+    """A reduce-scatter, or the two phases of an all-reduce: messages start at once, the sum is made in ``finish()``."""
 
     def __init__(self, group: GlooGroup, out: Tensor, buffer: Buffer, scale: float, spread: bool) -> None:
-        full = buffer.local
-        self._group = group
-        self._out = out
-        self._full, self._bounds = full, buffer.bounds
-        self._scale = scale
+        self._group, self._out, self._scale = group, out, scale
         self.done = False
-        link, rank = group.reduce_link, group.rank
-        self._buffer = buffer
-        self._what = (
-            f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
-        )
-        own = group.part_of(buffer, rank)
-        senders = [(peer, own.dtype) for peer in range(group.size) if peer != rank]
+        link, full, own = group.reduce_link, buffer.local, group.part_of(buffer, group.rank)
+        kind = "all_reduce" if spread else "reduce_scatter"
+        what = f"{kind} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         # Tags are taken now, while all ranks are at the same operation. Receives come first, so that what arrives finds
         # its place; also those of an all-reduce's sums: who sends one has got this rank's part of what it is a sum of.
-        self._got, self._tag = group.ready.begin(buffer, own.numel(), senders, self._what)
-        self._spread_tag = link.tag(buffer.number) if spread else None
+        tag, peers = link.tag(buffer.number), group.others()
+        self._received = {peer: group.scratch.take(own.numel(), own.dtype) for peer in peers}
+        messages = [link.receive(place, peer, tag, what) for peer, place in self._received.items()]
         self._sums_come = list[Message]()
-        if self._spread_tag is not None:
-            self._sums_come = group.take(link, full, self._bounds, self._spread_tag, self._what)
-        self._parts = [each.place for each in self._got]
-        self._parts.insert(rank, own)
-        messages = [each.message for each in self._got]
-        messages += [link.send(group.part_of(buffer, peer), peer, self._tag, self._what) for peer in group.others()]
+        self._send_sum: Callable[[], list[Message]] = list
+        if spread:
+            spread_tag = link.tag(buffer.number)
+            self._sums_come = group.take(link, full, buffer.bounds, spread_tag, what)
+            self._send_sum = partial(group.speak, link, own, spread_tag, what)
+        messages += [link.send(group.part_of(buffer, peer), peer, tag, what) for peer in peers]
+        self._parts = [self._received.get(rank, own) for rank in range(group.size)]
         self._slices = Batch(messages, group.watchers[1])
         self._sums: Batch | None = None
 
@@ -104,13 +70,10 @@ class Reduction:
             group = self._group
             self._slices.wait()
             group.sum(self._out, self._parts, self._scale)
-            group.ready.through(self._buffer, self._got, self._tag)
-            self._parts, self._got = [], []
-            spread = self._sums_come
-            if self._spread_tag is not None:
-                own = group.slice_of(self._full, group.rank, self._bounds)
-                spread += group.speak(group.reduce_link, own, self._spread_tag, self._what)
-            self._sums = Batch(spread, group.watchers[1])
+            for place in self._received.values():
+                group.scratch.give(place)
+            self._parts, self._received = [], {}
+            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1])
         return self._sums
 
 
@@ -125,7 +88,6 @@ class GlooGroup(Group):
     sends_slices = True
     uneven = True
     disseminates = True
-    any_length = True
 
     def __init__(
         self,
@@ -133,114 +95,51 @@ class GlooGroup(Group):
         control: Control,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
-        places: Places | None = None,
     ) -> None:
-        """As many arguments as there are; ``places``: of the ranks, where that is known."""
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
-        self.places = places
         self._control = control
-        self.letters = self._letters()
         self._gather_link = Link(gather, name)
-        self._reductions: deque[Begun] = deque()
+        self._reductions: deque[_Reduction] = deque()
         self._buffer_count = 0
         self.reduce_link = Link(reduce, name)
         self.scratch = Scratch()
-        self.ready = Ready(self.reduce_link, self.scratch, self.size)
         self.sum = RankSum()
         self.watchers = Watcher(), Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
-        self._serving: Serving | None = None
-        self._reading: deque[Reading] = deque()
-        """Gathers that read the peers' shards, oldest first; those at the front may be through."""
-        self._updates, self._written = 0, Written()
-        """Times that shards were to be written, and how far this rank is through with that."""
-
-    def _letters(self) -> Letters:
-        """What ranks meet by: here each as if it had a host of its own."""
-        return Letters(self._control, Places(range(self.size), self.rank))
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def speak(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
-        """Start to send ``part`` to every other rank, or one of each other host."""
+        """Start to send ``part`` to every other rank."""
         return [link.send(part, peer, tag, what) for peer in self.others()]
 
     def take(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
-        """Start to receive the slices of the other ranks, or those that this one takes for its host, in place."""
+        """Start to receive the slices of the other ranks, in place."""
         return [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
 
-    def finish_through(self, last: Begun) -> None:
+    def finish_through(self, last: _Reduction) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
         while not last.done:
             # It leaves the queue when it is finished: who is interrupted in between finishes it again.
             self._reductions[0].finish()
             self._reductions.popleft()
 
-    def finished_through(self, last: Begun) -> bool:
+    def finished_through(self, last: _Reduction) -> bool:
         """Whether :meth:`finish_through` would not wait."""
         if last.done:
             return True
         started = list(self._reductions)
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
 
-    def from_other_hosts(self) -> dict[str, int]:
-        """See :meth:`Group.from_other_hosts`."""
-        kinds = {"gather": self._gather_link, "reduce": self.reduce_link}
-        elsewhere = self.others() if self.places is None else self.places.elsewhere
-        return {kind: sum(link.received[peer] for peer in elsewhere) for kind, link in kinds.items()}
-
-    def reset_traffic(self) -> None:
-        """See :meth:`Group.reset_traffic`."""
-        super().reset_traffic()
-        self._gather_link.received.clear()
-        self.reduce_link.received.clear()
-
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self._control.barrier()
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
-        """See :meth:`Group.fence`. Around updates it has something to do where shards are served: before one the ranks
-        meet; after one this rank's threads answer those who are as far."""
-        if self._serving is None or not phase:
-            return
-        if phase == "before an update":
-            self.reads_arrive()
-            if not met:
-                self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
-            self._updates += 1
-        else:
-            # Counted where it began, so that a rank whose update failed counts as the others again with the next one.
-            self._updates += self._updates == self._written.updates  # values that were there from the beginning
-            self._written.through(self._updates)
-
-    def reads_arrive(self) -> None:
-        """See :meth:`Group.reads_arrive`."""
-        while self._reading:
-            self._reading[0].wait()
-            self._reading.popleft()
-
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """See :meth:`Group.serve`."""
-        if self.size > MOST_SERVED:
-            return
-        if self._serving is None and shards:
-            self._serving = Serving(self._gather_link, self.others(), self._written)
-        if self._serving is not None and shards:
-            served = self._serving.serve(shards)
-            for shard in shards:
-                shard.served = served
-
     def close(self) -> None:
         """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
-        if self._serving is not None:
-            self._serving.close()
-        self._reading.clear()
-        self.ready.close()
         self.scratch = Scratch()
-        self.letters.close()
         for watcher in self.watchers:
             watcher.close()
 
@@ -253,21 +152,7 @@ class GlooGroup(Group):
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
-        return self._ask(out, shard, self._serving) if shard.served and self._serving else self._spread(out, shard)
-
-    def _ask(self, out: Tensor, shard: Buffer, serving: Serving) -> Handle:
-        """A gather that the peers' threads answer; see [Note: Gathers that nobody else takes part in]."""
-        if not out.numel():
-            return DONE
-        while self._reading and self._reading[0].through:
-            self._reading.popleft()
-        self._reading.append(self._asked(out, shard, serving))
-        return self._reading[-1]
-
-    def _asked(self, out: Tensor, shard: Buffer, serving: Serving) -> Reading:
-        what, behind = asked_for(out, shard), self._written.updates
-        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), what, behind=behind)
-        return Batch(asked, self.watchers[0])
+        return self._spread(out, shard)
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         return self._spread(full.local, full)
@@ -291,7 +176,7 @@ class GlooGroup(Group):
     def _start(self, out: Tensor, full: Buffer, scale: float, spread: bool) -> Handle:
         if not full.local.numel():
             return DONE
-        reduction = Reduction(self, out, full, scale, spread)
+        reduction = _Reduction(self, out, full, scale, spread)
         self._reductions.append(reduction)
         return reduction
 
@@ -308,18 +193,13 @@ class GlooGroup(Group):
         self._control.broadcast(tensor, src)
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self.letters.rows(values, exchange_of(purpose))
+        return self._control.exchange(values, purpose)
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self.letters.most(values, words, exchange_of(purpose))
+        return self._control.most(values, words, purpose)
 
     def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self.letters.total(words, exchange_of(purpose))
-
-
-def asked_for(out: Tensor, shard: Buffer) -> str:
-    """A gather, for errors."""
-    return f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"
+        return self._control.total(words, purpose)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,13 +33,9 @@ class Buffer:
             not mapped.
         number: among the group's, the same on every rank; 0 where the group needs none.
         bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
-        served: what is held while gathers of it need no peer's taking part; see :meth:`Group.serve`.
-        answered: what is held while a rank may ask for it alone; see :meth:`Group.ask`.
     """
 
     number = 0
-    served: object = None
-    answered: object = None
     bounds: Bounds | None = None
     checked: tuple[Bounds, int] | None = None
     """Bounds that were found to be right, and for how many elements: to look at them takes a look at each rank."""
@@ -122,8 +117,7 @@ DONE: Handle = _Done()
 # have written. In between shards are written and read by their owners alone (engine/values.py). A third one, without a
 # phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
 # of their own, and ranks that have begun different ones may meet here. Where a gather needs its peers a fence does
-# nothing, since who takes part has written. Where their threads answer it (:meth:`Group.serve`) the first is a meeting,
-# before which a rank's own gathers arrive, and behind the second threads answer whoever is as far.
+# nothing, since who takes part has written.
 class Group(Meeting):
     """The ranks of one mesh axis and the collectives among them.
 
@@ -146,8 +140,6 @@ class Group(Meeting):
         uneven: ranks' parts of an array may differ in length (:attr:`Buffer.bounds`), in the collectives between such.
         sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
-        models: those that use its collectives: neither closed nor collected, as far as this rank knows.
-        player: of the one whose gathers were last begun without agreeing on each: how far, and what begins them.
         activity: what this rank is doing, for messages.
     """
 
@@ -165,8 +157,6 @@ class Group(Meeting):
         self.activity = activity or Activity()
         self.traffic = Traffic()
         self.staging: dict[torch.dtype, Buffer] = {}
-        self.models = weakref.WeakSet[Any]()
-        self.player: tuple[Any, Callable[[], Any]] | None = None
 
     # Buffers
 
@@ -198,17 +188,6 @@ class Group(Meeting):
         with ordinary_tensors():
             return self._shards(specs, joint)
 
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """Where the group can, all-gathers of these shards read the peers' memory without their taking part from here
-        on (:attr:`Buffer.served`), in any order, as in a ``one_sided_gather`` group: they may be written between the
-        fences before and after an update. Every rank gives the same. Where all-gathers are collectives all the same,
-        a rank can at least get them alone (:meth:`ask`, :attr:`Buffer.answered`)."""
-        return
-
-    def ask(self, out: Tensor, shard: Buffer) -> Handle:
-        """As :meth:`all_gather`, of a shard that peers answer for (:attr:`Buffer.answered`): they take no part."""
-        raise NotImplementedError(f"a gather by one rank alone in {self!r}, of a shard with {shard.answered}")
-
     def joined(self, shard: Buffer) -> Tensor | None:
         """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
 
@@ -222,13 +201,6 @@ class Group(Meeting):
         return
 
     # Collectives
-
-    def align(self) -> None:
-        """Ranks may have begun different numbers of gathers without agreeing on each (:attr:`player`); from here on all
-        have begun the same. Collective, before whatever else they gather; to say it again costs nothing."""
-        part = self.player[1]() if self.player is not None else None
-        if part is not None:
-            part.align()
 
     def all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         """``out`` (as long as all shards, same dtype) becomes ``shard.local`` of every rank, in rank order.
@@ -323,7 +295,6 @@ class Group(Meeting):
             raise ValueError(
                 f"broadcast from rank {src} of {self.size} in group {self.name!r}: give 0..{self.size - 1}"
             )
-        self.align()
         self.traffic.add("broadcast", tensor.nbytes if src == self.rank and self.size > 1 else 0)
         if tensor.numel():
             self._broadcast(tensor, src)
@@ -332,30 +303,19 @@ class Group(Meeting):
     def barrier(self) -> None:
         """Return when every rank has come here. Host side: it does not wait for device work."""
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when all ranks' earlier writes into buffers are visible to all and no gather still reads; nothing to
         do where memory is not mapped. It waits for no reduction (:meth:`Buffer.wait_writable` does), so ranks that have
         started different ones may meet here.
 
         Args:
             phase: one of :data:`PHASES`; ranks at different ones have lost each other, and are told so.
-            met: they have just exchanged something, behind :meth:`reads_arrive`: where messages are exchanged, that is
-                a fence before an update.
         """
-        return
-
-    def reads_arrive(self) -> None:
-        """Return when what this rank's gathers read of peers that take no part is here, where that has to be known."""
         return
 
     def close(self) -> None:
         """Give back communicators and mapped memory. Buffers are unusable afterwards; calling it again does nothing."""
         return
-
-    def from_other_hosts(self) -> dict[str, int]:
-        """Bytes that this rank has received from ranks of other hosts since :meth:`reset_traffic`, to ``"gather"`` and
-        to ``"reduce"``, as they travelled; without what is a library's affair. Nothing where all are on one host."""
-        return {}
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""

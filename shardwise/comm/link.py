@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,21 +21,16 @@ __all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
 # buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
 TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10
 TAG_LIMIT = 2 * TAG_RANGE * BUFFER_RANGE
-"""Above all tags of operations that ranks start in one order; in the lower half are those of :meth:`Link.tag`."""
+"""Above all tags of operations that ranks start in one order (:meth:`Link.tag`)."""
 
 
 class Link:
-    """One communicator: sends and receives with a tag per operation.
-
-    Attributes:
-        received: bytes by peer, counted where a receive begins; not what is received aside.
-    """
+    """One communicator: sends and receives with a tag per operation."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
         self._process_group = process_group
         self._name = name
         self._count = 0
-        self.received: Counter[int] = Counter()
 
     def tag(self, buffer: int) -> int:
         """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
@@ -49,7 +43,6 @@ class Link:
 
     def receive(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """Start to receive into ``tensor``."""
-        self.received[peer] += tensor.nbytes
         return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
 
     def send_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
@@ -59,16 +52,7 @@ class Link:
     def receive_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """As :meth:`receive`; see :meth:`send_aside`."""
         what = f"{what}: receiving from rank {peer}"
-        message = self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
-        message.source = peer
-        return message
-
-    def receive_any(self, tensor: Tensor, tag: int, what: str) -> Message:
-        """As :meth:`receive_aside`, of whichever rank sends with that tag first: :attr:`Message.source`. That one is
-        gone does not show."""
-        message = self._begin(lambda: self._process_group.recv_anysource([tensor], tag), f"{what}: of any rank")
-        message.of_any = True
-        return message
+        return self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
 
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         keyword = "group_dst" if start is dist.isend else "group_src"
@@ -87,8 +71,6 @@ class Message:
 
     Attributes:
         what: for errors.
-        source: the rank that it is of, where it is received aside; of one that any rank may send (``of_any``), when it
-            is there.
         arrived: called when it is there; again by the next wait, if it was interrupted.
     """
 
@@ -96,7 +78,7 @@ class Message:
         self._work = work
         self._failed: RuntimeError | None = None
         self._waited = False
-        self.what, self.source, self.of_any = what, -1, False
+        self.what = what
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:
@@ -116,8 +98,6 @@ class Message:
                 self._failed = error
         if self._failed is not None:
             raise _lost(self.what, self._failed) from self._failed
-        if self.of_any:
-            self.source = self._work._source_rank()
         self.arrived()
         self._work = None
 

@@ -14,10 +14,8 @@ import platform
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from shardwise.comm.control import Control
 
@@ -28,14 +26,12 @@ __all__ = [
     "Method",
     "host_facts",
     "is_running",
-    "map_common",
     "map_joint",
     "map_segments",
     "start_time",
 ]
 
 Method = Literal["memfd", "file"]
-T = TypeVar("T")
 
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 8
@@ -118,9 +114,7 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
     try:
         offers, _ = control.exchange_object([own.path, nbytes, own.error])
         _raise_together("make", [str(offer[2]) for offer in offers])
-        sizes = [offer[1] for offer in offers]
-        if len(set(sizes)) > 1:
-            raise MappingError(f"ranks ask for different sizes: {sizes} bytes by rank; give the same specs everywhere")
+        _check_sizes([offer[1] for offer in offers])
         maps, error = _open_all([str(offer[0]) for offer in offers], nbytes)
         errors, _ = control.exchange_object(error)
         _raise_together("map", [str(error) for error in errors])
@@ -139,42 +133,29 @@ def map_joint(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
     Raises:
         MappingError: on every rank, when rank 0 could not make it or any rank not map it.
     """
-    return _map_first(control, nbytes, "memfd", partial(_map_privately, nbytes=nbytes))
-
-
-def map_common(control: Control, nbytes: int, method: Method) -> tuple[mmap.mmap, int]:
-    """One segment of ``nbytes`` that all ranks share, and a descriptor of this process's own to lock it by
-    (``flock``; to be closed by the caller). Collective. The first cache line is taken.
-
-    Raises:
-        MappingError: as :func:`map_joint`.
-    """
-    return _map_first(control, nbytes, method, lambda path: os.open(path, os.O_RDWR | os.O_CLOEXEC))
-
-
-def _map_first(control: Control, nbytes: int, method: Method, also: Callable[[str], T]) -> tuple[mmap.mmap, T]:
-    """Rank 0's segment, and what ``also`` makes of its path."""
-    own = _make(nbytes if control.rank == 0 else LINE_BYTES, method)
+    own = _make(nbytes if control.rank == 0 else LINE_BYTES, "memfd")
     try:
         offers, _ = control.exchange_object([own.path, nbytes, own.error])
         _raise_together("make", [str(offer[2]) for offer in offers])
-        sizes = [offer[1] for offer in offers]
-        if len(set(sizes)) > 1:
-            raise MappingError(f"ranks ask for different sizes: {sizes} bytes by rank; give the same specs everywhere")
-        maps, error = _open_all([str(offers[0][0])], nbytes)
-        more: list[T] = []
+        _check_sizes([offer[1] for offer in offers])
+        path = str(offers[0][0])
+        maps, error = _open_all([path], nbytes)
         if maps:
             try:
-                more.append(also(str(offers[0][0])))
+                maps.append(_map_privately(path, nbytes))
             except (OSError, ValueError) as failure:
-                error = f"{offers[0][0]} of rank 0, once more: {failure}"
+                error = f"{path} of rank 0, once more: {failure}"
         errors, _ = control.exchange_object(error)
         _raise_together("map", [str(error) for error in errors])
     finally:
         own.close()
-    if not more:
-        raise MappingError(f"no segment of {nbytes} bytes was mapped, and no error was told; report this")
-    return maps[0], more[0]
+    shared, private = maps
+    return shared, private
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    if len(set(sizes)) > 1:
+        raise MappingError(f"ranks ask for different sizes: {sizes} bytes by rank; give the same specs everywhere")
 
 
 def _map_privately(path: str, nbytes: int) -> mmap.mmap:

@@ -67,27 +67,25 @@ class Summary:
 
 # [Note: How many ranks an agreement takes]
 # Up to ``rows_up_to`` ranks, and where memory is mapped, every rank gets every rank's numbers: one small all-gather,
-# which is the fastest (between hosts one message each way: [Note: Meetings between hosts]). Of thousands that would be
-# megabytes a time, and a look at each of them in Python. There ranks first learn the least and the most of each number:
-# in round k a rank hears from the one 2^k before it, so that is as many messages as the number of ranks has digits,
-# each of a kilobyte. What all have alike needs nothing more, and an agreement is nearly always about what should be
-# alike; flags and counts need nothing more either (summarize), up to thirty numbers and 1536 flags: what there is above
-# that follows in as many messages again. A sum is exact in whole numbers (totals), in at most twice as many messages,
-# which hold nothing but the words of 32 bits that any rank has something in: of a norm's shares some four, where
-# numbers of all sizes would have 66. Only where ranks ask for each other's numbers and these differ does each get all
-# of them. The first message has one size whatever it is about, unless any length will do ([Note: Meetings between
-# hosts]): ranks that came for different things meet in it, see that they differ, and tell each other in words.
+# which is the fastest. Of thousands that would be megabytes a time, and a look at each of them in Python. There ranks
+# first learn the least and the most of each number: in round k a rank hears from the one 2^k before it, so that is as
+# many messages as the number of ranks has digits, each of a kilobyte. What all have alike needs nothing more, and an
+# agreement is nearly always about what should be alike; flags and counts need nothing more either (summarize), up to
+# thirty numbers and 1536 flags: what there is above that follows in as many messages again. A sum is exact in whole
+# numbers (totals), in at most twice as many messages, which hold nothing but the words of 32 bits that any rank has
+# something in: of a norm's shares some four, where numbers of all sizes would have 66. Only where ranks ask for each
+# other's numbers and these differ does each get all
+# of them. The first message has one size whatever it is about: ranks that came for different things meet in it, see
+# that they differ, and tell each other in words.
 class Meeting(ABC):
     """The part of a group that is about the host's agreement; see :class:`~shardwise.comm.group.Group`.
 
     Attributes:
         disseminates: numbers can be summed up by messages from rank to rank (:meth:`_most`, :meth:`_total`).
         rows_up_to: ranks among which each gets all numbers at once; see [Note: How many ranks an agreement takes].
-        any_length: ranks may exchange rows of different lengths, so that nothing has to be told before them.
     """
 
     disseminates = False
-    any_length = False
     rows_up_to = 16
     name: str
     rank: int
@@ -114,7 +112,7 @@ class Meeting(ABC):
         """
         if not purpose:
             self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
-            return self._check_lengths(self._exchange(values, purpose))
+            return self._exchange(values, purpose)
         if self._by_rows:
             self.traffic.add("exchange", (self.size - 1) * 8 * _padded(len(values)))
         return self._meet(values, purpose, whose)
@@ -240,22 +238,13 @@ class Meeting(ABC):
         # tell.
         sent = _headed(values, purpose, whose, len(values))
         # What is longer follows once the ranks know that they came for the same.
-        first = len(sent) if self.any_length else EXCHANGE_QUANTUM
-        rows = self._exchange(sent[:first], purpose)
+        rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
         if any(row[:2] != sent[:2] for row in rows):
             raise PeerError(self._astray(purpose, len(values), whose))
-        if len(sent) > first:
-            for row, rest in zip(rows, self._exchange(sent[first:], purpose), strict=True):
+        if len(sent) > EXCHANGE_QUANTUM:
+            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
                 row.extend(rest)
         return [row[2 : 2 + len(values)] for row in rows]
-
-    def _check_lengths(self, rows: list[list[float]]) -> list[list[float]]:
-        lengths = [len(row) for row in rows]
-        if len(set(lengths)) > 1:
-            raise PeerError(
-                f"group {self.name!r}: the ranks came to exchange {lengths} numbers, by rank; they have lost each other"
-            )
-        return rows
 
     def _summed_up(self, values: list[float], purpose: str, whose: Party, flags: Sequence[bool]) -> Summary:
         # Of each word the flags that this rank has, and those that it lacks.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.asking import Asking
 from shardwise.comm.control import Control, broadcast
 from shardwise.comm.group import Bounds, Buffer, Group, Handle
-from shardwise.comm.link import Link
-from shardwise.comm.native_hosts import ByHosts, InTwoSteps
 from shardwise.comm.single import all_gather_single, reduce_scatter_single
 
 __all__ = ["NativeGroup"]
@@ -21,7 +18,7 @@ __all__ = ["NativeGroup"]
 class _Launched:
     """A started collective, of one call or several, and what is left to do with its result."""
 
-    def __init__(self, works: Sequence[dist.Work | InTwoSteps], result: Tensor, out: Tensor, factor: float) -> None:
+    def __init__(self, works: Sequence[dist.Work], result: Tensor, out: Tensor, factor: float) -> None:
         self._works = works
         self._result = result
         self._out = out
@@ -60,9 +57,6 @@ class NativeGroup(Group):
     sends_slices = True
     uneven = True
     disseminates = True
-    _ask: Callable[[], dist.ProcessGroup] | None = None
-    _asking: Asking | None = None
-    _by_hosts: ByHosts | None = None
 
     def __init__(
         self,
@@ -71,8 +65,6 @@ class NativeGroup(Group):
         control: Control,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
-        ask: Callable[[], dist.ProcessGroup] | None = None,
-        by_hosts: ByHosts | None = None,
     ) -> None:
         super().__init__(name, control.rank, control.size, device, control.activity)
         self._control = control
@@ -80,52 +72,10 @@ class NativeGroup(Group):
         self._reduce = reduce
         # gloo takes tensors of a GPU too, and has the host wait for them.
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
-        self._by_hosts = by_hosts
-        self.uneven = by_hosts is None  # parts of different lengths would go flat
-        self._ask = ask
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self._control.barrier()
-
-    def serve(self, shards: Sequence[Buffer]) -> None:
-        """See :meth:`Group.serve`."""
-        if self._ask is None or not shards or self.size == 1:
-            return
-        if self._asking is None:  # a group that serves nothing needs no connections for it
-            self._asking = Asking(self, Link(self._ask(), self.name))
-        answered = self._asking.serve(shards)
-        for shard in shards:
-            shard.answered = answered
-
-    def ask(self, out: Tensor, shard: Buffer) -> Handle:
-        """See :meth:`Group.ask`."""
-        if self._asking is None:
-            return super().ask(out, shard)
-        self.traffic.add("all_gather", out.nbytes - shard.local.nbytes)
-        return self._asking.ask(self, out, shard)
-
-    def fence(self, phase: str = "", met: bool = False) -> None:
-        """See :meth:`Group.fence`: what is told here is what threads may read."""
-        if self._asking is not None and phase == "after an update":
-            self._asking.written()
-
-    def close(self) -> None:
-        """Threads end when the peers' have; process groups belong to the mesh."""
-        if self._by_hosts is not None:
-            self._by_hosts.close()
-        if self._asking is not None:
-            self._asking.close()
-
-    def from_other_hosts(self) -> dict[str, int]:
-        """See :meth:`Group.from_other_hosts`: what goes by hosts; the rest is the library's affair."""
-        return dict(self._by_hosts.received) if self._by_hosts is not None else {}
-
-    def reset_traffic(self) -> None:
-        """See :meth:`Group.reset_traffic`."""
-        super().reset_traffic()
-        if self._by_hosts is not None:
-            self._by_hosts.reset_traffic()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._private_buffers(specs)
@@ -152,8 +102,6 @@ class NativeGroup(Group):
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
         if not out.dtype.is_floating_point:  # libraries know some of the other dtypes; all of them know bytes
             out, shard = out.view(torch.uint8), shard.view(torch.uint8)
-        if self._by_hosts is not None and shard.numel():
-            return _Launched([self._by_hosts.all_gather(out, shard)], out, out, 1.0)
         work = all_gather_single(out, shard, group=self._gather, async_op=True)
         return _Launched([_started(work)], out, out, 1.0)
 
@@ -162,8 +110,6 @@ class NativeGroup(Group):
             return self._start_reduces(out, full, scale)
         # The average, and not the sum, keeps fp16 from overflowing on the way.
         result = out if out.dtype == full.local.dtype else torch.empty_like(out, dtype=full.local.dtype)
-        if self._by_hosts is not None and result.numel():
-            return _Launched([self._by_hosts.reduce_scatter(result, full.local)], result, out, self._factor(scale))
         work = reduce_scatter_single(result, full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
         return _Launched([_started(work)], result, out, self._factor(scale))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from shardwise.comm.serving import leave_at_exit
 from shardwise.comm.workers import let_workers_rest
 from shardwise.torch_internals import abort_group, group_is_known
 
@@ -66,7 +65,4 @@ def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
                 abort_group(group)
 
 
-@atexit.register
-def _end() -> None:
-    leave_at_exit()
-    let_workers_rest()  # behind it, since workers send what peers still ask for
+atexit.register(let_workers_rest)

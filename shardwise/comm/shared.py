@@ -27,7 +27,6 @@ from shardwise.comm.mapping import (
     MappingError,
     Method,
     is_running,
-    map_common,
     map_joint,
     map_segments,
     start_time,
@@ -53,7 +52,6 @@ from shardwise.comm.slots import (
     SLOT_WORDS,
     SLOTS,
     STATE,
-    WRITTEN,
     settle,
     wait_for_all,
 )
@@ -68,8 +66,6 @@ NAP_MAX_S = 200e-6
 CHECK_S = 0.2
 
 OPEN, CLOSED, FAILED = 0, 1, 2
-RAGGED = -1
-"""In the place of a number of values that is the same on all ranks."""
 
 
 class _Reduction:
@@ -238,14 +234,6 @@ class SharedGroup(Group):
         if isinstance(shard, JointBuffer):
             shard.drop_private()
 
-    def common(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        """Memory that all ranks map as one, its first cache line taken, and a descriptor to lock it by. Collective.
-
-        Raises:
-            MappingError: it cannot be had, on every rank.
-        """
-        return map_common(self._control, nbytes, self._method)
-
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
         given = self._meet_bytes(encode(own), "which buffers to make")
@@ -310,7 +298,7 @@ class SharedGroup(Group):
         """Return when every rank has come here."""
         self._sync(BARRIER, ())
 
-    def fence(self, phase: str = "", met: bool = False) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
         reduces: reductions have counters of their own."""
         self._show()
@@ -320,19 +308,6 @@ class SharedGroup(Group):
         pieces = [values[start : start + SLOT_VALUES] for start in range(0, len(values), SLOT_VALUES)]
         parts = [self._sync(EXCHANGE, piece, len(values), purpose) for piece in pieces or [values]]
         return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
-
-    def rows(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        """Every rank's values, by rank, as many as it has."""
-        row = [float(len(values)), *values]
-        found: list[list[float]] = [[] for _ in range(self.size)]
-        longest, start = 1, 0
-        while start < longest:
-            piece = row[start : start + SLOT_VALUES]
-            parts = self._sync(EXCHANGE, piece + [0.0] * (SLOT_VALUES - len(piece)), RAGGED, purpose)
-            for told, part in zip(found, parts, strict=True):
-                told += part
-            longest, start = 1 + int(max(told[0] for told in found)), start + SLOT_VALUES
-        return [told[1 : 1 + int(told[0])] for told in found]
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
@@ -367,24 +342,10 @@ class SharedGroup(Group):
         mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
         return rows
 
-    def has_written(self, updates: int) -> None:
-        """Tell the peers that this rank is through with so many updates of what they read."""
-        self._show()
-        self._words[self.rank][WRITTEN] = updates
-
     def _show(self) -> None:
         for buffer in self._made:
             if isinstance(buffer, SharedBuffer):
                 buffer.show()
-
-    def wait_written(self, updates: int) -> None:
-        """Return when all ranks are through with so many."""
-
-        def missing() -> list[int]:
-            return [rank for rank, words in enumerate(self._words) if words[WRITTEN] < updates]
-
-        if missing():
-            self.wait_until(missing, f"the end of update {updates}")
 
     # Waiting
 

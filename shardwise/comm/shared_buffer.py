@@ -16,23 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_REDUCE",
-    "BEGUN",
-    "BROUGHT",
     "CONSUMED",
     "PUBLISHED",
     "REDUCED",
     "REDUCE_SCATTER",
     "REDUCTIONS",
-    "TAKEN",
     "SharedBuffer",
 ]
 
 # A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
-# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more). Gathers in
-# place in which other hosts take part have three of their own: begun (its slice may be read), brought (slices of other
-# hosts that it takes are in place) and taken (it reads the peers' slices no more).
-PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED, BEGUN, BROUGHT, TAKEN = range(LINE_WORDS)
-SHOWN = (PUBLISHED, REDUCED, BROUGHT)
+# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
+PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)
+SHOWN = (PUBLISHED, REDUCED)
 """Those that say that peers may read what has been written."""
 REDUCE_SCATTER, ALL_REDUCE = range(2)
 REDUCTIONS = ("reduce_scatter", "all_reduce")

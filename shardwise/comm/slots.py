@@ -24,18 +24,16 @@ __all__ = [
     "SLOT_VALUES",
     "SLOT_WORDS",
     "STATE",
-    "WRITTEN",
     "settle",
     "wait_for_all",
 ]
 
-# The control segment: line 1 holds the count of synchronisations, the state, and of how many updates this rank has
-# written what peers read; two slots follow, used in turn. A rank that writes slot s again has seen all peers arrive at
-# s + 1, so nobody reads it then; or it has left some of them, which see that by the head. A slot's first word is its
-# head: the number of the synchronisation, and its kind, or what has become of it here. Before the first it is 0.
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
+# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then; or it has left some of them,
+# which see that by the head. A slot's first word is its head: the number of the synchronisation, and its kind, or what
+# has become of it here. Before the first it is 0.
 ARRIVED = LINE_WORDS
 STATE = LINE_WORDS + 1
-WRITTEN = LINE_WORDS + 2
 SLOT_VALUES = 256
 SLOT_WORDS = LINE_WORDS + SLOT_VALUES
 SLOTS = 2 * LINE_WORDS

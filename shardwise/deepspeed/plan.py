@@ -41,7 +41,6 @@ STAGE_3 = tuple(
         "stage3_max_reuse_distance",
         "zero_hpz_partition_size",
         "mics_shard_size",
-        "mics_hierarchical_params_gather",
         "zero_quantized_weights",
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
@@ -51,7 +50,6 @@ QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
 FROZEN = f"{ZERO}.zero_quantized_nontrainable_weights"
 TENSOR_SIZES = "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
-BY_HOSTS = f"{ZERO}.mics_hierarchical_params_gather"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
 AUTOCAST_SCALER = ScalerPlan(
@@ -152,7 +150,6 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
     return replace(
         usual_exchange(),
         overlap=overlap,
-        by_hosts=True if s.stage == 3 and s[MICS] > 0 and s[BY_HOSTS] else None,
         compress_weights="int8" if weights in asked else None,
         compress_gradients="int4" if gradients in asked else None,
         compress_frozen="int8" if s.stage == 3 and s[FROZEN] else None,  # MixZ++
@@ -176,8 +173,6 @@ def _set_aside(s: Settings) -> None:
         ignore([f"{ZERO}.stage3_gather_16bit_weights_on_model_save"], f"at stage {stage} parameters are whole anyway")
     else:
         ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
-        if s[MICS] < 1:
-            ignore([BY_HOSTS], f"{MICS} is not given")
         if s[f"{ZERO}.overlap_comm"] is False:
             ignore([f"{ZERO}.stage3_prefetch_bucket_size"], "nothing is gathered ahead with overlap_comm false")
     if stage == 0:

@@ -163,7 +163,7 @@ _ZERO = {
     "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),
     "zero_hpz_partition_size": _use("int", 1, 0, MOST_COUNT),
     "mics_shard_size": _use("int", -1, -1, MOST_COUNT),
-    "mics_hierarchical_params_gather": _use("bool", False),
+    "mics_hierarchical_params_gather": _skip("bool", False, "ranks of several nodes gather in one collective", False),
     "zero_quantized_weights": _use("bool", False),
     "zero_quantized_nontrainable_weights": _use("bool", False),
     "zero_quantized_gradients": _use("bool", False),

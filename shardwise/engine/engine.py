@@ -26,6 +26,7 @@ from shardwise.engine.used_grads import UsedGrads
 from shardwise.engine.values import Values
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.events import Events
+from shardwise.gather.issued import SameOrder
 from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.policy import GatherLimits
 from shardwise.gather.pool import ChunkPool
@@ -145,6 +146,9 @@ class Engine:
         if self.division.draws is not None:
             self.division.draws.listen(events)
         self.reducer.riders.append(visible.by_hand)
+        if self.pool.in_order:
+            mesh, pool = self.mesh, self.pool
+            self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, pool.name_of))
 
     # ---- set-up
 
@@ -199,8 +203,8 @@ class Engine:
         limits = GatherLimits(
             budget_bytes=traced.budget_bytes if traced is not None else lambda: budget,
             prefetch=shard.prefetch if comm.overlap else 0,
-            # What fits decides what is evicted, and that differs between ranks.
-            same_order=comm.same_order and meter is None,
+            # Under a declared capacity what fits decides what is evicted, and that differs between ranks.
+            agree=comm.same_order is False or meter is not None,
         )
         pool = ChunkPool(self.layout.units, self.chunks, self.mesh.shard, self.ledger, limits, self.events, self.party)
         if meter is not None:
@@ -262,7 +266,6 @@ class Engine:
         self.closed = True
         self.attachment.remove()
         self.division.release()
-        self.pool.taking_part.leave()
         # Before that .grad is the user's own.
         if self._begun:
             self.visible.clear()

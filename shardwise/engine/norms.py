@@ -63,7 +63,6 @@ class Norms(Limited):
             ValueError: the same, where they have other settings.
         """
         engine, settings = self.engine, self._settings
-        engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
         hooked = self.scaler is not None and self._updates.hooked
         riding = [engine.visible.by_hand.mark(self.index), float(hooked), *settings.beside_norm()]
         found, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, riding, largest)

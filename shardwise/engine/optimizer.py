@@ -267,7 +267,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early
         done = early.updated if early is not None and early.confirm(factor) else ()
-        self.engine.values.before_update(met=True)
+        self.engine.values.before_update()
         self.engine.events.update_began(self.index)
         try:
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))

@@ -23,9 +23,7 @@ def compared_settings(
     counts = engine.counts
 
     def held() -> dict[str, float]:
-        # Under same_order ranks agree on nothing, and under no_sync() may have made different numbers.
-        passes = 0 if engine.plan.comm.same_order else counts.reduced.get(index, 0)
-        return {"number of reduced passes": float(passes), "loss scale": counts.loss_scale}
+        return {"number of reduced passes": float(counts.reduced.get(index, 0)), "loss scale": counts.loss_scale}
 
     def asked() -> list[tuple[str, float]]:
         limit = [("max_norm", engine.limits[index])] if index in engine.limits else []

@@ -30,7 +30,6 @@ def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
     if not group.one_sided_gather:  # a rank that is at something else is told so; fences tell it where memory is shared
         group.exchange([float(shard.numel())], "a gather of shards")
     staging = _staging(group, shard.numel(), shard.dtype)
-    group.align()
     # Nobody reads it any more: the end of the last gather saw to that.
     staging.local.copy_(shard)
     group.fence()

@@ -272,21 +272,7 @@ class Storage:
                     source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
                 chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
-        self._serve([chunk.source for chunk in chunks if not chunk.resident])
         return chunks
-
-    def _serve(self, sources: Sequence[ShardSource]) -> None:
-        """Have gathers need no peer's taking part, where all can and nobody asks for more: under a declared capacity a
-        rank without room tells the others in rounds, and who promises one order meets at no fence."""
-        plain = all(isinstance(source, MemorySource) and source.tier is not Tier.DISK for source in sources)
-        promised = self.plan.comm.same_order or self.ledger.capacity_bytes is not None
-        # A peer answers with its shard as it is, which is what it sends to all where that was rounded before; messages
-        # that nobody takes part in would bring it in as many bytes as it has there.
-        shard, narrow = self.mesh.shard, self.narrow
-        differs = narrow.rounds_on_the_way if shard.waits_in_queue else narrow.over
-        rounded = any(differs(spec) for spec in self.layout.chunks if not self._resident(spec))
-        if plain and not promised and not rounded and shard.size > 1:
-            shard.serve([source.exchange for source in sources])
 
     def _staging(self) -> dict[torch.dtype, Buffer]:
         """Exchange memory for shards that come from the disk, one a dtype."""

@@ -285,7 +285,7 @@ class Values:
         for chunk in engine.chunks if everything else updated:
             chunk.source.forget()  # what was read ahead, or is kept of a gather, is the version before
         self._renew_resident(updated)
-        engine.pool.invalidate(everything, optimizer)
+        engine.pool.invalidate(everything)
         if engine.meter is not None:
             engine.meter.end_step(engine.pool.followed)
         self._refuse_graphs(engine.chunks if everything else updated)
@@ -323,12 +323,9 @@ class Values:
         late = engine.plan.comm.gather_on_use and engine.mesh.shard.size > 1
         return late and chunk.resident and chunk.spec.trainable
 
-    def before_update(self, met: bool = False) -> None:
+    def before_update(self) -> None:
         """All ranks have read what they need of the shards, also where gathered arrays show them; they may be written
         until :meth:`publish`.
-
-        Args:
-            met: as in :meth:`Group.fence`.
 
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or they are the user's again.
@@ -339,9 +336,8 @@ class Values:
         if engine.pool.blocks.any_open:
             name = type(engine.model).__name__
             raise RuntimeError(f"an update or a load of the {name} inside gathered(): leave the block first")
-        engine.mesh.shard.align()
         engine.pool.settle(ahead=True)
         if not engine.plan.tiers.all_on_device:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
-        engine.mesh.shard.fence("before an update", met)
+        engine.mesh.shard.fence("before an update")
         engine.guards.edits.allow()

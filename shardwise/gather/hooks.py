@@ -177,7 +177,6 @@ class GatherHooks:
     ) -> None:
         self.model, self.pool, self._unit_of = model, pool, unit_of
         self._in_backward_pass = in_backward_pass
-        pool.taking_part.inside = self._inside
         self._names = {id(param): name for name, param in model.named_parameters()}
         self.units_of: dict[str, list[int]] = {}
         """By name of a module: what it acquires before its forward pass."""
@@ -217,10 +216,6 @@ class GatherHooks:
         self._handles.append(same_number(module.register_forward_pre_hook(before, prepend=True)))
         # Also after an exception; after an interrupt torch calls no hooks, see unwind().
         self._handles.append(same_number(module.register_forward_hook(after, always_call=True)))
-
-    def _inside(self) -> bool:
-        """Whether a pass that makes a graph runs, forward or backward."""
-        return in_backward() or (bool(self._running.frames) and self.pool.in_training)
 
     def _holds_all(self, module: nn.Module, units: list[int]) -> bool:
         """Whether the module around ``module`` has pinned its ``units`` until after it, and our saved-tensor hooks are

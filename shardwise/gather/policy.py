@@ -21,13 +21,13 @@ class GatherLimits:
 
     Attributes:
         budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
-        prefetch: units fetched ahead of use; more where they are small and each is a round trip (:func:`next_units`).
-        same_order: no agreement before gathers (see ``CommPlan.same_order``).
+        prefetch: units fetched ahead of use; more where they are small and sent between hosts (:func:`next_units`).
+        agree: where gathers need all ranks these agree before each (``CommPlan.same_order=False``).
     """
 
     budget_bytes: Callable[[], int]
     prefetch: int = 0
-    same_order: bool = False
+    agree: bool = False
 
 
 @dataclass
@@ -83,10 +83,10 @@ def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     return min(candidates, key=lambda unit: (last_use.get(unit, -1), unit))
 
 
-# Where each gather is a round trip to another host, one unit's computation hides it only if the unit is large. Small
+# Where each gather is a trip to another host, one unit's computation hides it only if the unit is large. Small
 # ones are fetched further ahead: 16 MiB are little beside what a rank has, and take longer to send than most trips.
 AHEAD_BYTES = 16 << 20
-"""What units that are asked of peers one by one may take together when more than ``prefetch`` are fetched ahead."""
+"""What units that travel in messages may take together when more than ``prefetch`` are fetched ahead."""
 
 
 def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None) -> list[int]:

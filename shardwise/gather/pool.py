@@ -11,17 +11,16 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-import torch
-
 from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
 from shardwise.gather.blocks import Blocks
+from shardwise.gather.issued import Issued
 from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
+from shardwise.gather.room import Room
 from shardwise.gather.rounds import Rounds
-from shardwise.gather.taking_part import TakingPart
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
@@ -46,6 +45,8 @@ class ChunkPool:
 
     Attributes:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
+        in_order: they issue gathers in program order instead.
+        issued: which ones.
         blocks: ``gathered()`` that are open.
         followed: the last step used the units in the order of the one before.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
@@ -72,21 +73,25 @@ class ChunkPool:
         self.gathered_bytes = self.peak_gathered_bytes = 0
         self.copied_bytes = self.peak_copied_bytes = 0  # of memory of its own, not the ranks' shards seen as one array
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
-        # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
-        alone = group.one_sided_gather or limits.same_order or group.size == 1
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
-        self.agrees = any(s.peers_take_part or not (alone or s.exchange.served) for s in sources)
+        # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
+        together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
+        self.agrees, self.in_order = together and limits.agree, together and not limits.agree
+        self.issued = Issued()
+        self._kept = set[int]()
+        """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
-        self._asks = bool(sources) and not (alone or self.agrees)  # each gather is a round trip
+        # Each gather is a round trip between CPU ranks.
+        self._far = self.in_order and not (group.one_sided_gather or group.starts_together)
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
-        largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._asks and prefetch else 0
+        largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
         self.lock = threading.RLock()
-        self.taking_part = TakingPart(self.rounds, self._transient, self.arrays, self.agrees, self.lock)
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
+        self._room = Room(ledger, self.arrays, self._transient, self._held, self.name_of)
         self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
         self.blocks = Blocks(self._transient)
         self.followed, self.moved_bytes = False, 0
@@ -148,8 +153,6 @@ class ChunkPool:
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
-            if self._playing and not self.trace.followed:
-                self.taking_part.stray()
             self._events.unit_wanted(unit)
             if self._transient[unit]:
                 self._bring(unit)
@@ -170,7 +173,7 @@ class ChunkPool:
 
     def tell(self, error: DeviceMemoryError) -> None:
         """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
-        if self.agrees and not error.told and not self._playing:
+        if self.agrees and not error.told:
             error.told = True
             with suppress(PeerError):  # they failed, too
                 self.rounds.give_up()
@@ -180,7 +183,8 @@ class ChunkPool:
             self._make_room(unit, self._soon())  # what was gathered when there was more room than now goes
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
-        if not looks and not [c for c in self._transient[unit] if c.state is not Residency.GATHERED]:
+        gathered = not [c for c in self._transient[unit] if c.state is not Residency.GATHERED]
+        if not looks and gathered and unit not in self._kept:
             return
         absent, soon = not self._is_whole(unit), self._soon()
         # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
@@ -189,19 +193,23 @@ class ChunkPool:
             self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
             self._complete(unit)
         self._trim_idle()
-        for chunk in [c for u in soon if u not in self._held for c in self._transient[u]] if self._reads_disks else ():
+        for chunk in [c for u in soon if not self._counts(u) for c in self._transient[u]] if self._reads_disks else ():
             chunk.source.prepare()
 
     def _soon(self) -> list[int]:
         """Units that are to be there, or on their way, beside the one that is used."""
-        return next_units(self.trace, self.prefetch, self._bytes if self._asks else None)
+        return next_units(self.trace, self.prefetch, self._bytes if self._far else None)
 
     def _is_whole(self, unit: int) -> bool:
         """Whether the unit is gathered, or on its way. What an interrupt left of one goes."""
         chunks = self._transient[unit]
         if unit in self._held and [c for c in chunks if c.state is not Residency.GATHERED and not c.arriving]:
             self._evict(unit)
-        return unit in self._held
+        return self._counts(unit)
+
+    def _counts(self, unit: int) -> bool:
+        """Whether the unit is held as far as the order of gathers is concerned."""
+        return unit in self._held and unit not in self._kept
 
     def _trim_idle(self) -> None:
         """Under a declared capacity what is kept for reuse counts against the budget as well."""
@@ -211,7 +219,7 @@ class ChunkPool:
     def _fitting(self, unit: int, soon: Iterable[int]) -> list[int]:
         """Of ``soon`` what to fetch ahead while ``unit`` is brought in: under a declared capacity what it leaves room
         for."""
-        ahead = [u for u in soon if u not in self._held] if self._ahead_pays else []
+        ahead = [u for u in soon if not self._counts(u)] if self._ahead_pays else []
         free = self.ledger.free_bytes() if ahead else None
         if free is None:
             return ahead
@@ -275,10 +283,9 @@ class ChunkPool:
         return bool(self._pins[unit]) or self.blocks.keeps(unit)
 
     @in_turn
-    def invalidate(self, everything: bool = False, optimizer: int | None = None) -> None:
-        """After an update of an optimizer's chunks (``None``: of all): gathered copies of trainable chunks, or of all,
-        are stale. Ends the trace's step."""
-        self.rounds.scripts.updated(optimizer)
+    def invalidate(self, everything: bool = False) -> None:
+        """After an update: gathered copies of trainable chunks, or of all, are stale. Ends the trace's step."""
+        self.issued.restart()
         for unit in list(self._held):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_all_the_same(unit)
@@ -289,33 +296,38 @@ class ChunkPool:
         self.arrays.trim()
 
     @in_turn
-    def finish_phase(self, last: bool = False) -> None:
-        """A pass ends: gather what others still use; and if the ranks meet at its end (``last``), all of the script."""
+    def finish_phase(self) -> None:
+        """A pass ends: where the ranks agree on gathers, gather what others still use."""
         while self.agrees and not self.blocks.all_held and self._round(None):
             pass
-        if last and self._scripted:
-            self.taking_part.end_script()
-
-    @property
-    def _playing(self) -> bool:
-        """Gathers go by a script, and not in rounds; see [Note: Scripts instead of rounds]."""
-        return self.rounds.scripts.playing and self._scripted
-
-    @property
-    def _scripted(self) -> bool:
-        return self.taking_part.able and self.in_training and self._joins
 
     def abandon_phase(self) -> None:
         """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
-        if self._playing:
-            self.taking_part.stray()  # a peer that waits for it comes to its pass's end, where the ranks meet
-        elif self.agrees:
+        if self.agrees:
             self.group.exchange([], "how far a failed backward pass came", self._party)
+
+    @in_turn
+    def catch_up(self) -> None:
+        """All ranks have dropped a pass: each issues the gathers that any of them has issued. Collective."""
+        if not self.in_order:
+            return
+        found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
+        missing = int(found.most[0]) - self.issued.count
+        if found.least != found.most:
+            logs = self.group.exchange_object([self.issued.count, list(self.issued.last)])
+            units = next(units for count, units in logs if count == int(found.most[0]))
+            for unit in units[len(units) - missing :]:
+                self.issued.note(unit)
+                self._now(unit)
+        self.rounds.secondary.forget()
+        self.issued.restart()
 
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
         """For ``unit``, or for nothing; ``soon`` are units that are to stay all the same."""
         needed = self._bytes[unit] if unit is not None else 0
-        others = [u for u in self._held if u != unit]
+        for other in [u for u in self._kept if not (self._pinned(u) or self._is_read(u))]:
+            self._evict(other)
+        others = [u for u in self._held if u != unit and u not in self._kept]
         evictable = {u for u in others if not self._pinned(u)}
         pinned = sum([self._bytes[u] for u in others if u not in evictable])
         idle = sum([self._bytes[u] for u in evictable])
@@ -325,10 +337,19 @@ class ChunkPool:
         while idle > room and goes:
             victim = choose_victim(self.trace, goes)
             goes.discard(victim)
-            if not self._is_read(victim):
+            if self._let_go(victim):
                 idle -= self._bytes[victim]
-                self._complete(victim)
-                self._evict(victim)
+
+    def _let_go(self, unit: int) -> bool:
+        """Evict it unless something reads it; whether it counts as evicted."""
+        read = self._is_read(unit)
+        if self.in_order or not read:
+            self._complete(unit)
+        if not read:
+            self._evict(unit)
+        elif self.in_order:
+            self._kept.add(unit)
+        return self.in_order or not read
 
     def _is_read(self, unit: int) -> bool:
         """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
@@ -337,9 +358,8 @@ class ChunkPool:
     @in_turn
     def drop_idle(self, among: Collection[int] | None = None) -> None:
         """Evict everything (of these units) that nothing reads."""
-        for unit in [u for u in self._loose(among) if not self._is_read(u)]:
-            self._complete(unit)
-            self._evict(unit)
+        for unit in self._loose(among):
+            self._let_go(unit)
         if among is None:
             self.arrays.drop()
 
@@ -369,69 +389,45 @@ class ChunkPool:
                 for unit in (*needed, *ahead):
                     self._start(unit)
             elif needed or ahead or (self.rounds.due() and not self.blocks.all_held):
-                self._round(self._with_room(needed, ahead))
+                self._round(self._room.first_of(needed, ahead))
 
     def _round(self, wanted: list[int] | None) -> bool:
         """Gather what any rank wants (``None``: this one's pass is over). False when the passes of all are over."""
         own = wanted or []
-        if self._playing:
-            for unit in () if self.taking_part.play(wanted, self._all_gather) else own:
-                self._start(unit, alone=True)
-            return False
-        self.taking_part.align()
         met = self.rounds.meet(wanted)
-        if self._scripted:
-            self.rounds.scripts.note(met.units, met.reductions, wanted is None, met.alike)
         if self.ledger.capacity_bytes is not None and not met.alike:
-            self.rounds.all_fit(self.taking_part.fits(set(met.units) - set(own), lambda u: self._arrays([*own, u])))
-        self._all_gather(met.units, own)
-        self.rounds.begin(met.reductions)
-        return met.running
-
-    def _all_gather(self, units: Sequence[int], own: Sequence[int]) -> None:
-        for unit in units:
+            self.rounds.all_fit(self._room.for_each(set(met.units) - set(own), own))
+        for unit in met.units:
             if unit in own:
                 self._start(unit)
             else:
-                self.taking_part.now(unit, self._require)
+                self._now(unit)
+        self.rounds.begin(met.reductions)
+        return met.running
 
-    def _with_room(self, needed: list[int], ahead: list[int]) -> list[int]:
-        """``needed`` units, and of those that are fetched ahead what there is room for.
+    def _now(self, unit: int) -> None:
+        """Gather ``unit`` for the others; the array is dropped at once, or overwritten with the same values if held."""
+        for chunk in self._transient[unit]:
+            held = chunk.full
+            if chunk.joined:
+                continue  # the others read by themselves
+            if held is None:
+                self._room.require([chunk], unit)
+            out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+            if held is None:
+                self.ledger.claim(out)
+            chunk.source.gather(self.group, out).wait()
+            if held is None:
+                self.arrays.give(out)
 
-        Raises:
-            DeviceMemoryError: there is none for the first. Before the others count on this rank.
-        """
-        wanted = [*needed, *ahead]
-        if self.ledger.capacity_bytes is None:
-            return wanted
-        while len(wanted) > len(needed) and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
-            wanted = wanted[:-1]
-        for unit in needed:
-            self._require(self._transient[unit], unit)
-        return wanted
-
-    def _arrays(self, units: Iterable[int]) -> list[tuple[int, torch.dtype]]:
-        """Sizes of what is to be allocated for them."""
-        chunks = [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
-        return [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
-
-    def _require(self, chunks: Sequence[Chunk], unit: int) -> None:
-        if self.ledger.capacity_bytes is None:
-            return
-        arrays = [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
-        missing = self.arrays.missing_bytes(arrays)
-        if not self.ledger.fits(missing):
-            # Arrays of other sizes go before anything that is gathered has to.
-            self.arrays.drop()
-            missing = self.arrays.missing_bytes(arrays)
-        self.ledger.require(missing, f"gathering unit {self._name(unit)}")
-
-    def _start(self, unit: int, alone: bool = False) -> None:
+    def _start(self, unit: int) -> None:
+        if self.in_order:
+            self.issued.note(unit)
         if unit in self._held:
-            if not alone:
-                self.taking_part.now(unit, self._require)
+            self._now(unit)
+            self._kept.discard(unit)
             return
-        self._require(self._transient[unit], unit)
+        self._room.require(self._transient[unit], unit)
         self._events.gather_began(unit)
         # Held and counted before the first array is there, so that _evict undoes it at any point below.
         self._held.add(unit)
@@ -449,13 +445,14 @@ class ChunkPool:
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
                     self.ledger.claim(full)
-                    chunk.pending = self.taking_part.begin(chunk, full, alone)
+                    chunk.pending = chunk.source.gather(self.group, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole
             raise
 
-    def _name(self, unit: int) -> str:
+    def name_of(self, unit: int) -> str:
+        """What to call a unit in messages."""
         return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
 
     def _complete(self, unit: int) -> None:
@@ -489,6 +486,7 @@ class ChunkPool:
             if (array := chunk.evict(self.group)) is not None:
                 self.copied_bytes -= chunk.spec.padded_bytes
                 self.arrays.give(array)
+        self._kept.discard(unit)
         if unit in self._held:
             self._held.discard(unit)
             self.gathered_bytes -= self._bytes[unit]

@@ -1,4 +1,5 @@
-"""What the ranks that share chunks agree on before gathers that need all of them.
+"""What the ranks that share chunks agree on before gathers that need all of them, where they do not go in program
+order: where the plan says so (``CommPlan.same_order=False``), or under a declared capacity.
 
 A round is one small exchange: every rank says which units it wants next, all gather the union, in one order, and a rank
 that is through with its pass keeps answering until all are. So every collective that begins in a round begins on every
@@ -21,7 +22,6 @@ from shardwise.chunk.secondary import SecondaryShards
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Group, Party
 from shardwise.comm.meeting import Summary
-from shardwise.gather.script import Scripts
 from shardwise.memory.ledger import Ledger
 
 __all__ = ["Met", "Reductions", "Rounds"]
@@ -88,9 +88,8 @@ class Rounds:
 
     def __init__(self, group: Group, ledger: Ledger, units: int, party: Party, sources: Sequence[ShardSource]) -> None:
         self.group, self.ledger, self._units, self._party = group, ledger, units, party
-        self._secondary = SecondaryShards(sources)
+        self.secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
-        self.scripts = Scripts()
 
     def carry(self, reductions: Reductions) -> None:
         """Have reductions begin in rounds."""
@@ -107,12 +106,12 @@ class Rounds:
             DeviceMemoryError: a rank has said that it cannot go on (:meth:`give_up`).
             PeerError: the ranks came here for different things, or one is gone.
         """
-        kept = self._secondary.digest()
+        kept = self.secondary.digest()
         found = self._say(wanted or (), [float(wanted is not None), float(self.ready), kept])
         if found.anywhere[self._units]:
             self._raise_for_short(False)
         if found.least[2] != found.most[2]:
-            self._secondary.forget()
+            self.secondary.forget()
         # By number, so that all gather the union in one order, whatever each of them asked for first.
         units = [unit for unit in range(self._units) if found.anywhere[unit]]
         alike = found.flags_alike and found.least[0] == found.most[0]
@@ -121,18 +120,6 @@ class Rounds:
     def _say(self, wanted: Collection[int], values: list[float], failed: bool = False) -> Summary:
         flags = [unit in wanted for unit in range(self._units)]
         return self.group.summarize(values, WANTS, self._party, [*flags, failed])
-
-    def furthest(self, at: int) -> int:
-        """How far any rank came in the script of a pass that all have dropped."""
-        return int(self.group.summarize([float(at)], "how far the gathers of a failed pass came", self._party).most[0])
-
-    def how_far(self, at: int, strayed: bool) -> Summary:
-        """Every rank says how much it has begun of what is played, and whether it has left that."""
-        return self.group.summarize([float(at), float(strayed)], "how far gathers have been played", self._party)
-
-    def all_can(self, can: bool) -> bool:
-        """Whether every rank can begin what it has not of what another model plays."""
-        return bool(self.group.summarize([float(can)], "whether gathers can be begun", self._party).least[0])
 
     def all_fit(self, fits: bool) -> None:
         """Every rank says whether it has room to take part in what others gather.

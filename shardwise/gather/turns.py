@@ -21,8 +21,6 @@ __all__ = ["in_turn"]
 # * shardwise-update          masters, state, new parameters; see [Note: Guesses and their undoing]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
 # * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
-# * shardwise-serving         reads shards for peers, of a GPU on a stream of its own; see [Note: Scripts instead of
-#                             rounds] and [Note: Gathers that nobody else takes part in]
 # The first of these never takes the lock, and nothing that holds the lock waits for it.
 class _HasLock(Protocol):
     @property

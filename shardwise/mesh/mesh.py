@@ -173,7 +173,7 @@ class Mesh:
             wanted["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
         members = _told(refusal, lambda: Members(some, "group", wanted)) if some is not None else None
-        maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members, comm.by_hosts)
+        maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members)
         try:
             if members is None:
                 _told(refusal, lambda: maker.agree("this mesh", wanted))
@@ -300,12 +300,6 @@ class Mesh:
         counted = [group.traffic for group in self.groups]
         counted += [wire.traffic for wire in (self.wire, self.ring, self._tensor_wire) if wire is not None]
         return {kind: sum(each.bytes[kind] for each in counted) for kind in kinds}
-
-    def from_other_hosts(self) -> dict[str, int]:
-        """Bytes received by this rank from ranks of other hosts in all groups of CPU ranks, as they travelled, for
-        ``"gather"`` and for ``"reduce"``; what is told besides (exchanges, requests) does not count."""
-        counted = [group.from_other_hosts() for group in self.groups]
-        return {kind: sum(each.get(kind, 0) for each in counted) for kind in ("gather", "reduce")}
 
     def reset_traffic(self) -> None:
         """Start counting from zero in all groups."""

@@ -140,7 +140,6 @@ class LateNorm:
 
         Powers are summed up in fp64: there is no second look at gradients that are gone.
         """
-        self._group.align()  # a forward pass since the last backward pass may be played
         gathered, self._gather = self._gather, DONE
         gathered.wait()
         self._group.fence()  # peers that read this memory have read it

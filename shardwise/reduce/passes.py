@@ -210,7 +210,7 @@ class BackwardPasses:
                 self._pool.abandon_phase()
                 self._gathering = False
             self._reducer.abort()
-            self._pool.taking_part.realign()
+            self._pool.catch_up()
             self.forget_tokens(None)
             self._failed = self.unreduced = False
             self._expected = self._before = None
@@ -255,11 +255,9 @@ class BackwardPasses:
     def _finish(self) -> None:
         with torch.no_grad():
             self._failed = True  # whatever comes in between
-            self._pool.finish_phase(last=self.sync)
+            self._pool.finish_phase()
             self._gathering = False
             self._reducer.finish(self.sync)
-            if self.sync:  # otherwise a peer may begin them in a later pass
-                self._pool.taking_part.take_back()
             self._failed, self._before = False, None
         self.unreduced = not self.sync
         self._expected = None
@@ -279,9 +277,7 @@ class BackwardPasses:
         if self.unreduced:
             self._failed = True
             with torch.no_grad():
-                self._pool.taking_part.end_script()
                 self._reducer.finish(True)
-                self._pool.taking_part.take_back()
             self._failed = self.unreduced = False
             self._events.backward_ended()
 

@@ -19,7 +19,6 @@ from shardwise.comm import Buffer, Party
 from shardwise.device import side_stream
 from shardwise.events import Events
 from shardwise.gather.rounds import Rounds
-from shardwise.gather.script import Scripts
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
@@ -72,7 +71,7 @@ class Reducer:
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
-        self._agrees = mesh.size > 1 and not plan.comm.same_order
+        self._agrees = mesh.size > 1
         self._predivide, self._exchange_bytes = plan.comm.predivide, plan.comm.exchange_bytes
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
@@ -80,7 +79,7 @@ class Reducer:
         """Of this pass, and behind a pass by the chunks that were in use; alike on all ranks."""
         self._cursor, self._reduces = 0, False
         """Of the order, and whether the running pass is a reduced one."""
-        self._in_rounds, self._scripts, self._patience, self._landings = False, Scripts(), Patience(), Landings()
+        self._in_rounds, self._patience, self._landings = False, Patience(), Landings()
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
         """Results that come now are dropped at once; of the replicas, their buffers by chunk."""
@@ -114,7 +113,7 @@ class Reducer:
 
     def begin_in(self, rounds: Rounds) -> None:
         """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.gather.rounds`."""
-        self._in_rounds, self._scripts = self.overlap, rounds.scripts
+        self._in_rounds = self.overlap
         rounds.carry(self)
 
     @property
@@ -351,7 +350,6 @@ class Reducer:
         self.counts.pass_reached({state.spec.optimizer for state in self.states if state.fired})
         self._patience.end_backward()
         if sync:
-            self.begin(self._scripts.owed)
             used, late = self._agree()
             for state, anyone in zip(self._order, used, strict=True):
                 if anyone and not state.launched:
@@ -396,7 +394,6 @@ class Reducer:
         self._count_launched()
         self._dropping = True
         try:
-            self.begin(self._scripts.owed)
             # Whoever reads gradients beside this thread is done first. How many have begun depends on each's patience.
             reached = [float(self._cursor), *self._observer.catch_up()]
             found = self._summarize(reached, "how far a failed backward pass came")
@@ -450,7 +447,7 @@ class Reducer:
 
     def _agree(self) -> tuple[list[bool], list[bool]]:
         """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
-        counts = [*map(float, self.counts.unreduced()), self._scripts.word]
+        counts = list(map(float, self.counts.unreduced()))
         if self._agrees:
             marks = marks_of(self._order)
             riding = [word for rider in self.riders for word in rider.beside_marks()]
@@ -467,7 +464,6 @@ class Reducer:
             late = [bool(state.late_filled) for state in self._order]
             for state in self._order:
                 state.touched |= state.seen
-        self._scripts.end_span(counts.pop())
         self.counts.were_reduced([int(count) for count in counts])
         return used, late
 

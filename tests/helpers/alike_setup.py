@@ -16,9 +16,6 @@ from benchmarks.scale_model import Blocks
 from shardwise.build import Session, build
 from shardwise.comm import GroupMaker, NativeGroup, control, native, register_backend
 from shardwise.comm.choose import GroupRequest
-from shardwise.comm.letters import LETTER, Letters
-from shardwise.comm.link import Link, Message
-from shardwise.comm.ready import READY
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from tests.support.alike import Asked
@@ -93,26 +90,6 @@ def recorded(asked: Asked) -> Iterator[None]:
         for module in (control, native):
             put(module, "all_gather_single", gathers(module.all_gather_single))
         put(native, "reduce_scatter_single", scatters(native.reduce_scatter_single))
-        spoken, kept, heard = Link.send_aside, Link.receive_aside, Letters._take_part
-
-        def speak(link: Link, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-            if tag == LETTER:
-                asked.add("send", tensor.nbytes, 0)
-            return spoken(link, tensor, peer, tag, what)
-
-        def hear(letters: Letters, peer: int, what: str) -> Tensor:
-            part = heard(letters, peer, what)
-            asked.add("receive", 0, part.nbytes)
-            return part
-
-        def keep(link: Link, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-            if READY <= tag < LETTER:
-                asked.add("receive", 0, tensor.nbytes)
-            return kept(link, tensor, peer, tag, what)
-
-        put(Link, "send_aside", speak)
-        put(Link, "receive_aside", keep)
-        put(Letters, "_take_part", hear)
         for name, sent, received in (("all_reduce", True, True), ("isend", True, False), ("irecv", False, True)):
             put(dist, name, single(name, sent, received))
         yield

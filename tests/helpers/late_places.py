@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,6 @@ import late_setup
 import torch
 import torch.distributed as dist
 from late_setup import GPU, PLANS, TOLERANCE, Found, adamw, differing, reference, there
-from scope import PER_HOST, hosts_of
 from tier_setup import with_tiers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,10 +20,9 @@ from shardwise.booster.targets import model_writer
 from shardwise.build import Session, build
 from shardwise.checkpoint import PortableFiles
 from shardwise.checkpoint.run import EngineRun
-from shardwise.comm import GroupMaker
 from shardwise.deepspeed.collectives import all_gather_coalesced
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
-from shardwise.device import Accelerator, copy_ahead, page_locked, synchronize
+from shardwise.device import Accelerator, copy_ahead, page_locked
 from shardwise.plan import Plan, zero
 from shardwise.testing import MODELS
 from tests.support.late import LateDevice, late_collectives, late_device
@@ -288,41 +286,6 @@ def program_waits(name: str, seed: int) -> Found:
             copy_ahead(host, torch.full((1000,), float(index), device=GPU))
             each.synchronize()
             wrong += [] if bool((host == index).all()) else [f"{name}: {type(each).__module__}: {host[:3]}"]
-    return found_by(device, wrong)
-
-
-def in_two_steps(name: str, seed: int) -> Found:
-    """Gathers between hosts, of memory that nobody keeps when they are begun, waited for on another stream, too; and
-    some that nobody waits for before the device is done."""
-    ranks, rank, numel, wrong = dist.get_world_size(), dist.get_rank(), 100, list[str]()
-    waited = name != "not waited for"
-    with on_ranks(seed) as device, hosts_of(PER_HOST):
-        maker = GroupMaker(GPU, None, 60.0, by_hosts=True)
-        group = maker.make("test", [list(range(ranks))])
-        begun, kept, found = [], [], []
-        for index in range(4):
-            (shard,) = group.buffers([(numel, torch.float32)])
-            shard.local.fill_(10.0 * index + rank)
-            out = torch.empty(ranks * numel, device=GPU)
-            handle = group.all_gather(out, shard)
-            begun.append((out, handle if waited else None))
-            kept += [] if waited else [shard]
-            del shard, handle
-            torch.full((numel,), -1.0, device=GPU)
-        if not waited:
-            synchronize(GPU)
-        for out, handle in begun:
-            with late_setup.another_stream() if name == "elsewhere" else nullcontext():
-                if handle is not None:
-                    handle.wait()
-                found.append(out + 0)
-            torch.full((numel,), -1.0, device=GPU)
-        for index, each in enumerate(found):
-            expected = torch.arange(ranks).repeat_interleave(numel).float() + 10 * index
-            if not each.cpu().equal(expected):
-                wrong.append(f"{name}: gather {index} is {each.cpu()[::numel]}")
-        group.close()
-        maker.close()
     return found_by(device, wrong)
 
 

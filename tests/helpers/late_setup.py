@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scope import PER_HOST, hosts_of
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
@@ -64,12 +63,8 @@ PLANS: dict[str, Plan] = {
     "eight_bits": zero(3).but(compress="fp8", prefetch=2),
     "eight_bits2": zero(2).but(compress="fp8"),
     "secondary": zero(3).but(secondary=2),
-    "by_hosts": zero(3).but(by_hosts=True, prefetch=2),
-    "by_hosts_host": zero(3).but(by_hosts=True, tiers=_tiers(1.0, 1.0), prefetch=2),
     "frozen_host": zero(3).but(compress_frozen="int8", tiers=_tiers(1.0, 1.0), prefetch=2),
     "secondary_eight_bits": zero(3).but(secondary=2, compress="fp8"),
-    "by_hosts_eight_bits": zero(3).but(by_hosts=True, compress="fp8"),
-    "by_hosts2": zero(2).but(by_hosts=True),
     "on_use": zero(2).but(gather_on_use=True),
     "replicas": zero(3, None, 2),
     "replicas_in_pieces": zero(3, None, 2).but(packing=ByNumel(chunk_numel=50)),
@@ -140,8 +135,7 @@ def train(
         if ranks > 1:
             undo.callback(late_collectives(device))
         module = case.factory()
-        with hosts_of(PER_HOST):
-            session = build(module, adamw(module), plan, device=GPU)
+        session = build(module, adamw(module), plan, device=GPU)
         losses, wrong = [], list[str]()
         try:
             assert session.optimizer is not None

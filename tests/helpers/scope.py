@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Group, GroupMaker, HostsGroup, NativeGroup, Wire, choose
+from shardwise.comm import Group, GroupMaker, NativeGroup, Wire, choose
 from shardwise.comm.control import Control
 from shardwise.comm.summing import RankSum
 
@@ -32,18 +32,15 @@ class Scope:
 
     def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
         ranks = [list(range(dist.get_world_size()))]
-        self.maker = GroupMaker(CPU, {"shared": True, "hosts": None}.get(kind, False), timeout_s)
-        if kind in ("native", "asking"):  # the second has its shards served, as on GPUs
+        self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
+        if kind == "native":
             names = ("control", "gather", "reduce")
             control, *others = (self.maker.process_group(name, ranks, "gloo") for name in names)
-            ask = functools.partial(self.maker.process_group, "ask", ranks, "gloo") if kind == "asking" else None
-            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others, ask)
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), *others)
         else:
-            with hosts_of(PER_HOST) if kind == "hosts" else nullcontext():
-                self.group = self.maker.make("test", ranks)
-            assert isinstance(self.group, HostsGroup) == (kind == "hosts")
-            # Small tiles, so that small tensors cross several of them.
-            vars(self.group).update({name: RankSum(512) for name in ("sum", "inside_sum") if hasattr(self.group, name)})
+            self.group = self.maker.make("test", ranks)
+            if hasattr(self.group, "sum"):  # small tiles, so that small tensors cross several of them
+                self.group.sum = RankSum(512)
 
     def __enter__(self) -> Group:
         return self.group
@@ -64,16 +61,11 @@ def values(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def summed(
-    size: int, numel: int, dtype: torch.dtype, out: torch.dtype, scale: float, round_: int = 0, kind: str = ""
-) -> Tensor:
-    """The plain computation: add in rank order in fp32 (fp64 for fp64), on each host first, scale, round once."""
+def summed(size: int, numel: int, dtype: torch.dtype, out: torch.dtype, scale: float, round_: int = 0) -> Tensor:
+    """The plain computation: add in rank order in fp32 (fp64 for fp64), scale, round once."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    per_host, totals = PER_HOST if kind == "hosts" else size, list[Tensor]()
-    for first in range(0, size, per_host):
-        own = [values(rank, numel, dtype, round_).to(exact) for rank in range(first, min(first + per_host, size))]
-        totals.append(functools.reduce(torch.add, own))
-    return (functools.reduce(torch.add, totals) * scale).to(out)
+    own = [values(rank, numel, dtype, round_).to(exact) for rank in range(size)]
+    return (functools.reduce(torch.add, own) * scale).to(out)
 
 
 def same(found: Tensor, expected: Tensor, kind: str) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -124,8 +123,7 @@ def groups_of(kind: type[NativeGroup], timeout_s: float = 60.0) -> Iterator[None
             return make(maker, name, rank_lists)
         maker.timeout_s = timeout_s
         over = [maker.process_group(f"{name}_{part}", rank_lists, "gloo") for part in PARTS]
-        ask = partial(maker.process_group, f"{name}_ask", rank_lists, "gloo")
-        return kind(name, CPU, Control(name, over[0], maker.activity), *over[1:], ask)
+        return kind(name, CPU, Control(name, over[0], maker.activity), *over[1:])
 
     with mock.patch.object(GroupMaker, "make", native):
         yield

@@ -21,14 +21,12 @@ HOMES = {
         "discarded",
         "disk",
         "failed_gather",
-        "in_two_steps",
         "loaded_over",
         "program_waits",
         "renewed",
         "several_collectives",
         "traced_graph",
     ),
-    "late_scripts": ("strayed",),
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
@@ -92,7 +90,7 @@ def scenarios() -> list[Scenario]:
     """All of them."""
     one = ["host", "early_host", "mixed", "clipped", "zero2_state_host", "zero3"]
     two = ["host", "ahead", "zero1", "zero2", "eight_bits", "early_host", "mixed", "ddp", "on_use"]
-    four = ["replicas", "replicas_host", "secondary", "replicas_eight_bits", "by_hosts", "by_hosts2", "by_hosts_host"]
+    four = ["replicas", "replicas_host", "secondary", "replicas_eight_bits"]
     found = [Scenario(1, name) for name in ALONE]
     found += [Scenario(1, "train", name) for name in one]
     found += [Scenario(1, "train", name, ("mlp", True)) for name in ("host", "mixed")]
@@ -110,9 +108,6 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]
     found += [Scenario(4, "train", name) for name in four]
     found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
-    found += [Scenario(4, "train", name, ("mlp", True)) for name in ("by_hosts", "by_hosts_eight_bits")]
-    found += [Scenario(4, "in_two_steps", name) for name in ("at home", "elsewhere", "not waited for")]
     found += [Scenario(4, "train", "secondary_eight_bits"), Scenario(2, "train", "frozen_host", ("frozen",))]
-    found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
-    found += [Scenario(2, "strayed", "running ahead")]
+    found += [Scenario(4, "secondary_twice")]
     return found

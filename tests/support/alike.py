@@ -6,8 +6,6 @@ those of a real run; torch's process groups below them answer in this process, a
 
 from __future__ import annotations
 
-import queue
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,16 +19,13 @@ from torch import Tensor
 from shardwise.comm import GroupMaker, register_backend
 from shardwise.comm.choose import GroupRequest
 from shardwise.comm.control import Control
-from shardwise.comm.letters import LETTER
 from shardwise.comm.native import NativeGroup
-from shardwise.comm.serving import ASK
 from shardwise.mesh.mesh import Mesh
 from shardwise.plan import Plan
 
 __all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
 
 CPU = torch.device("cpu")
-ALL = -1
 Transport = Literal["native", "queued", "gloo"]
 # Their signatures differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -97,32 +92,12 @@ class _Arriving(_Done):
         return self.wait()
 
 
-class _OfAny(_Done):
-    """The same, and who it is of."""
-
-    def __init__(self, arrive: Callable[[], int]) -> None:
-        super().__init__()
-        self._arrive, self._source = arrive, -1
-
-    def wait(self, timeout: object = None) -> bool:
-        if self._source < 0:
-            self._source = self._arrive()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._source >= 0
-
-    def _source_rank(self) -> int:
-        return self._source
-
-
 # [Note: Peers that are alike]
 # Every peer holds, sends and is asked for what this rank is. So a gather is copies of the own part, a broadcast leaves
 # the own values, and a sum is the own value as often as there are ranks. Of a message from a peer nothing else is known
 # than what this rank sends at that time under the same tag (zeros, where it sends nothing as long), and a slice for one
-# rank is not that for another. A peer asks for this rank's shards whenever this rank asks for its, and is answered by
-# the real thread, which is not counted: what it gives is as much as this rank gets. Values are therefore not those of a
-# run; what is asked of the transport is, call by call and byte by byte (tests/ranks/testing/test_alike.py compares).
+# rank is not that for another. Values are therefore not those of a run; what is asked of the transport is, call by call
+# and byte by byte (tests/ranks/testing/test_alike.py compares).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
 
@@ -130,15 +105,12 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this process in it.
         size: ranks.
         asked: counts what it is asked for.
-        together: what peers ask and tell is taken of whichever comes first (``recv_anysource``), not of each.
     """
 
-    def __init__(self, rank: int, size: int, asked: Asked, together: bool = False) -> None:
+    def __init__(self, rank: int, size: int, asked: Asked) -> None:
         super().__init__(rank, size)
-        self._ranks, self._own, self._asked, self._together = size, rank, asked, together
+        self._ranks, self._own, self._asked = size, rank, asked
         self._sent: tuple[int, Tensor | None] = (-1, None)
-        self._requests: defaultdict[int, queue.SimpleQueue[tuple[int, Tensor]]] = defaultdict(queue.SimpleQueue)
-        """By peer (or of all), who is asked or told what, which is who asks and tells."""
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -195,38 +167,15 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """It is taken at once. What a peer would ask of this rank is what this rank asks of it, at the same time."""
-        if tag == ASK:
-            self._requests[ALL if self._together else peer].put((peer, tensors[0].clone()))
-        if tag < ASK or (tag == ASK and int(tensors[0][0]) >= 0):
-            self._asked.add("send", tensors[0].nbytes, 0)
-            self._sent = tag, tensors[0]
+        """It is taken at once."""
+        self._asked.add("send", tensors[0].nbytes, 0)
+        self._sent = tag, tensors[0]
         return _Done()
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """What this rank has sent by the time that it waits."""
-        if tag == ASK:
-            return _Arriving(partial(self._hear, tensors[0], peer))
-        if tag == LETTER:  # a place that is kept: what comes counts, when it does
-            return _Arriving(partial(self._read, tensors[0]))
         self._asked.add("receive", 0, tensors[0].nbytes)
         return _Arriving(partial(self._arrive, tensors[0], tag))
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """What any peer asks next."""
-        assert self._together and tag == ASK, f"of any rank with tag {tag}"
-        return _OfAny(partial(self._hear, tensors[0], ALL))
-
-    def _hear(self, out: Tensor, whose: int) -> int:
-        peer, said = self._requests[whose].get()
-        out.copy_(said)
-        return peer
-
-    def _read(self, out: Tensor) -> None:
-        tag, sent = self._sent
-        assert tag == LETTER and sent is not None, f"what was sent last has tag {tag}"
-        self._asked.add("receive", 0, sent.nbytes)
-        out[: sent.numel()].copy_(sent)
 
     def _arrive(self, out: Tensor, tag: int) -> None:
         sent_tag, sent = self._sent
@@ -265,11 +214,9 @@ class _AlikeMaker(GroupMaker):
     def _own(self, rank_lists: list[list[int]]) -> list[int]:
         return next(ranks for ranks in rank_lists if self._rank in ranks)
 
-    def process_group(
-        self, name: str, rank_lists: list[list[int]], backend: str, together: bool = False
-    ) -> AlikeProcessGroup:
+    def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> AlikeProcessGroup:
         own = self._own(rank_lists)
-        return AlikeProcessGroup(own.index(self._rank), len(own), self._asked, together)
+        return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
 
     def _everyone(self) -> Control:
         if self._world is None:
@@ -327,7 +274,6 @@ def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
     assert isinstance(maker, _AlikeMaker)
     lists = request.rank_lists
     gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce"))
-    ask = partial(maker.process_group, f"{request.name}_ask", lists, "", together=True)
-    group = NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
+    group = NativeGroup(request.called, maker.device, request.control, gather, reduce)
     group.waits_in_queue = True
     return group

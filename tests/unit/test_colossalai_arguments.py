@@ -74,7 +74,7 @@ DEFAULT = Plan(
         ),
     ),
     grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-    comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+    comm=CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True),
     tiers=AUTO,
     verbose=False,
 )

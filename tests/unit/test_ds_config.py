@@ -57,7 +57,7 @@ def plan(stage: int) -> Plan:
             scaler=None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        comm=CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True),
         tiers=on_device(),
         verbose=False,
     )
@@ -107,7 +107,7 @@ NVME: Tree = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvm
 ON_NVME = {"disk": DISK, "state_disk_fraction": 1.0}  # in this order: the share needs the disk
 ZERO, OPTIM, PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 CPU_OPTIM: Tree = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-MICS, GROUPS = {"zero_optimization": {"mics_shard_size": 2}}, MeshPlan(dp_shard=2, dp_replicate=-1)
+GROUPS = MeshPlan(dp_shard=2, dp_replicate=-1)
 CPU_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 NVME_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/fast"}}}
 NUMELS = (10, 100, 1000, 1000, 50)
@@ -161,7 +161,6 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "zero_quantized_nontrainable_weights", True, 3, {}, {"compress_frozen": "int8"}),
     (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
     (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": GROUPS}),
-    (ZERO + "mics_hierarchical_params_gather", True, 3, MICS, {"by_hosts": True, "mesh": GROUPS}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
     (OPTIM + "device", "cpu", 1, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
     (OPTIM + "pin_memory", False, 2, CPU_OPTIM, {"state_host_fraction": 1.0}),
@@ -463,7 +462,6 @@ ASIDE = [
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, OPTIM + "device"),
     ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}, ZERO + "reduce_bucket_size"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, OPTIM + "nvme_path"),
-    ({"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}}, ZERO + "mics_hierarchical_params_gather"),
     ({"zero_optimization": {"stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 5}}, ZERO + "stage3_prefetch_bucket_size"),
     ({"fp16": {"loss_scale": 5}}, "fp16.loss_scale"),
     ({"fp16": {"enabled": True, "loss_scale": 5, "hysteresis": 3}}, "fp16.hysteresis"),

@@ -84,42 +84,20 @@ def death_in_gloo_reduction() -> str:
     return _death("gloo", "all_reduce")
 
 
-def death_in_reduction_on_a_host() -> str:
-    return _death("hosts", "all_reduce")
-
-
 def death_in_gloo_meeting() -> str:
     return _death("gloo", "meeting")
 
 
-def death_in_meeting_of_hosts() -> str:
-    return _death("hosts", "meeting")
-
-
-@pytest.mark.parametrize(
-    ("fn", "beside", "elsewhere"),
-    [
-        (death_in_gloo_meeting, "rank 1 of group 'test' failed", "rank 1 of group 'test' failed"),
-        *full((death_in_meeting_of_hosts, "rank 1 (process", "rank 0 has lost the others in meeting 1")),
-    ],
-)
-def test_who_dies_instead_of_meeting_is_missed_by_all(
-    fn: Callable[[], str], beside: str, elsewhere: str, tmp_path: Path
-) -> None:
-    first, dead, last = survivors(fn, 3, tmp_path)
-    assert dead is None and first is not None and last is not None
-    assert beside in first and elsewhere in last and "exchange of a test" in first and "exchange of a test" in last
+def test_who_dies_instead_of_meeting_is_missed_by_all(tmp_path: Path) -> None:
+    first, dead, last = survivors(death_in_gloo_meeting, 3, tmp_path)
+    assert dead is None
+    for rank, text in ((0, first), (2, last)):
+        assert text is not None and f"exchange of a test in group 'test' (rank {rank} of 3) failed" in text
 
 
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        *full(
-            (
-                death_in_reduction_on_a_host,
-                ("all_reduce of 3000 x torch.float32", "on one host, of its ranks [0, 1]", "rank 1 (process", "died"),
-            )
-        ),
         (
             death_in_shared_reduction,
             ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),
@@ -239,11 +217,11 @@ def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
     return told
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo", "hosts"])
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
 def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> None:
     """Whatever the lengths of their messages."""
     calls = [("the gradient norm", 1), ("which parameters had gradients", 300), ("what to gather", 30)]
-    for size in (2, 3) if kind != "hosts" else (3,):
+    for size in (2, 3):
         expected = "; ".join(
             f"rank {rank}: {what} of a model ({length} values)" for rank, (what, length) in enumerate(calls[:size])
         )
@@ -252,8 +230,6 @@ def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> Non
     norm, gather = calls[0], calls[2]
     for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
         assert "ranks [0, 2]: the gradient norm of a model (1 values); rank 1: what to gather of a model (30" in text
-    if kind == "hosts":
-        return
     for text in run_ranks(2, other_purposes, kind, [norm, ("the gradient norm", 2)]):
         told = "rank 0: the gradient norm of a model (1 values); rank 1: the gradient norm of a model (2 values);"
         assert told in text

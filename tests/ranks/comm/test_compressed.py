@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from scope import CPU, PER_HOST, Scope, hosts_of, values
+from scope import CPU, Scope, values
 from sets import full
 from torch import Tensor
 
@@ -19,10 +18,8 @@ from shardwise.comm import (
     INT8,
     VALUES,
     BlockFormat,
-    GlooGroup,
     Group,
     GroupMaker,
-    HostsGroup,
     Wire,
     compressed,
 )
@@ -147,7 +144,7 @@ def overflow(group: Group) -> None:
         full.wait_writable()
 
 
-WAYS = (("shared", 3), ("gloo", 3), ("hosts", 3), ("native", 2))
+WAYS = (("shared", 3), ("gloo", 3), ("native", 2))
 EVERY = [(name, *way) for name in FORMATS for way in WAYS]
 FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS))]
 """Each way, and each format."""
@@ -202,50 +199,3 @@ def test_compressed_messages() -> None:
 
 
 NUMEL = 3 * BLOCK + 5
-
-
-def between_hosts(name: str, flat: bool) -> dict[str, dict[str, int]]:
-    """Bytes that this rank receives from other hosts, by operation, of ``NUMEL`` elements a rank."""
-    weights, gradients = FORMATS[name]
-    found = {}
-    with hosts_of(PER_HOST):
-        maker = GroupMaker(CPU, None, 60.0, by_hosts=not flat)
-        group = maker.make("test", [list(range(dist.get_world_size()))])
-    assert type(group) is (GlooGroup if flat else HostsGroup)
-    sent, sums = compressed(group, weights), compressed(group, gradients)
-    full, shard = group.buffers([(group.size * NUMEL, torch.float32), (NUMEL, torch.float32)])
-    acts = {
-        "gather": lambda: sent.all_gather(torch.empty(group.size * NUMEL), shard),
-        "reduce_scatter": lambda: sums.reduce_scatter(torch.empty(NUMEL), full, 1.0),
-        "all_reduce": lambda: sums.all_reduce(full, 1.0),
-    }
-    for what, act in acts.items():
-        group.barrier()
-        group.reset_traffic()
-        act().wait()
-        found[what] = group.from_other_hosts()
-    group.barrier()
-    group.close()
-    maker.close()
-    return found
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("name", ["int4", "fp8"])
-def test_bytes_between_hosts(name: str, flat: bool) -> None:
-    """Of two and one ranks: shards come to a host once, and what each rank has rounded comes to each that sums it."""
-    weights, gradients = FORMATS[name]
-    ranks = run_ranks(3, between_hosts, name, flat)
-    for here in ((0, 1), (2,)):
-        elsewhere = 3 - len(here)
-        shards = elsewhere * (len(here) if flat else 1)
-        summed = elsewhere * len(here) * written(NUMEL, gradients)
-        found = {
-            what: {kind: sum(ranks[rank][what][kind] for rank in here) for kind in ("gather", "reduce")}
-            for what in ranks[0]
-        }
-        assert found == {
-            "gather": {"gather": shards * written(NUMEL, weights), "reduce": 0},
-            "reduce_scatter": {"gather": 0, "reduce": summed},
-            "all_reduce": {"gather": shards * written(NUMEL, gradients), "reduce": summed},
-        }

@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "hpz": {"zero_hpz_partition_size": 2},
     "hpz of all": {"zero_hpz_partition_size": 99},
-    "mics": {"mics_shard_size": 2, "mics_hierarchical_params_gather": True},
+    "mics": {"mics_shard_size": 2},
     "mics of one": {"mics_shard_size": 1},
 }
 

@@ -22,7 +22,6 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.comm import Buffer
 from shardwise.comm.joint import JointBuffer
-from shardwise.comm.letters import KEPT_BYTES
 from shardwise.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
@@ -179,7 +178,6 @@ def test_peak_while_building(how: str) -> None:
         for found in run_ranks(world_size, frozen_peak, plan, how):
             for live in (found.making, found.built):
                 bound = model // world_size + UNIT_BYTES + generator_bytes(how, DEPTH) + 8192
-                bound += (world_size - 1) * KEPT_BYTES  # for what the peers have to tell
                 assert model // world_size <= live <= bound, (found, live / bound, how)
 
 
@@ -259,7 +257,7 @@ def eager_is_cut_up(plan: Plan) -> int:
 
 
 HANGS_S = 60.0
-CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048 + KEPT_BYTES
+CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048
 
 
 def test_a_real_model_is_freed() -> None:

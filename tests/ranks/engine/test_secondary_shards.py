@@ -70,7 +70,7 @@ FOUR: Cases = [
     (GLOO.but(secondary=2), NAMES[::2]),
     (zero(3).but(secondary=2, prefetch=0), NAMES[1::3]),
     (GLOO.but(secondary=1, gathered_fraction=0.5), ["subsets", "retained_graph"]),
-    (zero(3).but(secondary=2, same_order=True), ["module_used_often"]),
+    (zero(3).but(secondary=2, same_order=False), ["module_used_often"]),
 ]
 TWO: Cases = [
     (zero(3).but(secondary=1), NAMES),
@@ -359,7 +359,7 @@ def no_effect(directory: str) -> list[Any]:
         model = chain()
         with sharded(model, sgd(model), GLOO.but(secondary=2), mesh) as session:
             passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
+            found.append((session.memory().secondary_bytes, session.engine.pool.in_order))
         model = chain()
         found.append(told(lambda: build(model, sgd(model), GLOO.but(secondary=1), mesh), ValueError))
     with one_mesh(zero(3).but(secondary=1)) as mesh:
@@ -367,7 +367,7 @@ def no_effect(directory: str) -> list[Any]:
         every = zero(3).but(secondary=1, packing=ByTensor(persist_numel=10**6))  # all of it stays gathered
         with sharded(model, sgd(model), every, mesh) as session:
             passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
+            found.append((session.memory().secondary_bytes, session.engine.pool.in_order))
         model = chain()
         with sharded(model, sgd(model), zero(3).but(secondary=1), mesh) as session:
             needed, held = session.memory().tier_bytes("device"), session.memory().secondary_bytes

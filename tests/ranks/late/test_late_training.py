@@ -137,15 +137,7 @@ def test_norms_that_are_read_later(two: RankPool, seed: int) -> None:
     _assert_right(two.run(late_setup.late_norm, "norm", seed))
 
 
-IN_TWO_PARTS = (
-    "replicas",
-    "replicas_host",
-    "secondary",
-    "secondary_eight_bits",
-    "by_hosts",
-    "by_hosts2",
-    "by_hosts_host",
-)
+IN_TWO_PARTS = ("replicas", "replicas_host", "secondary", "secondary_eight_bits")
 
 
 @pytest.mark.parametrize(("name", "seed"), by_turns(IN_TWO_PARTS, (0, 1)))
@@ -228,7 +220,7 @@ ODD = ("mlp", "gpt", "tied", "used_twice", "unused", "checkpointed", "buffers", 
 @pytest.mark.parametrize("name", late_setup.PLANS)
 def test_every_plan_and_model_with_many_seeds(name: str, model: str) -> None:
     """On as many ranks as the plan can have."""
-    in_two_parts = name.startswith(("replicas", "by_hosts", "secondary"))
+    in_two_parts = name.startswith(("replicas", "secondary"))
     for ranks in (4,) if in_two_parts else (1, 2):
         with RankPool(ranks) as pool:
             for seed in range(4, 16):

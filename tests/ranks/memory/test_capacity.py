@@ -138,7 +138,7 @@ class Place:
             real(rest_bytes, when, total_bytes)
 
         with mock.patch.object(ledger, "check_peak", check):
-            others = mock.patch.object(pool.taking_part, "fits", lambda *_: False)
+            others = mock.patch.object(pool._room, "for_each", lambda *_: False)
             with others if self.when == "what others gather" else contextlib.nullcontext():
                 yield
 

@@ -22,11 +22,11 @@ from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")
-COMM = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+COMM = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
 
 
 def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
-    comm = CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, gather_on_use=False, sync_init=True)
+    comm = CommPlan(overlap=True, shared_memory=shared_memory, gather_on_use=False, sync_init=True)
     return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm)
 
 
@@ -250,7 +250,7 @@ def two_hosts() -> list[str]:
 
 
 def test_shared_memory_within_a_host_and_messages_between_them() -> None:
-    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "HostsGroup"]] * 4
+    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
 
 
 def one_host_of_two_shares() -> list[str]:
@@ -348,7 +348,7 @@ def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
     """What a mesh over CUDA says before it makes anything, where the ranks' GPUs are these."""
     members = dist.new_group(list(range(len(identities)))) if group else None
     seat = Seat(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
-    comm = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+    comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
     made = RuntimeError("the groups would be made here")
     with (
         mock.patch("shardwise.mesh.mesh.on_device", lambda _: nullcontext()),
@@ -382,7 +382,7 @@ def devices_named() -> list[str]:
 
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     together = dist.new_group([0, 1])
-    comm = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+    comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
     with mock.patch("shardwise.mesh.mesh.on_device", noted):
         mesh = Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), CPU, comm, alone)
         mesh.join_model_parallel(together)

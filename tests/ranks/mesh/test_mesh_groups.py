@@ -27,7 +27,7 @@ from shardwise.testing import run_ranks
 
 
 def comm(shared_memory: bool | None = None) -> CommPlan:
-    return CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, gather_on_use=False, sync_init=True)
+    return CommPlan(overlap=True, shared_memory=shared_memory, gather_on_use=False, sync_init=True)
 
 
 def create(

@@ -43,7 +43,7 @@ def alone(plan: Plan, steps: int, differ: bool) -> Program:
 
 @pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
 def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
-    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch), STEPS, True)
+    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), STEPS, True)
     programs = [program for _, program in found]
     assert stuck(programs) == []
     assert begun_apart(programs) == []
@@ -54,13 +54,13 @@ def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
 
 def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
     """The tests above can fail."""
-    programs = run_ranks(2, alone, zero(3), STEPS, True)
+    programs = run_ranks(2, alone, zero(3).but(same_order=False), STEPS, True)
     assert stuck(programs) and begun_apart(programs)
 
 
 @pytest.mark.full
 def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
-    found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2), STEPS, True)
+    found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2).but(same_order=False), STEPS, True)
     assert stuck([program for _, program in found]) == []
     expected = plain(4, STEPS, True)
     for rank, (state, _) in enumerate(found):
@@ -79,7 +79,7 @@ def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
 @pytest.mark.parametrize("stage", [*full(2), 3])
 def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
     """Over gloo it is the host that waits, where a GPU's stream would."""
-    found = run_ranks(3, on_the_backend, zero(stage), STEPS)
+    found = run_ranks(3, on_the_backend, zero(stage).but(same_order=False), STEPS)
     expected = plain(3, STEPS, True)
     for rank, state in enumerate(found):
         assert_close(state, expected, 1e-9, f"rank {rank}")
@@ -91,9 +91,9 @@ def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "same_order"), [(0, True), *full((1, False), (2, True), (0, False), (1, True), (2, False))]
+    ("prefetch", "same_order"), [(0, None), *full((1, False), (2, None), (0, False), (1, None), (2, False))]
 )
-def test_reductions_begin_while_backward_runs(same_order: bool, prefetch: int) -> None:
+def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch: int) -> None:
     """Where all do the same, a buffer is free again when the layer after the next one needs it."""
     ranks = run_ranks(2, count_begun, zero(3).but(same_order=same_order, prefetch=prefetch), 4)
     for begun, copied in ranks:
@@ -120,16 +120,16 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     return begun, copied[:-1]
 
 
-@pytest.mark.parametrize(("prefetch", "same_order"), [(1, False), *full((2, True), (1, True), (2, False))])
-def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool, prefetch: int) -> None:
+@pytest.mark.parametrize(("prefetch", "same_order"), [(1, None), *full((2, None), (1, False), (2, False))])
+def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool | None, prefetch: int) -> None:
     """Of n equal layers; the last one of the forward pass is still there when backward begins."""
     for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
         assert len(steps[0]) > 2, "nothing is known of the first step"
         assert steps[1:] == [[0]] * 3
 
 
-@pytest.mark.parametrize("same_order", [*full(False), True])
-def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool) -> None:
+@pytest.mark.parametrize("same_order", [*full(False), None])
+def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool | None) -> None:
     """One layer in use, one ahead, and one that has just been left."""
     for peak in run_ranks(2, peak_layers, zero(3).but(same_order=same_order), 4):
         assert peak <= 3

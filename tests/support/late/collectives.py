@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
 from shardwise.comm.native import NativeGroup
-from shardwise.comm.native_hosts import ByHosts, Lanes
 from tests.support.late.device import LateDevice
 from tests.support.late.streams import Event, Stream
 
@@ -131,18 +130,6 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         return self._give("a reduce-scatter", full, [out], use)
 
     reduce_scatter_single = _reduce_scatter_base
-
-    def allgather_into_tensor_coalesced(self, outs: list[Tensor], owns: list[Tensor], opts: Any = None) -> Any:
-        """Several, one behind the other."""
-        return _Together([self._allgather_base(out, own) for out, own in zip(outs, owns, strict=True)])
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
-        """Several, one behind the other."""
-        return _Together([self._reduce_scatter_base(out, full) for out, full in zip(outs, fulls, strict=True)])
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Of one tensor, to its mean."""
@@ -256,11 +243,6 @@ class _LateGroup(NativeGroup):
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
         )
-        self._ask = partial(maker.process_group_later, request, f"{request.name}_ask")
-        found = maker.host_lanes(request, "gloo")
-        lanes = [Lanes(_Communicator(device, each.across), _Communicator(device, each.inside)) for each in found]
-        self._by_hosts = ByHosts(device.device, *lanes) if lanes else None
-        self.uneven = not lanes
         self.waits_in_queue = True
 
 

@@ -1,16 +1,12 @@
-"""Ranks that take other ways than their peers or fail, and what they meet for."""
+"""What ranks meet for, and a rank that fails alone."""
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.distributed as dist
 from engine_setup import adam, data, run_plain, seeded, sharded
 from torch import Tensor, nn
 
@@ -39,33 +35,7 @@ def counted() -> Iterator[list[str]]:
         yield purposes
 
 
-class Wanderer(nn.Module):
-    """Ranks take other layers, in another order, and make sums of their own among each other in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.extra = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, draw: random.Random) -> Tensor:
-        for layer in self.trunk:
-            for each in draw.sample(range(4), draw.randrange(3)):
-                x = torch.tanh(self.extra[each](x))
-            nap = draw.random() / 100
-            if dist.is_initialized():
-                time.sleep(nap)
-                dist.all_reduce(torch.ones(1))  # as a normalization over all ranks does
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def wander(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    draw = random.Random(f"{rank} {step}")
-    for index in range(2):
-        yield model(data(rank, step, index), draw).square().mean(), False
-
-
-def fails_and_goes_on(plan: Plan = GLOO) -> list[str]:
+def fails_and_goes_on(plan: Plan) -> list[str]:
     model, ends = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])), []
     with sharded(model, adam(model), plan) as session:
         assert session.optimizer is not None

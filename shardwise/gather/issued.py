@@ -1,0 +1,119 @@
+"""Which gathers a rank has issued since the last step, so that the ranks find out if they differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from shardwise.comm import Group, PeerError
+
+__all__ = ["Issued", "SameOrder"]
+
+KEPT = 4096
+"""The last gathers that are kept for messages, and for ranks that have to catch up."""
+
+
+# [Note: Program order]
+# Collectives match by their order alone, so all ranks have to issue the same gathers in the same order. They do if they
+# run the same modules in the same order and if nothing else decides what a rank gathers: what is evicted, and what is
+# fetched ahead, follow from the order of use, from this step's and the last one's, and from sizes. Two things do not:
+# * Something may hold a parameter on this rank and not on others (a graph, a list). Then the unit stays here, counts as
+#   evicted, and is gathered again, over the same values, where the others gather it (ChunkPool._kept).
+# * What fits on a device differs between ranks. Under a declared capacity they agree before each gather, in rounds.
+# Reductions have an order of their own, which all ranks share (see reduce/reducer.py). They begin as soon as their
+# gradients are complete, and the rest at the end of the pass, so parameters that only some ranks use are no difference.
+# Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a running
+# fingerprint of their gathers; and a rank that waits for a gather that another one does not come to gives up, and says
+# what each of them is doing. Ranks that fail in the midst of a backward pass have issued different numbers of gathers:
+# when they drop it, those that are behind issue what is missing (ChunkPool.catch_up).
+class Issued:
+    """Of one model over one shard group.
+
+    Attributes:
+        count: gathers so far.
+        fingerprint: of those since the last step.
+        last: units of the last ones, since the last step.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.fingerprint = 0, 0
+        self.last = deque[int](maxlen=KEPT)
+        self._first = 0
+
+    def note(self, unit: int) -> None:
+        """A gather of ``unit`` is issued."""
+        self.count += 1
+        self.fingerprint = zlib.crc32(b"%d," % unit, self.fingerprint)
+        self.last.append(unit)
+
+    def restart(self) -> None:
+        """All ranks have issued the same."""
+        self._first, self.fingerprint = self.count, 0
+        self.last.clear()
+
+    @property
+    def since_restart(self) -> int:
+        """Gathers since then."""
+        return self.count - self._first
+
+
+class SameOrder:
+    """Compares the ranks' gathers at the end of a pass; a rider of what they exchange then.
+
+    Args:
+        issued: this rank's.
+        world: the ranks that compare.
+        replica: which of the replicas this rank belongs to; only ranks of one gather together.
+        name_of: what to call a unit.
+    """
+
+    def __init__(self, issued: Issued, world: Group, replica: int, name_of: Callable[[int], str]) -> None:
+        self._issued, self._world, self._replica, self._name_of = issued, world, replica, name_of
+
+    def beside_marks(self) -> list[float]:
+        """See :class:`~shardwise.checks.hyper_parameters.Rider`."""
+        return [float(self._issued.fingerprint), float(self._issued.since_restart)]
+
+    def explain(self) -> None:
+        """Raises:
+        PeerError: ranks that gather together have issued different gathers.
+        """
+        issued = self._issued
+        own = [self._replica, issued.since_restart - len(issued.last), list(issued.last)]
+        told = self._world.exchange_object(own, "which gathers they issued")
+        for replica in dict.fromkeys(row[0] for row in told):
+            rows = {rank: row[1:] for rank, row in enumerate(told) if row[0] == replica}
+            if len({tuple(units) for _, units in rows.values()}) > 1 or len({start for start, _ in rows.values()}) > 1:
+                raise PeerError(self._difference(rows))
+
+    def _difference(self, rows: dict[int, Sequence[object]]) -> str:
+        logs: dict[int, dict[int, int]] = {}
+        for rank, (start, units) in rows.items():
+            assert isinstance(start, int) and isinstance(units, list)
+            logs[rank] = {start + at: unit for at, unit in enumerate(units)}
+        first = max(start for start, _ in rows.values() if isinstance(start, int))
+        last = max((max(log, default=0) for log in logs.values()), default=0)
+        where = f"before the last {KEPT}"
+        for number in range(first, last + 1):
+            units = {rank: log.get(number) for rank, log in logs.items()}
+            if len(set(units.values())) > 1:
+                where = f"gather {number + 1} is " + "; ".join(
+                    f"{'none' if unit is None else self._name_of(unit)} on rank{'s' * (len(ranks) > 1)} "
+                    f"{', '.join(map(str, ranks))}"
+                    for unit, ranks in _by_unit(units).items()
+                )
+                break
+        return (
+            f"group {self._world.name!r}: the ranks have gathered different parameters since the last step: {where}. "
+            "Nothing was updated; call zero_grad() on every rank. Gathers are issued in program order, so all ranks "
+            "have to run the same modules in the same order: where their branches differ, set same_order=False in the "
+            "plan's comm, with which they agree before each gather"
+        )
+
+
+def _by_unit(units: dict[int, int | None]) -> dict[int | None, list[int]]:
+    found: dict[int | None, list[int]] = {}
+    for rank, unit in units.items():
+        found.setdefault(unit, []).append(rank)
+    return found

@@ -1,0 +1,181 @@
+"""Gathers in program order: what ranks meet for, what is fetched ahead, and what becomes of ranks that differ.
+
+See [Note: Program order].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import adam, data, one_mesh, seeded, sharded
+from meetings_setup import GLOO, counted
+from sets import full
+from stream_setup import LAYERS, Branching, groups_of
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.comm import NativeGroup, PeerError
+from shardwise.gather import policy
+from shardwise.gather.issued import Issued
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+MEETINGS = ["which parameters had gradients", "the gradient norm"]
+"""Of a step, beside its gathers and reductions."""
+
+
+def chain(layers: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
+
+
+def step_of(session: Session, loss: Tensor) -> None:
+    assert session.optimizer is not None
+    session.backward(loss)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
+    model, found = seeded(lambda: chain(layers)), []
+    with counted() as purposes, sharded(model, adam(model), plan) as session:
+        for step in range(steps):
+            purposes.clear()
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            found.append(list(purposes))
+    return found
+
+
+@pytest.mark.parametrize(("size", "layers"), [(2, 24), *full((3, 24)), (2, 5)])
+def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> None:
+    for steps in run_ranks(size, meetings, GLOO, layers, 4):
+        for purposes in steps[1:]:  # the first one agrees on the order of reductions
+            assert purposes == MEETINGS
+
+
+@pytest.mark.parametrize("changes", [{"same_order": False}, {"device_capacity_bytes": 1 << 30}])
+def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
+    for steps in run_ranks(2, meetings, GLOO.but(**changes), 5, 2):
+        assert steps[1].count("what to gather") > 5
+
+
+def under_way(layers: int, small: bool) -> int:
+    """The most units on their way at the first use of a step, of equal ones, when one may be fetched ahead."""
+    model, most = seeded(lambda: chain(layers)), 0
+    with (
+        mock.patch.object(policy, "AHEAD_BYTES", 1 << 20 if small else 1),
+        sharded(model, adam(model), GLOO) as session,
+    ):
+        for step in range(3):
+            pool, found = session.engine.pool, []
+            hook = model[0].register_forward_hook(lambda *_, found=found, pool=pool: found.append(len(pool._held)))
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            hook.remove()
+            most = max(most, found[0])
+    return most
+
+
+@pytest.mark.parametrize(("small", "units"), [(True, 9), (False, 2)])
+def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
+    """Each gather is a trip, which the computation of a small unit does not hide."""
+    assert run_ranks(2, under_way, 9, small) == [units, units]
+
+
+# ---- what ranks gather does not depend on what only one of them knows
+
+
+def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Rank 1 holds a parameter of another layer in each step, so that it stays; what was gathered by step."""
+    model, issued, note = seeded(lambda: chain(LAYERS)), list[list[int]](), Issued.note
+
+    def noting(of: Issued, unit: int) -> None:
+        issued[-1].append(unit)
+        note(of, unit)
+
+    held: list[Tensor] = []
+    with mock.patch.object(Issued, "note", noting), sharded(model, adam(model), plan) as session:
+        for step in range(steps):
+            issued.append([])
+            if session.mesh.rank:
+                layer = model[step % LAYERS]
+                hook = layer.register_forward_hook(lambda layer, *_: held.append(layer.weight.view(-1)))
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            held.clear()
+            if session.mesh.rank:
+                hook.remove()
+        issued.append([])
+        return issued[:-1], session.module.state_dict()
+
+
+def chain_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
+    model = seeded(lambda: chain(LAYERS))
+    optimizer = adam(model)
+    for step in range(steps):
+        for rank in range(size):
+            (model(data(rank, step)).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("prefetch", [2, *full(0, 1)])
+def test_ranks_fetch_the_same_ahead_whatever_one_of_them_holds(prefetch: int) -> None:
+    with_small_reach = GLOO.but(prefetch=prefetch)
+    found = run_ranks(2, held_by_one, with_small_reach, 4)
+    (one, state), (other, _) = found
+    assert one == other
+    forward, backward = one[2][:LAYERS], one[2][LAYERS:]
+    assert forward == sorted(forward) and backward == sorted(backward, reverse=True), "the order of the step before"
+    assert_close(state, chain_in_one_process(2, 4), 1e-9, f"prefetch={prefetch}")
+
+
+# ---- ranks that differ
+
+
+def differs_in_one_step(size: int) -> str:
+    """In step 2 the last rank takes two layers of one size in another order, as nothing else would tell."""
+    with groups_of(NativeGroup):
+        model, said = seeded(Branching), ""
+        plan = zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            before = session.module.state_dict()
+            for step in range(4):
+                usual = list(range(LAYERS))
+                way = [*usual[:2], 3, 2, *usual[4:]] if step == 2 and mesh.rank == size - 1 and not said else usual
+                try:
+                    before = session.module.state_dict()
+                    session.backward(session.module(data(mesh.rank, step), way).square().mean())
+                except PeerError as error:
+                    said = str(error)
+                    session.optimizer.zero_grad()
+                    after = session.module.state_dict()
+                    assert all(torch.equal(before[name], after[name]) for name in before)
+                    session.backward(session.module(data(mesh.rank, step), usual).square().mean())
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            state = session.module.state_dict()
+        assert_close(state, branching_in_one_process(size, 4), 1e-9, "after the error")
+        return said
+
+
+def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
+    model = seeded(Branching)
+    optimizer = adam(model)
+    for step in range(steps):
+        for rank in range(size):
+            (model(data(rank, step), range(LAYERS)).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("size", [2, *full(3)])
+def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int) -> None:
+    for said in run_ranks(size, differs_in_one_step, size):
+        others = "rank 0" if size == 2 else "ranks 0, 1"
+        assert "have gathered different parameters since the last step: gather 3 is" in said
+        assert "(layers.2" in said and "(layers.3" in said
+        assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
