@@ -20,7 +20,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checked", "remarks", "worlds"),
     # The parts of a plan that are about memories, about dividing a model, and about numbers; and their text.
     ("tier_plan", "parallel_plan", "precision_plan", "comm_plan", "plan_text"),
-    ("plan", "device", "torch_internals", "modes", "extent", "sparse"),
+    ("plan", "device", "torch_internals", "modes", "extent", "sparse", "interrupts"),
     (
         "comm",
         "chunk.search",
