@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.port import WHOLE
-from shardwise.worlds.impersonation import impersonate_table
+from shardwise.worlds.impersonation import WHOLE, impersonate
 
 __all__ = ["MODULE", "main"]
 
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
         sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
     library, *rest = arguments
-    impersonate_table(library, WHOLE[library])
+    impersonate(library)
     _tell_children(library)
     if library == "deepspeed":
         _give_local_rank()
@@ -74,7 +73,7 @@ def _check(rest: Sequence[str]) -> None:
 
 
 def _tell_children(library: str) -> None:
-    os.environ["SHARDWISE_AS"] = f"{library}={WHOLE[library]}"
+    os.environ["SHARDWISE_AS"] = library
     others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and Path(each) != CHILDREN]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *others])
 

@@ -6,10 +6,10 @@ have is missing. What may not enter: any knowledge of one world.
 
 from __future__ import annotations
 
-from shardwise.port.known import WHOLE, worlds
+from shardwise.port.known import worlds
 from shardwise.port.program import Program
 from shardwise.port.rewrite import rewritten
 from shardwise.port.tables import markdown
 from shardwise.port.verdicts import Finding, Verdict, findings
 
-__all__ = ["WHOLE", "Finding", "Program", "Verdict", "findings", "markdown", "rewritten", "worlds"]
+__all__ = ["Finding", "Program", "Verdict", "findings", "markdown", "rewritten", "worlds"]

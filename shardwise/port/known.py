@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import import_module
+from collections.abc import Sequence
 
-from shardwise.worlds import World
+from shardwise.worlds import World, read_world
+from shardwise.worlds.table import HOMES
 
-__all__ = ["WHOLE", "of", "worlds"]
-
-WHOLE: Mapping[str, str] = {
-    "colossalai": "shardwise.colossalai.names",
-    "deepspeed": "shardwise.deepspeed.names",
-}
-"""Libraries of which we take the place, each with the module that has its ``WORLD``."""
-BESIDE = ("shardwise.huggingface.names", "shardwise.strategies.names")
-"""Modules with the ``WORLDS`` of libraries that stay beside us."""
+__all__ = ["of", "worlds"]
 
 
-@cache
 def worlds() -> tuple[World, ...]:
-    """All of them, each table read once."""
-    found: list[World] = [import_module(name).WORLD for name in WHOLE.values()]
-    for name in BESIDE:
-        found.extend(import_module(name).WORLDS)
-    return tuple(found)
+    """All of them."""
+    return tuple(map(read_world, HOMES))
 
 
 def of(dotted: str, among: Sequence[World]) -> tuple[World, str] | None:

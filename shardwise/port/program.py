@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from shardwise.port.known import of
-from shardwise.worlds import Absent, World
+from shardwise.worlds import World
 
 __all__ = ["BY_NAME", "Program", "Use", "last_name"]
 
@@ -211,8 +211,7 @@ class Program:
                 if alias.name != "*":
                     self._know(alias.asname or alias.name, f"{node.module}.{alias.name}")
                 elif (found := of(node.module, self.among)) is not None and not found[0].partial:
-                    names = found[0].names.get(found[1], {})
-                    listed = () if isinstance(names, Absent) else names
+                    listed = found[0].names.get(found[1], {})
                     self._starred |= {name: f"{node.module}.{name}" for name in listed if not name.startswith("_")}
 
     def _know(self, name: str, dotted: str) -> None:
@@ -369,7 +368,7 @@ def parted(world: World, dotted: str, line: int, of_module: bool = False) -> Use
         path = ".".join(parts[:cut])
         gone = world.gone(path) is not None
         above = world.names.get(".".join(parts[: cut - 1]), {}) if cut and cut == len(parts) and not of_module else {}
-        if not isinstance(above, Absent) and parts and parts[-1] in above:
+        if parts and parts[-1] in above:
             continue
         if path == "" or path in world.names or (world.has_module(path) and not gone):
             return Use(world, path, ".".join(parts[cut:] if gone else parts[cut : cut + 1]), line)

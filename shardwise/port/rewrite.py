@@ -116,7 +116,7 @@ def _split(node: ast.ImportFrom, world: World, path: str, places: _Places) -> It
         return
     by_module: dict[str, list[str]] = {}
     for alias, entry in moved.items():
-        name, bound = entry.name or alias.name, alias.asname or alias.name
+        name, bound = entry.name, alias.asname or alias.name
         by_module.setdefault(entry.module, []).append(name if name == bound else f"{name} as {bound}")
     statements = [f"from {module} import {', '.join(names)}" for module, names in by_module.items()]
     if len(moved) == len(node.names):
@@ -160,7 +160,7 @@ def _texts(program: Program, places: _Places) -> Iterator[_Edit]:
             shorter = program.resolve(part.value) if isinstance(part, ast.Attribute) else None
             if isinstance(entry, Here) and (shorter is None or not shorter.name):
                 inner.update(id(inside) for inside in chain)
-                yield _Edit(*places.of(part), f"{entry.module}.{entry.name or use.name}")
+                yield _Edit(*places.of(part), f"{entry.module}.{entry.name}")
                 yield places.before(_first(program.tree), f"import {entry.module}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardwise.worlds import Absent, Here, Ignored, Renamed, World
+from shardwise.worlds import Absent, Here, World
 from shardwise.worlds.table import REST
 
 __all__ = ["markdown"]
@@ -54,43 +54,32 @@ def _differs(world: World) -> list[str]:
 
 
 def _arguments(world: World) -> Iterator[str]:
-    for place, said in world.arguments.items():
-        name = world.full_name(*place.split(":"))
-        for argument, entry in said.items():
-            match entry:
-                case Ignored(reason):
-                    text = f"ignored: {reason}"
-                case Renamed(to, note):
-                    text = f"`{to}=` here{'; ' if note else ''}{note}"
-                case Absent(instead):
-                    text = f"refused: {instead}"
-            yield f"| `{name}({argument}=)` | {text} |"
-    for place, arguments in world.values.items():
-        name = world.full_name(*place.split(":")).replace("..", ".")
-        for argument, values in arguments.items():
-            for value, said_of in values.items():
-                yield f"| `{name}({argument}={'...' if value == '*' else repr(value)})` | {said_of.text} |"
+    for verdict, table in (("ignored", world.ignored), ("refused", world.refused)):
+        for place, arguments in table.items():
+            for argument, text in arguments.items():
+                yield f"| `{world.full_name(*place.split(':'))}({argument}=)` | {verdict}: {text} |"
+    for place, values in world.values.items():
+        start = world.full_name(*place.removesuffix(")").split(":"))
+        for value, said in values.items():
+            yield f"| `{start}{'...' if value == '*' else repr(value)})` | {said.instead} |"
 
 
 def _absent(world: World) -> list[str]:
     by_text: dict[str, list[str]] = {}
     for path, name, entry in world.entries():
-        if isinstance(entry, Absent) and (shown := _shown(world, path, name, entry)):
-            by_text.setdefault(entry.instead, []).append(shown)
+        if isinstance(entry, Absent):
+            by_text.setdefault(entry.instead, []).append(_shown(world, path, name))
     if not by_text:
         return []
     rows = sorted(f"| {_listed(names)} | {text} |" for text, names in by_text.items())
     return ["| can be imported, not used | what to do instead |", "|---|---|", *rows, ""]
 
 
-def _shown(world: World, path: str, name: str, entry: Absent) -> str:
-    """A name that cannot work; empty where the rest of its module, which has the same text, says so."""
-    among = world.names[path]
-    if isinstance(among, Absent) or REST not in among:
+def _shown(world: World, path: str, name: str) -> str:
+    """A name that cannot work."""
+    if name != REST or world.gone(path) is not None:
         return f"`{world.full_name(path, name)}`"
-    if name == REST:
-        return f"`{world.full_name(path)}` (all other names)"
-    return "" if among[REST] == entry else f"`{world.full_name(path, name)}`"
+    return f"`{world.full_name(path)}` (all other names)"
 
 
 def _listed(names: Iterable[str]) -> str:

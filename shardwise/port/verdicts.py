@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from shardwise.port.program import Program, Use
-from shardwise.worlds import Absent, Here, Ignored, Renamed, World
+from shardwise.worlds import Absent, Here, World
 
 __all__ = ["Finding", "Verdict", "findings"]
 
@@ -79,13 +79,13 @@ def _judged(use: Use) -> tuple[Verdict, str] | None:
         return Verdict.DIFFERS, "import names one by one, so that each can be looked up"
     if not use.name:
         gone = use.world.gone(use.module)
-        return None if gone is None or gone is use.world.names.get("") else (Verdict.MISSING, gone.instead)
+        return None if gone is None or not isinstance(gone, Absent) else (Verdict.MISSING, gone.instead)
     entry = use.world.find(use.module, use.name)
     if use.either and use.world.partial and isinstance(entry, Here):
-        home = f"{entry.module}.{entry.name or use.name}"
+        home = f"{entry.module}.{entry.name}"
         return Verdict.MISSING, f"the name is imported from two libraries; take {home}, or its like for the other"
     if use.quoted and use.world.partial and isinstance(entry, Here) and not use.argument:
-        return Verdict.MISSING, f"the name is in quotes; take {entry.module}.{entry.name or use.name}"
+        return Verdict.MISSING, f"the name is in quotes; take {entry.module}.{entry.name}"
     if entry is None:
         nothing = use.world.partial or use.attribute or use.name in OF_MODULES
         return None if nothing else (Verdict.MISSING, _nearest(use.world, use.module, use.name))
@@ -96,36 +96,29 @@ def _judged(use: Use) -> tuple[Verdict, str] | None:
     if use.attribute:
         return _attribute(use, entry)
     if entry.note:
-        return (Verdict.RENAMED if entry.name else Verdict.DIFFERS), entry.note
+        return (Verdict.RENAMED if entry.name != use.name else Verdict.DIFFERS), entry.note
     return Verdict.SAME, ""
 
 
 def _valued(use: Use, program: Program) -> tuple[Verdict, str] | None:
     """What is said of a value; ``None``: it means the same."""
-    for place, arguments in use.world.values.items():
-        said = arguments.get(use.argument, {}).get(use.value) if place == f"{use.module}:{use.name}" else None
-        if said is not None and not program.imported.intersection(said.unless):
-            return Verdict.MISSING, said.text
-    return None
+    said = use.world.values.get(f"{use.module}:{use.name}({use.argument}=)", {}).get(use.value)
+    return None if said is None or said.unless in program.imported else (Verdict.MISSING, said.instead)
 
 
 def _argument(use: Use, entry: Here) -> tuple[Verdict, str] | None:
-    said = _said(use, entry)
-    if isinstance(said, Ignored):
-        return Verdict.IGNORED, said.reason
-    if isinstance(said, Renamed):
-        return Verdict.RENAMED, f"{said.to}= here{'; ' if said.note else ''}{said.note}"
-    if isinstance(said, Absent):
-        return Verdict.MISSING, said.instead
+    for verdict, table in ((Verdict.IGNORED, use.world.ignored), (Verdict.MISSING, use.world.refused)):
+        if (said := _said(use, entry, table)) is not None:
+            return verdict, said
     names = _parameters(_ours(entry, use.name))
     if names is None or use.argument in names:
         return Verdict.SAME, ""
     return Verdict.MISSING, f"no argument of that name here{_meant(use.argument, names)}"
 
 
-def _said(use: Use, entry: Here) -> Ignored | Renamed | Absent | None:
+def _said(use: Use, entry: Here, table: Mapping[str, Mapping[str, str]]) -> str | None:
     """What the table says of the argument, in whichever of the modules that have the name it says so."""
-    for place, arguments in use.world.arguments.items():
+    for place, arguments in table.items():
         path, name = place.split(":")
         if name == use.name and use.argument in arguments and use.world.find(path, name) == entry:
             return arguments[use.argument]
@@ -147,7 +140,7 @@ def _attribute(use: Use, entry: Here) -> tuple[Verdict, str] | None:
 def _ours(entry: Here, name: str) -> Any:
     """What the name is here; ``None`` where an extra is missing that it needs."""
     try:
-        return getattr(import_module(entry.module), entry.name or name)
+        return getattr(import_module(entry.module), entry.name)
     except ImportError:
         return None
 
@@ -181,13 +174,10 @@ def _nearest(world: World, module: str, name: str) -> str:
     gone = [entry.instead for _, other, entry in world.entries() if other == name and isinstance(entry, Absent)]
     if gone:
         return gone[0]
-    older = sorted(
-        path for path in world.names if path.endswith(f".{name}") and not isinstance(world.names[path], Absent)
-    )
+    older = sorted(path for path in world.names if path.endswith(f".{name}") and world.gone(path) is None)
     if older and not module:
         return f"its names are in {_listed(world.full_name(path) for path in older)}"
-    entries = world.names.get(module, {})
-    return f"nothing of that name here{_meant(name, [] if isinstance(entries, Absent) else entries)}"
+    return f"nothing of that name here{_meant(name, world.names.get(module, {}))}"
 
 
 def _meant(name: str, names: Iterable[str]) -> str:

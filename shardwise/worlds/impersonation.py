@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -12,30 +12,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardwise.worlds.table import World
+from shardwise.worlds.table import HOMES, World, read_world
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["Impersonation", "impersonate", "impersonate_table"]
+__all__ = ["WHOLE", "Impersonation", "impersonate"]
+
+WHOLE = ("colossalai", "deepspeed")
+"""Libraries of which we take the whole place, so that their name can be ours."""
 
 
 class Impersonation(MetaPathFinder, Loader):
     """Finds a library and all below it: the very modules of our package that takes its place.
 
-    Args:
-        foreign: the library.
-        home: the package.
-        read: its table, which is asked for when something below the library is imported.
+    The table is read when something below the library is imported.
     """
 
-    def __init__(self, foreign: str, home: str, read: Callable[[], World]) -> None:
-        self.foreign, self.home, self._read = foreign, home, read
+    def __init__(self, foreign: str, home: str) -> None:
+        self.foreign, self.home = foreign, home
         self._specs: dict[str, ModuleSpec | None] = {}
 
     @cached_property
     def world(self) -> World:
-        return self._read()
+        return read_world(self.foreign)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -65,38 +65,21 @@ class Impersonation(MetaPathFinder, Loader):
         return [import_module("shardwise.worlds.distribution").Named(self)] if asked in (None, self.foreign) else []
 
 
-def impersonate(world: World) -> None:
-    """From now on ``import <world.foreign>`` means ``world.home``, in this process.
+def impersonate(foreign: str) -> None:
+    """From now on the name ``foreign``, one of :data:`WHOLE`, means our package, in this process.
 
     Raises:
         ImportError: the library itself has been imported already, so that some of the program would use it.
     """
-    _install(Impersonation(world.foreign, world.home, lambda: world))
-
-
-def impersonate_table(foreign: str, table: str) -> None:
-    """The same for a library whose ``WORLD`` is in the module ``table`` of its home, which is imported when it is used.
-
-    Raises:
-        ImportError: the library itself has been imported already.
-    """
-
-    def read() -> World:
-        world: World = import_module(table).WORLD
-        return world
-
-    _install(Impersonation(foreign, table.rpartition(".")[0], read))
-
-
-def _install(finder: Impersonation) -> None:
-    there = sys.modules.get(finder.foreign)
-    if there is not None and there.__name__ != finder.home:
+    home = HOMES[foreign]
+    there = sys.modules.get(foreign)
+    if there is not None and there.__name__ != home:
         raise ImportError(
-            f"{finder.foreign} is imported already, from {getattr(there, '__file__', None)}: {finder.home} takes its "
+            f"{foreign} is imported already, from {getattr(there, '__file__', None)}: {home} takes its "
             f"place only before anything has imported it. Move this import to the program's first line"
         )
-    if not any(isinstance(each, Impersonation) and each.home == finder.home for each in sys.meta_path):
-        sys.meta_path.insert(0, finder)
+    if not any(isinstance(each, Impersonation) and each.foreign == foreign for each in sys.meta_path):
+        sys.meta_path.insert(0, Impersonation(foreign, home))
 
 
 def _is_file(name: str) -> bool:

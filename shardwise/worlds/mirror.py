@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -11,7 +11,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardwise.worlds.absent import refusing
-from shardwise.worlds.table import REST, Absent, Entry, Here, World
+from shardwise.worlds.table import REST, Here, World
 
 __all__ = ["Mirror", "mirror"]
 
@@ -35,9 +35,9 @@ class Mirror(MetaPathFinder, Loader):
             return None
         below = fullname.removeprefix(f"{self.world.home}.")
         if self.world.has_module(below):
-            return ModuleSpec(fullname, self, origin=f"{self.world.home}.names", is_package=True)
+            return ModuleSpec(fullname, self, origin=self.world.home, is_package=True)
         if self._program(fullname) is not None:
-            return ModuleSpec(fullname, self, origin=f"{self.world.home}.names")
+            return ModuleSpec(fullname, self, origin=self.world.home)
         raise ModuleNotFoundError(unknown(self.world, *_parted(below)))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -56,7 +56,7 @@ class Mirror(MetaPathFinder, Loader):
 
     def _program(self, fullname: str) -> str | None:
         path, name = _parted(fullname.removeprefix(f"{self.world.home}."))
-        entry = _names(self.world, path).get("main") if name == "__main__" else None
+        entry = self.world.names.get(path, {}).get("main") if name == "__main__" else None
         return entry.module if isinstance(entry, Here) else None
 
 
@@ -70,13 +70,13 @@ class Mirrored(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return sorted({*_names(self._world, self._path)} - {REST})
+            return sorted({*self._world.names.get(self._path, {})} - {REST})
         found = lookup(self._world, self._path, name)
         setattr(self, name, found)
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and "_path" in vars(self) and name in _names(self._world, self._path):
+        if isinstance(value, ModuleType) and "_path" in vars(self) and name in self._world.names.get(self._path, {}):
             return  # the import of a module that is called as a name here, which is what programs mean
         super().__setattr__(name, value)
 
@@ -110,14 +110,15 @@ def lookup(world: World, path: str, name: str) -> Any:
     Raises:
         AttributeError: the table does not have it.
     """
-    if name.startswith("__") and name.endswith("__") and name not in _names(world, path):
+    names = world.names.get(path, {})
+    if name.startswith("__") and name.endswith("__") and name not in names:
         raise AttributeError(name)
     below = f"{path}.{name}".lstrip(".")
     # A name may be called as the module that it is from: then the name is meant, as where a package binds both.
-    entry = world.find(path, name) if name in _names(world, path) or below not in world.names else None
+    entry = world.find(path, name) if name in names or below not in world.names else None
     if isinstance(entry, Here):
-        return getattr(import_module(entry.module), entry.name or name)
-    if isinstance(entry, Absent):
+        return getattr(import_module(entry.module), entry.name)
+    if entry is not None:
         return refusing(world.full_name(path, name), entry.instead)
     if world.has_module(below):
         return import_module(f"{world.home}.{below}")
@@ -132,16 +133,11 @@ def unknown(world: World, path: str, name: str) -> str:
     )
 
 
-def _names(world: World, path: str) -> Mapping[str, Entry]:
-    entries = world.names.get(path, {})
-    return {} if isinstance(entries, Absent) else entries
-
-
 def _listed(world: World, path: str) -> list[str]:
     """Names of the module and modules below it."""
     start = f"{path}." if path else ""
     below = {each.removeprefix(start).split(".")[0] for each in world.names if each.startswith(start) and each != path}
-    return sorted({*_names(world, path), *below} - {"", REST})
+    return sorted({*world.names.get(path, {}), *below} - {"", REST})
 
 
 def _parted(below: str) -> tuple[str, str]:

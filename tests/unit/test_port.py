@@ -15,47 +15,62 @@ from sets import campaign
 
 from shardwise.cli.main import main
 from shardwise.port import Program, findings, markdown, rewritten, worlds
-from shardwise.strategies.names import OLDER
-from shardwise.worlds import Absent, Here, Ignored, Instead, Renamed, World
-from shardwise.worlds.table import REST
+from shardwise.worlds.table import parse_world
 
-WHOLE = World(
-    foreign="foreignlib",
-    home="ours.foreignlib",
-    version="1.0",
-    names={
-        "": {"launch": Here("shardwise.mesh", "init_distributed")},
-        "optim": {"SGD": Here("torch.optim")},
-        "nn": {"Linear": Here("torch.nn"), "Wide": Here("torch.nn", "Bilinear", note="Bilinear: its inputs differ")},
-        "nn.modules": {"Linear": Here("torch.nn")},
-        "nn.old": {"Odd": Absent("use Linear")},
-        "tracing": Absent("trace with torch.fx"),
-        "tools": {"start": Absent("call it by hand")},
-        "tools.start": {"go": Here("torch.nn", "Linear")},
-    },
-    arguments={
-        "nn:Linear": {
-            "fast": Ignored("it is always fast"),
-            "size": Renamed("in_features"),
-            "magic": Absent("leave it out"),
-        }
-    },
+WHOLE = parse_world(
+    "foreignlib",
+    "ours.foreignlib",
+    """
+version = "1.0"
+[here."shardwise.mesh:init_distributed"]
+"" = ["launch"]
+[here."torch.optim"]
+optim = ["SGD"]
+[here."torch.nn"]
+nn = ["Linear"]
+"nn.modules" = ["Linear"]
+[here."torch.nn:Bilinear"]
+nn = ["Wide"]
+[here."torch.nn:Linear"]
+"tools.start" = ["go"]
+[differs."Bilinear: its inputs differ"]
+nn = ["Wide"]
+[absent."use Linear"]
+"nn.old" = ["Odd"]
+[absent."trace with torch.fx"]
+tracing = ["*"]
+[absent."call it by hand"]
+tools = ["start"]
+[absent."leave it out"]
+parts = ["*", "Odd"]
+[absent."use parts.Odd"]
+parts = ["Other"]
+[ignored."it is always fast"]
+"nn:Linear" = ["fast"]
+[refused."leave it out"]
+"nn:Linear" = ["magic"]
+""",
 )
-PARTIAL = World(
-    foreign="stays.inner",
-    home="ours.stays",
-    version="2.0",
-    names={
-        "strategies": {"Deep": Here("ours.stays"), "Old": Here("ours.more", "New"), "Gone": Absent("use Deep")},
-    },
-    values={
-        ":Trainer": {
-            "kind": {"deep_3": Instead("write kind='ours_3'", ("ours.stays",))},
-            "file": {"*": Instead("leave it out")},
-        }
-    },
-    also={"stays.Trainer": "Trainer"},
-    partial=True,
+PARTIAL = parse_world(
+    "stays.inner",
+    "ours.stays",
+    """
+version = "2.0"
+partial = true
+[also]
+"stays.Trainer" = "stays.inner.Trainer"
+[here."."]
+strategies = ["Deep"]
+[here."ours.more:New"]
+strategies = ["Old"]
+[absent."use Deep"]
+strategies = ["Gone"]
+[values."write kind='ours_{value}' after `import {home}`"]
+unless = "{home}"
+":Trainer(kind=)" = ["deep_3"]
+[values."leave it out"]
+":Trainer(file=)" = ["*"]
+""",
 )
 WORLDS = (WHOLE, PARTIAL)
 
@@ -123,14 +138,13 @@ JUDGED = [
     ("from foreignlib import Linear", [("foreignlib.Linear", "missing", "import it from foreignlib.nn or ")]),
     ("from foreignlib.nn import *", [("foreignlib.nn.*", "differs", "import names one by one")]),
     (
-        "from foreignlib.nn import Linear as L\nm = L(in_features=1, out=2, fast=True, size=3, magic=0)",
+        "from foreignlib.nn import Linear as L\nm = L(in_features=1, out=2, fast=True, magic=0)",
         [
             ("foreignlib.nn.Linear", "same", ""),
             ("foreignlib.nn.Linear(fast=)", "ignored", "it is always fast"),
             ("foreignlib.nn.Linear(in_features=)", "same", ""),
             ("foreignlib.nn.Linear(magic=)", "missing", "leave it out"),
             ("foreignlib.nn.Linear(out=)", "missing", "no argument of that name here"),
-            ("foreignlib.nn.Linear(size=)", "another name", "in_features= here"),
         ],
     ),
     (
@@ -226,7 +240,7 @@ JUDGED = [
         "s.Trainer(kind='a' if x else 'deep_3', file=None)\nTrainer(kind='plain')",
         [
             ("stays.inner.Trainer(file=)", "missing", "leave it out"),
-            ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_3'"),
+            ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
         ],
     ),
     *(
@@ -234,7 +248,7 @@ JUDGED = [
             f"from stays import Trainer\n{before}Trainer({given})",
             [
                 ("stays.inner.Trainer(file=)", "missing", "leave it out"),
-                ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_3'"),
+                ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
             ],
         )
         for before, given in [
@@ -262,26 +276,6 @@ def test_each_name_is_judged(text: str, expected: list[tuple[str, str, str]]) ->
     for each, (_, _, start) in zip(got, expected, strict=True):
         assert each.text.startswith(start) and bool(each.text) == bool(start)
         assert each.lines and all(each.lines)
-
-
-def test_the_rest_of_a_module_is_judged_and_told_once() -> None:
-    odd = Absent("leave it out")
-    world = World(
-        foreign="foreignlib",
-        home="ours.foreignlib",
-        version="1",
-        names={"nn": {"Linear": Here("torch.nn"), "Odd": odd, "Other": Absent("use Linear"), REST: odd}},
-    )
-    text = markdown([world])
-    assert "| `foreignlib.nn` (all other names) | leave it out |" in text and "`foreignlib.nn.Odd`" not in text
-    assert "| `foreignlib.nn.Other` | use Linear |" in text
-    found = findings(Program("from foreignlib.nn import Linear, Odd, Other, Third\n", [world]))
-    assert [(each.name, each.verdict.value, each.text) for each in found] == [
-        ("foreignlib.nn.Linear", "same", ""),
-        ("foreignlib.nn.Odd", "missing", "leave it out"),
-        ("foreignlib.nn.Other", "missing", "use Linear"),
-        ("foreignlib.nn.Third", "missing", "leave it out"),
-    ]
 
 
 def test_the_table_of_a_page_has_every_name() -> None:
@@ -437,55 +431,14 @@ def test_every_library_has_its_version() -> None:
     ]
 
 
-def test_tables_point_at_what_is_there() -> None:
-    """Every name that works is found, and a library that stays beside us has the names that its table moves."""
-    for world in worlds():
-        for path, name, entry in world.entries():
-            if isinstance(entry, Here):
-                assert hasattr(import_module(entry.module), entry.name or name), world.full_name(path, name)
-            if world.partial and isinstance(entry, Here) and name not in OLDER:
-                assert hasattr(import_module(world.full_name(path)), name), world.full_name(path, name)
-
-
-def test_arguments_of_tables_are_of_names_that_work() -> None:
-    for world in worlds():
-        for place, said in world.arguments.items():
-            path, name = place.split(":")
-            assert isinstance(world.find(path, name.split(".")[0]), Here), place
-            assert said, place
-
-
-PAGES = {
-    "porting-colossalai.md": ["colossalai"],
-    "porting-deepspeed.md": ["deepspeed"],
-    "porting-lightning.md": [
-        "lightning.pytorch",
-        "pytorch_lightning",
-        "lightning.fabric",
-        "lightning_fabric",
-        "lightning_colossalai",
-    ],
-    "porting-huggingface.md": ["transformers", "accelerate"],
-}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_show_the_tables(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["port", "--table", *PAGES[page]]) == 0
-    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
-    assert capsys.readouterr().out == text, (
-        f"write it anew: shardwise port --table {' '.join(PAGES[page])} > docs/{page}"
-    )
-
-
 def test_names_of_strategies_that_are_advised_are_registered() -> None:
     """After the import that is advised with them."""
     advised = 0
     for world in worlds():
-        for argument, values in (item for said in world.values.values() for item in said.items()):
-            for value, instead in values.items():
-                match = re.match(r"write strategy='(\w+)', after `import ([\w.]+)`", instead.text)
-                if argument == "strategy" and (match or instead.unless == (world.home,)):
+        for values in world.values.values():
+            for value, said in values.items():
+                match = re.match(r"write strategy='(\w+)', after `import ([\w.]+)`", said.instead)
+                if match or said.unless == world.home:
                     name = match[1] if match else value
                     package = import_module(match[2] if match else world.home)
                     assert package.__name__ == world.home
