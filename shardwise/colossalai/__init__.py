@@ -12,4 +12,4 @@ __all__ = ["__version__", "launch", "launch_from_openmpi", "launch_from_slurm", 
 _world = read_world("colossalai")
 __version__ = _world.version
 
-__getattr__, __dir__ = mirror(_world, also=["__version__"])
+__getattr__ = mirror(_world)

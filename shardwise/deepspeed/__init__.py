@@ -26,4 +26,4 @@ __all__ = [
     "zero",
 ]
 
-__getattr__, __dir__ = mirror(read_world("deepspeed"), also=__all__)
+__getattr__ = mirror(read_world("deepspeed"))

@@ -37,4 +37,4 @@ def take_over_deepspeed_names() -> None:
     registering.take_over_deepspeed_names(FABRIC)
 
 
-__getattr__, __dir__ = mirror(read_world("lightning.fabric"), __all__)
+__getattr__ = mirror(read_world("lightning.fabric"))

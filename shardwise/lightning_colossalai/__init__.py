@@ -19,4 +19,4 @@ _lightning: Any = import_module(f"shardwise.{'lightning' if find_spec('lightning
 ColossalAIPrecisionPlugin: Any = _lightning.ColossalAIPrecisionPlugin
 ColossalAIStrategy: Any = _lightning.ColossalAIStrategy
 
-__getattr__, __dir__ = mirror(_world, (*__all__, "__version__"))
+__getattr__ = mirror(_world)

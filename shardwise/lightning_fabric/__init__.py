@@ -37,4 +37,4 @@ def take_over_deepspeed_names() -> None:
     registering.take_over_deepspeed_names(LIGHTNING_FABRIC)
 
 
-__getattr__, __dir__ = mirror(read_world("lightning_fabric"), __all__)
+__getattr__ = mirror(read_world("lightning_fabric"))

@@ -40,4 +40,4 @@ def take_over_deepspeed_names() -> None:
     registering.take_over_deepspeed_names(PYTORCH_LIGHTNING)
 
 
-__getattr__, __dir__ = mirror(read_world("pytorch_lightning"), __all__)
+__getattr__ = mirror(read_world("pytorch_lightning"))

@@ -13,6 +13,6 @@ from __future__ import annotations
 from shardwise.worlds.absent import NotHere
 from shardwise.worlds.impersonation import impersonate
 from shardwise.worlds.mirror import lookup, mirror
-from shardwise.worlds.table import Absent, Here, World, read_world
+from shardwise.worlds.table import Absent, Here, World, all_worlds, read_world
 
-__all__ = ["Absent", "Here", "NotHere", "World", "impersonate", "lookup", "mirror", "read_world"]
+__all__ = ["Absent", "Here", "NotHere", "World", "all_worlds", "impersonate", "lookup", "mirror", "read_world"]

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOMES", "REST", "Absent", "Entry", "Here", "Value", "World", "parse_world", "read_world"]
+__all__ = ["HOMES", "REST", "Absent", "Entry", "Here", "Value", "World", "all_worlds", "parse_world", "read_world"]
 
 REST = "*"
 """Among the names of a module: all that are not in it, which cannot work either."""
@@ -104,26 +104,24 @@ class World:
 
     def has_module(self, path: str) -> bool:
         """Whether ``path`` is a module of the table, one above such a module, or below one that is absent whole."""
-        below = f"{path}."
-        return path in self.names or any(each.startswith(below) for each in self.names) or self.gone(path) is not None
+        return self._tells(path) or self.gone(path) is not None
 
     def gone(self, path: str) -> Entry | None:
         """What to do instead of all that is in the module ``path``, where nothing of it can work."""
-        while path:
-            entries = self.names.get(path)
-            if entries is not None:
-                return entries[REST] if entries.keys() == {REST} else None
+        while path and path not in self.names:
             path = path.rpartition(".")[0]
-        return None
+        entries = self.names.get(path, {})
+        return entries[REST] if entries.keys() == {REST} else None
 
     def find(self, path: str, name: str) -> Entry | None:
-        """What the table says of a name of the module ``path``; ``None``: nothing."""
-        if (gone := self.gone(path)) is not None:
-            return gone
+        """What the table says of a name of the module ``path``; ``None``: nothing, or that it is a module."""
         entries = self.names.get(path, {})
-        if name in entries or self.has_module(f"{path}.{name}".lstrip(".")):
+        if name in entries or self._tells(f"{path}.{name}".lstrip(".")):
             return entries.get(name)
-        return entries.get(REST)
+        return entries.get(REST) or self.gone(path)
+
+    def _tells(self, path: str) -> bool:
+        return any(f"{each}.".startswith(f"{path}.") for each in self.names)
 
     def full_name(self, path: str, name: str = "") -> str:
         """Such as ``"colossalai.booster.Booster"``."""
@@ -139,6 +137,11 @@ def read_world(foreign: str) -> World:
     """The world of the library ``foreign``, one of :data:`HOMES`."""
     file = Path(__file__).with_name(f"{SHARED.get(foreign, foreign)}.toml")
     return parse_world(foreign, HOMES[foreign], file.read_text("utf-8"))
+
+
+def all_worlds() -> list[World]:
+    """Of all libraries."""
+    return [read_world(foreign) for foreign in HOMES]
 
 
 def parse_world(foreign: str, home: str, text: str) -> World:

@@ -85,28 +85,3 @@ def test_parsers_that_know_the_local_rank_are_given_it(
     found = [parser.parse_args(), parser.parse_args(list(own)), parser.parse_args([*own[:1], *own[1:], "--lr", "3"])]
     assert [each.local_rank for each in found if expected] == expected
     assert sys.argv[1:] == own and (expected or found[0].kind == "plain")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["-m", "nosuch"], "-m nosuch: there is no module nosuch"),
-        (["-m", "nosuch.inner"], "-m nosuch.inner: there is no module nosuch"),
-        (["-m", "json.nosuch"], "there is no module json.nosuch"),
-        (["-m", "json"], "there is no module json.__main__"),
-        (["-m", ".json"], "-m .json: there is no module"),
-        (["-m"], "and a script (or -m and a module)"),
-        (["nosuch.py"], "nosuch.py: no such file"),
-    ],
-)
-def test_a_program_that_there_is_not_is_a_line_and_no_traceback(given: list[str], said: str) -> None:
-    shown = python("-m", "shardwise.cli.as_world", "deepspeed", *given)
-    assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr, shown.stderr
-
-
-def test_what_a_module_cannot_import_is_its_own_affair(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import something_else")
-    (tmp_path / "package" / "module.py").write_text("")
-    shown = python("-m", "shardwise.cli.as_world", "deepspeed", "-m", "package.module", cwd=tmp_path)
-    assert shown.returncode == 1 and "import something_else" in shown.stderr, shown.stderr

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.worlds import Here, World, read_world
-from shardwise.worlds.table import HOMES
+from shardwise.worlds import Here, World, all_worlds
 
 TESTS = Path(__file__).parents[1]
 OF_TABLES = (
@@ -64,6 +63,6 @@ def test_an_import_is_no_use() -> None:
     assert set(read(text)) == {"b", "g", "h", "i", "j"}
 
 
-@pytest.mark.parametrize("world", [read_world(foreign) for foreign in HOMES], ids=list(HOMES))
+@pytest.mark.parametrize("world", all_worlds(), ids=lambda world: world.foreign)
 def test_each_name_that_works_is_used(world: World) -> None:
     assert unused(world) == set(), f"write tests that use these names of {world.foreign}"
