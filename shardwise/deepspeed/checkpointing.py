@@ -23,10 +23,9 @@ from shardwise.checked import whole
 from shardwise.deepspeed.activations import Keeper, Kept
 from shardwise.deepspeed.config import Settings, Source, load_config, read_config
 from shardwise.deepspeed.logs import LOG
-from shardwise.deepspeed.names import WORLD
 from shardwise.device import synchronize
 from shardwise.remarks import warn_user
-from shardwise.worlds.mirror import lookup
+from shardwise.worlds import lookup, read_world
 
 __all__ = ["checkpoint", "configure", "held_bytes", "is_configured", "reset", "use_settings"]
 
@@ -236,4 +235,4 @@ class _Call:
 
 def __getattr__(name: str) -> Any:
     """What DeepSpeed has there and this file does not."""
-    return lookup(WORLD, "runtime.activation_checkpointing.checkpointing", name)
+    return lookup(read_world("deepspeed"), "runtime.activation_checkpointing.checkpointing", name)

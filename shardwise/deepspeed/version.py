@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.deepspeed.names import WORLD
+from shardwise.worlds import read_world
 
-__version__ = version = WORLD.version
+__version__ = version = read_world("deepspeed").version
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 git_hash = git_branch = ""
 torch_info = {

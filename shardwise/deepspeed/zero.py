@@ -19,13 +19,12 @@ from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
-from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.plan import home_of_parameters, number_format
 from shardwise.deferred.construction import adopt, deferred_init, paused
 from shardwise.deferred.replay import replay, tape_of
 from shardwise.remarks import warn_user
 from shardwise.torch_internals import version_of
-from shardwise.worlds.mirror import lookup
+from shardwise.worlds import lookup, read_world
 
 __all__ = [
     "GatheredParameters",
@@ -408,4 +407,4 @@ unregister_external_parameter = register_external_parameter
 
 def __getattr__(name: str) -> Any:
     """What DeepSpeed has there and this file does not."""
-    return lookup(WORLD, "runtime.zero", name)
+    return lookup(read_world("deepspeed"), "runtime.zero", name)

@@ -13,10 +13,9 @@ from torch import nn
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.config_object import DeepSpeedConfig
-from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
-from shardwise.worlds import Here
+from shardwise.worlds import Here, read_world
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "runtime.constants": {
@@ -223,11 +222,12 @@ def words(path: str) -> Any:
 
 
 def test_every_word_has_its_published_value() -> None:
+    world = read_world("deepspeed")
     for path, table in PUBLISHED.items():
-        entries: Any = WORLD.names[path]
+        entries = world.names[path]
         ours = {name for name, entry in entries.items() if isinstance(entry, Here) and entry.module in HOMES}
         assert ours == set(table) and {name: getattr(words(path), name) for name in table} == table
-    of_words = {name for _, name, entry in WORLD.entries() if isinstance(entry, Here) and entry.module in HOMES}
+    of_words = {name for _, name, entry in world.entries() if isinstance(entry, Here) and entry.module in HOMES}
     assert of_words == {name for table in PUBLISHED.values() for name in table}
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed import names
 from shardwise.worlds import NotHere
 
 
 def found(path: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"{names.WORLD.home}.{path}".rstrip(".")), name)
+    return getattr(importlib.import_module(f"shardwise.deepspeed.{path}".rstrip(".")), name)
 
 
 def test_the_release_in_parts() -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.op_builders import BUILDERS, COMPATIBLE
 from shardwise.worlds import NotHere
 
 
 def found(path: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"{WORLD.home}.{path}".rstrip(".")), name)
+    return getattr(importlib.import_module(f"shardwise.deepspeed.{path}".rstrip(".")), name)
 
 
 def test_builders_say_what_can_be_used_and_what_to_use() -> None:

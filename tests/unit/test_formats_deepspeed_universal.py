@@ -178,7 +178,7 @@ def test_what_has_no_place_in_it_is_told(written: Path, tmp_path: Path) -> None:
 def test_it_runs_as_a_program(whole: bool, written: Path, tmp_path: Path) -> None:
     source = written / "ds" / CASES[2] / "global_step3"
     arguments = ["--input_folder", str(source), "--output_folder", str(tmp_path / "a"), "--num_merge_workers", "1"]
-    module = "shardwise.deepspeed.checkpoint.ds_to_universal"
+    module = "shardwise.deepspeed.ds_to_universal"
     done = (python if whole else forked_python)("-m", module, *arguments)
     assert done.returncode == 0, done.stderr
     same_state(open_checkpoint(tmp_path / "a"), open_checkpoint(source))

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.port import Program, rewritten, worlds
+from shardwise.port import rewritten
+from shardwise.worlds import read_world
 from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher
@@ -109,13 +110,13 @@ def kept(results: Path | None) -> list[Outcome]:
 def ported(source: Path, target: Path) -> None:
     """A copy of the tests, with imports of ColossalAI made imports of ours."""
     shutil.rmtree(target, ignore_errors=True)
-    among = worlds()
+    among = [read_world("colossalai")]
     for path in source.rglob("*.py"):
         where = path.relative_to(source)
         if len(where.parts) == 1 or where.parts[0] in ("kit", *FOLDERS, *ON_REQUEST):
             (target / where).parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text("utf-8").replace("early_stop: bool = True", "early_stop: bool = False")
-            (target / where).write_text(rewritten(Program(text, among)), "utf-8")
+            (target / where).write_text(rewritten(text, among), "utf-8")
 
 
 def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> list[Outcome]:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from shardwise.colossalai import shardformer
-from shardwise.colossalai.names import WORKING
 from shardwise.engine.module import ShardedModule
-from shardwise.worlds.absent import NotHere
+from shardwise.worlds import NotHere, read_world
 
 STARTS = {"spawn", "free_port"}
 """Names that start processes or take none of what is given."""
@@ -39,7 +38,9 @@ def required(found: Any) -> list[inspect.Parameter]:
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     seen = set[int]()
-    for module, entries in WORKING.items():
+    for module, entries in read_world("colossalai").names.items():
+        if module.startswith("legacy"):
+            continue
         home = import_module(".".join(filter(None, ("shardwise.colossalai", module))))
         for name in entries:
             try:
