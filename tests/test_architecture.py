@@ -93,12 +93,10 @@ EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeEr
 
 # Signatures that others published, reproduced name by name.
 PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
-    (f"{PACKAGE}.colossalai.computed_schedules", "PipelineGraph.__init__"),
     (f"{PACKAGE}.colossalai.gemini_models", "GeminiDDP.__init__"),
     (f"{PACKAGE}.colossalai.gemini_models", "GeminiOptimizer.__init__"),
     (f"{PACKAGE}.colossalai.low_level_optimizer", "LowLevelZeroOptimizer.__init__"),
     (f"{PACKAGE}.colossalai.low_level_optimizer", "zero_optim_wrapper"),
-    (f"{PACKAGE}.colossalai.older_context", "launch"),
     (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
     (f"{PACKAGE}.optim.hybrid_adam", "HybridAdam.__init__"),
     (f"{PACKAGE}.optim.lamb", "FusedLAMB.__init__"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.colossalai.missing_names import EXPERTS, INSIDE, KERNELS, SPREAD, STAGES
-from shardwise.colossalai.older_names import AMP, CONTEXT, ENGINE, SAVING, TRAFFIC
+from shardwise.colossalai.missing_names import CONTEXT, EXPERTS, INSIDE, KERNELS, SPREAD, STAGES
+from shardwise.colossalai.older_names import AMP, ENGINE, SAVING, TRAFFIC
 from shardwise.worlds import Absent, Here
 from shardwise.worlds.table import REST, Entry
 
@@ -163,14 +163,14 @@ BESIDE: dict[str, Absent] = {
 
 MORE: dict[str, dict[str, Entry]] = {
     "amp": {
-        "AMP_TYPE": Here(CONTEXT, "AmpType"),
+        "AMP_TYPE": AMP,
         "convert_to_amp": AMP,
         "convert_to_apex_amp": AMP,
         "convert_to_naive_amp": AMP,
         "convert_to_torch_amp": AMP,
     },
-    "amp.amp_type": {"AMP_TYPE": Here(CONTEXT, "AmpType")},
-    "legacy.context": {"ParallelContext": Here(CONTEXT, "GlobalContext")},
+    "amp.amp_type": {"AMP_TYPE": AMP},
+    "legacy.context": {"ParallelContext": CONTEXT},
     "legacy.zero": {"no_shard_zero_decrator": Here("shardwise.zero")},
     "nn": dict.fromkeys(
         (
@@ -183,7 +183,7 @@ MORE: dict[str, dict[str, Entry]] = {
     "legacy.utils.common": {"clip_grad_norm_fp32": Absent("give max_norm= to the plugin, or call clip_grad_by_norm")},
     "pipeline": {"ZeroBubbleVPipeScheduler": STAGES},
     "shardformer.shard": {"ModelSharder": Absent("ShardFormer(shard_config).optimize(model) cuts a model")},
-    "testing.comparison": {"check_state_dict_equal_pytree": Absent("call check_state_dict_equal")},
+    "testing.comparison": {"check_state_dict_equal_pytree": Absent("torch.testing.assert_close compares them")},
 }
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.build import Session, ShardedOptimizer
 from shardwise.checked import as_kind, refuse
-from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer
-from shardwise.colossalai.given_groups import check_groups
+from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
 from shardwise.loss_scale import ScalerArguments
 from shardwise.published import picked
 from shardwise.remarks import warn_user

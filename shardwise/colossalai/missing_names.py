@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.worlds import Absent, Here
+from shardwise.worlds import Absent
 from shardwise.worlds.table import Entry
 
 __all__ = ["MISSING"]
 
 GRAPHS = Absent("torch.fx.symbolic_trace and torch.export give graphs of a model; nothing here needs one")
-SEARCH = Absent("choose a plugin and its sizes: shardwise demo and docs/choosing.md show what each holds and sends")
+SEARCH = Absent("choose a plugin and its sizes: docs/choosing.md shows what each holds and sends")
 INFERENCE = Absent(
     "generate with the model itself (model.gathered() has whole parameters), or with an inference server"
 )
@@ -19,6 +19,10 @@ EXPERTS = Absent("experts are not divided here; every plugin trains a model with
 SPREAD = Absent("torch.distributed.tensor has tensors with a layout; models are cut by HybridParallelPlugin(tp_size=)")
 BYTES = Absent("give fp8_communication=True or use_fp8=True to a plugin")
 STAGES = Absent("HybridParallelPlugin(pp_size=, pp_style=) and booster.execute_pipeline divide a model and run it")
+CONTEXT = Absent(
+    "a plugin knows the ranks (plugin.dp_group, tp_group, pp_group, stage_manager); read a configuration in the program"
+)
+META = Absent("every supported torch has a meta device: shardwise.deferred builds models without memory")
 INSIDE = Absent("it is a part of what plugins do inside: boost a model with a plugin of shardwise.booster")
 
 MISSING: dict[str, Mapping[str, Entry] | Absent] = {
@@ -27,18 +31,18 @@ MISSING: dict[str, Mapping[str, Entry] | Absent] = {
     "autochunk": SEARCH,
     "booster.mixed_precision.fp16_naive": Absent("give precision='fp16' to a plugin"),
     "context": {
-        "Config": Here("shardwise.colossalai.older_context"),
+        "Config": CONTEXT,
         "ConfigException": Absent("a configuration that cannot be raises ValueError or NotImplementedError"),
-        "ParallelMode": Here("shardwise.colossalai.older_context"),
+        "ParallelMode": CONTEXT,
     },
-    "context.config": {"Config": Here("shardwise.colossalai.older_context")},
+    "context.config": {"Config": CONTEXT},
     "fx": {
-        "is_compatible_with_meta": Here("shardwise.colossalai.programs"),
+        "is_compatible_with_meta": META,
         **dict.fromkeys(
             ("ColoGraphModule", "ColoTracer", "MetaInfoProp", "metainfo_trace", "meta_trace", "symbolic_trace"), GRAPHS
         ),
     },
-    "fx._compatibility": {"is_compatible_with_meta": Here("shardwise.colossalai.programs")},
+    "fx._compatibility": {"is_compatible_with_meta": META},
     "fx.codegen": GRAPHS,
     "fx.graph_module": GRAPHS,
     "fx.passes": GRAPHS,
@@ -49,8 +53,7 @@ MISSING: dict[str, Mapping[str, Entry] | Absent] = {
     "inference": INFERENCE,
     "kernel": KERNELS,
     "kernel.kernel_loader": {
-        "CPUAdamLoader": Here("shardwise.colossalai.kernels"),
-        "FusedOptimizerLoader": Here("shardwise.colossalai.kernels"),
+        **dict.fromkeys(("CPUAdamLoader", "FusedOptimizerLoader"), KERNELS),
         **dict.fromkeys(("FlashAttentionLoader", "FlashAttentionDaoLoader", "FlashAttentionNpuLoader"), KERNELS),
         **dict.fromkeys(("FlashAttentionWithCustomMaskLoader", "InferenceOpsLoader", "KernelLoader"), KERNELS),
         **dict.fromkeys(("FlashAttentionForFloatAndCustomMaskLoader", "LayerNormLoader", "MoeLoader"), KERNELS),
@@ -66,7 +69,7 @@ MISSING: dict[str, Mapping[str, Entry] | Absent] = {
     "shardformer.layer.attn": KERNELS,
     "shardformer.layer.qkv_fused_linear": INSIDE,
     "shardformer.layer.utils": {
-        "Randomizer": Here("shardwise.colossalai.programs"),
+        "Randomizer": INSIDE,
         **dict.fromkeys(("SeqParallelUtils", "create_randomizer_with_offset", "is_share_sp_tp"), INSIDE),
         **dict.fromkeys(("RingComm", "get_half_index", "split_batch_zigzag", "split_varlen_zigzag"), INSIDE),
         **dict.fromkeys(("execute_conv1d_w_pass", "execute_conv1d_w_pass_grad_accum"), INSIDE),
@@ -81,7 +84,7 @@ MISSING: dict[str, Mapping[str, Entry] | Absent] = {
     "tensor.colo_parameter": {"ColoParameter": SPREAD},
     "tensor.d_tensor": SPREAD,
     "tensor.d_tensor.api": {
-        "clear_layout_converter": Here("shardwise.colossalai.programs", note="there is nothing to clear"),
+        "clear_layout_converter": SPREAD,
         "is_customized_distributed_tensor": SPREAD,
         "is_distributed_tensor": SPREAD,
     },

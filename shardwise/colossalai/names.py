@@ -34,21 +34,31 @@ NO_DEVICE_MESH = Absent(
     "give ProcessGroupMesh(*sizes) for groups along axes, or torch.distributed.device_mesh.init_device_mesh"
 )
 LOGGERS = same(f"{HERE}loggers", "DistributedLogger")
-ACCELERATOR = same(f"{HERE}devices", "get_accelerator")
+ACCELERATOR = same(f"{HERE}starting", "get_accelerator")
 NO_CHOICE = Absent(
     "set CUDA_VISIBLE_DEVICES to an empty text to train on the CPU; otherwise ranks take GPUs where there are"
 )
-TIMERS = same(f"{HERE}timers", "MultiTimer Timer")
+TIMERS = alike("MultiTimer Timer", Absent("get_accelerator().synchronize(), then time.perf_counter(), measures a step"))
+MEMORY = alike(
+    "colo_device_memory_capacity colo_get_cpu_memory_capacity colo_set_process_memory_fraction",
+    Absent("give the plugin device_memory=bytes, which is a limit on every device; torch.cuda has a GPU's properties"),
+)
+LOADERS = Absent("give plugin.prepare_dataloader(dataset, batch_size=) the data set")
 SEED = {
-    **same(f"{HERE}programs", "conditional_context disposable ensure_path_exists"),
-    **same(f"{HERE}programs", "get_non_persistent_buffers_set is_ddp_ignored set_seed"),
-    **same(f"{HERE}devices", "get_current_device"),
+    **same(f"{HERE}starting", "get_current_device set_seed"),
+    "conditional_context": Absent("enter contextlib.nullcontext() where nothing is to be entered"),
+    "disposable": Absent("functools.cache makes a function that runs once"),
+    "ensure_path_exists": Absent("call pathlib.Path(file).parent.mkdir(parents=True, exist_ok=True)"),
+    "get_non_persistent_buffers_set": Absent("compare named_buffers() with state_dict()"),
+    "is_ddp_ignored": Absent("every parameter is sharded; freeze a parameter, or keep it outside of the model"),
     "free_storage": Absent("drop the last reference to the tensor: its memory goes with it"),
 }
 WRAPPERS: dict[str, Entry] = {
-    **same(f"{HERE}wrappers", "AMPModelMixin ModelWrapper OptimizerWrapper"),
+    **same(f"{HERE}wrappers", "ModelWrapper OptimizerWrapper"),
+    "AMPModelMixin": Absent("derive from ModelWrapper: the engine keeps the masters"),
     "DistributedOptim": Absent("derive from torch.optim.Optimizer: the engine divides its state, whatever it is"),
 }
+NO_COLO_CONTEXT = Absent("build the model in LazyInitContext: every plugin then makes its parameters, sharded")
 LAZY: dict[str, Entry] = {
     **same(f"{HERE}lazy_models", "LazyInitContext"),
     "LazyTensor": Absent("shardwise.deferred.is_deferred(model) says whether a model has no values yet"),
@@ -111,18 +121,18 @@ NORMS = {
     "FusedLayerNorm": Here("torch.nn", "LayerNorm", note="torch's own kernel"),
 }
 FRONTS = {
-    **same(f"{HERE}gemini_models", "GeminiAdamOptimizer GeminiDDP GeminiOptimizer get_static_torch_model"),
+    **same(f"{HERE}gemini_models", "GeminiAdamOptimizer GeminiDDP GeminiOptimizer"),
+    "get_static_torch_model": Absent("build the plain model again, and load the sharded model's state_dict() into it"),
     **same(f"{HERE}low_level_optimizer", "LowLevelZeroOptimizer zero_model_wrapper zero_optim_wrapper"),
-    **same(f"{HERE}lazy_models", "ColoInitContext"),
+    "ColoInitContext": NO_COLO_CONTEXT,
     **same("shardwise.zero", "ShardedModelV2 ShardedOptimizerV2 ZeroInitContext convert_to_zero_v2"),
     **same("shardwise.zero", "no_shard_zero_context no_shard_zero_decrator"),
 }
 STRATEGIES = same("shardwise.zero.shard_utils", "BucketTensorShardStrategy TensorShardStrategy")
 CHUNKS: dict[str, Entry] = alike(
-    "Chunk ChunkManager GeminiManager TensorInfo TensorState init_chunk_manager",
-    Absent("GeminiPlugin and GeminiDDP make chunks themselves; session.memory() says what they hold"),
+    "Chunk ChunkManager GeminiManager TensorInfo TensorState init_chunk_manager search_chunk_configuration",
+    Absent("GeminiPlugin and GeminiDDP search the size of chunks and make them; session.memory() says what they hold"),
 )
-CHUNKS["search_chunk_configuration"] = Here(f"{HERE}chunk_search")
 CONFIGS = same(
     "shardwise.shardformer",
     "GradientCheckpointConfig PipelineGradientCheckpointConfig ShardConfig ShardFormer",
@@ -169,17 +179,24 @@ POLICIES: dict[str, dict[str, Entry]] = {
     }.items()
 }
 POLICIES["shardformer.policies.auto_policy"]["Policy"] = Here("shardwise.shardformer")
-COMPARISONS = same(
-    f"{HERE}comparisons",
-    "assert_close assert_close_loose assert_equal assert_equal_in_group assert_hf_output_close "
-    "assert_not_equal check_state_dict_equal",
-)
-SPAWNING = same(
-    f"{HERE}spawning",
+COMPARISONS: dict[str, Entry] = {
+    "assert_close": Here("torch.testing"),
+    **alike(
+        "assert_close_loose assert_equal assert_equal_in_group assert_hf_output_close assert_not_equal "
+        "check_state_dict_equal",
+        Absent("torch.testing.assert_close compares tensors and mappings of them, with rtol= and atol="),
+    ),
+}
+RUNNING = Absent("shardwise.testing.run_ranks(2, function) runs a test on two ranks; pytest has marks and parameters")
+SPAWNING = alike(
     "DummyDataloader clear_cache_before_run free_port parameterize rerun_if_address_is_in_use "
     "rerun_on_exception skip_if_not_enough_gpus spawn",
+    RUNNING,
 )
-FLAG = same(f"{HERE}spawning", "run_on_environment_flag")
+FLAG = {"run_on_environment_flag": RUNNING}
+NO_ACCELERATOR = Absent("leave it out: boost moves the model to the rank's device")
+PRETRAINED = Absent("call booster.load_model(model, path) after boost")
+DELAYED = Absent("torch.optim.lr_scheduler.SequentialLR joins schedules; CosineAnnealingWarmupLR and others warm up")
 
 WORKING: dict[str, dict[str, Entry]] = {
     "": {**LAUNCH, "__version__": Here("shardwise.colossalai")},
@@ -193,10 +210,10 @@ WORKING: dict[str, dict[str, Entry]] = {
     "booster": {
         "Booster": Here("shardwise.booster"),
         **BASES,
-        "Accelerator": Here(f"{HERE}movers"),
+        "Accelerator": NO_ACCELERATOR,
     },
     "booster.booster": {"Booster": Here("shardwise.booster")},
-    "booster.accelerator": {"Accelerator": Here(f"{HERE}movers")},
+    "booster.accelerator": {"Accelerator": NO_ACCELERATOR},
     "booster.mixed_precision": PRECISIONS,
     "booster.plugin": {
         **BASES,
@@ -218,7 +235,7 @@ WORKING: dict[str, dict[str, Entry]] = {
     },
     "checkpoint_io": {
         "CheckpointIO": Here("shardwise.booster.checkpoint_io"),
-        "GeneralCheckpointIO": Here(f"{HERE}wrappers", note="for plain models"),
+        "GeneralCheckpointIO": NO_IO,
         "HybridParallelCheckpointIO": NO_IO,
         "MoECheckpointIO": NO_IO,
         "CheckpointIndexFile": NO_IO,
@@ -237,7 +254,7 @@ WORKING: dict[str, dict[str, Entry]] = {
         "OptimizerWrapper": WRAPPERS["OptimizerWrapper"],
         "DistributedOptim": WRAPPERS["DistributedOptim"],
     },
-    "interface.pretrained": same(f"{HERE}wrappers", "get_pretrained_path set_pretrained_path"),
+    "interface.pretrained": alike("get_pretrained_path set_pretrained_path", PRETRAINED),
     "lazy": {**LAZY},
     "lazy.lazy_init": {**LAZY},
     "logging": {**LOGGERS, **same(f"{HERE}loggers", "disable_existing_loggers get_dist_logger")},
@@ -279,7 +296,9 @@ WORKING: dict[str, dict[str, Entry]] = {
             "torch": "LambdaLR MultiplicativeLR StepLR ExponentialLR",
         }.items()
     },
-    "nn.lr_scheduler.delayed": same(RATES, "DelayerScheduler TwoStageScheduler WarmupDelayerScheduler WarmupScheduler"),
+    "nn.lr_scheduler.delayed": alike(
+        "DelayerScheduler TwoStageScheduler WarmupDelayerScheduler WarmupScheduler", DELAYED
+    ),
     "nn.layer": {**NORMS},
     "nn.layer.layernorm": {**NORMS},
     "nn.parallel": {**FRONTS},
@@ -307,20 +326,22 @@ WORKING: dict[str, dict[str, Entry]] = {
     "testing": {**COMPARISONS, **SPAWNING, **FLAG},
     "testing.comparison": {**COMPARISONS},
     "testing.pytest_wrapper": {**FLAG},
-    "testing.random": same(f"{HERE}spawning", "seed_all"),
+    "testing.random": {"seed_all": Absent("call set_seed(seed)")},
     "testing.utils": {**SPAWNING},
     "utils": {
         **SEED,
         **TIMERS,
-        **same(f"{HERE}devices", "colo_device_memory_capacity colo_set_process_memory_fraction"),
-        **same(f"{HERE}older_context", "is_using_pp"),
-        **same(f"{HERE}programs", "checkpoint get_dataloader print_rank_0"),
-        **same(f"{HERE}spawning", "free_port"),
-        "multi_tensor_applier": Here(f"{HERE}kernels"),
+        **MEMORY,
+        "is_using_pp": Absent("HybridParallelPlugin(pp_size=).stage_manager is None where the model is in one piece"),
+        "checkpoint": Absent("call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)"),
+        "get_dataloader": LOADERS,
+        "print_rank_0": Absent("call DistCoordinator().print_on_master(text)"),
+        "free_port": RUNNING,
+        "multi_tensor_applier": Absent("torch.optim.Adam(fused=True) updates many tensors at once, as HybridAdam does"),
         "TensorDetector": Absent("session.memory() and shardwise.trace say what holds memory"),
     },
     "utils.common": {**SEED},
-    "utils.memory": same(f"{HERE}devices", "colo_device_memory_capacity colo_get_cpu_memory_capacity"),
+    "utils.memory": MEMORY,
     "utils.timer": {**TIMERS},
     "utils.model.colo_init_context": {"ColoInitContext": FRONTS["ColoInitContext"]},
     "zero": {**FRONTS, **STRATEGIES},
@@ -356,25 +377,11 @@ ARGUMENTS: Mapping[str, Mapping[str, Argument]] = {
         "tp_group": Absent("leave it None: GeminiPlugin(tp_size=) of the Booster cuts layers"),
         "params_info": Absent("leave it None: GeminiPlugin(tp_size=) of the Booster cuts layers"),
     },
-    "zero:ColoInitContext": {
-        "default_pg": Absent("leave it None: every plugin shards parameters, and tp_size= cuts layers"),
-        "default_dist_spec": Absent("leave it None: every plugin shards parameters, and tp_size= cuts layers"),
-    },
     "lazy:LazyInitContext": {"tensor_cls": Absent("leave it None: there is one kind of lazy tensor")},
-    "pipeline.schedule.v_schedule:PipelineGraph": {
-        name: Ignored("pp_style='zbv' makes its own schedule, whatever the costs")
-        for name in ("f_cost", "b_cost", "w_cost", "c_cost", "f_mem", "b_mem", "w_mem", "max_mem")
-    },
-    "utils:checkpoint": {
-        "activation_offload": Absent("give False; torch.autograd.graph.save_on_cpu() keeps activations on the host")
-    },
     "booster.plugin:GeminiPlugin": {
         "chunk_init_device": Ignored("chunks are made where they are at home"),
     },
-    **{
-        f":{name}": {"config": Absent("leave it out; shardwise.colossalai.legacy has launchers that take one")}
-        for name in LAUNCH
-    },
+    **{f":{name}": {"config": Absent("leave it out, and read the configuration in the program")} for name in LAUNCH},
     "booster:Booster.save_model": {"gather_dtensor": Absent("leave it True: files hold full tensors")},
     "booster:Booster.load_model": {
         "low_cpu_mem_mode": Ignored("each rank reads what it needs, straight into its place"),
