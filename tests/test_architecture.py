@@ -109,7 +109,7 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.deepspeed.flops", "get_model_profile"),
     (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),
     (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
-    (f"{PACKAGE}.nn.lr_scheduler.schedules", "OneCycleLR.__init__"),
+    (f"{PACKAGE}.nn.lr_scheduler", "OneCycleLR.__init__"),
     (f"{PACKAGE}.pytorch.ddp", "plan_of_ddp"),
     (f"{PACKAGE}.pytorch.fsdp", "plan_of_fsdp"),
     (f"{PACKAGE}.pytorch.fully_shard", "plan_of_fully_shard"),
