@@ -113,9 +113,9 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.pytorch.ddp", "plan_of_ddp"),
     (f"{PACKAGE}.pytorch.fsdp", "plan_of_fsdp"),
     (f"{PACKAGE}.pytorch.fully_shard", "plan_of_fully_shard"),
-    (f"{PACKAGE}.zero.init_ctx.init_context", "ZeroInitContext.__init__"),
+    (f"{PACKAGE}.zero.init_ctx", "ZeroInitContext.__init__"),
     (f"{PACKAGE}.zero.sharded_model.sharded_model_v2", "ShardedModelV2.__init__"),
-    (f"{PACKAGE}.zero.sharded_optim.sharded_optim_v2", "ShardedOptimizerV2.__init__"),
+    (f"{PACKAGE}.zero.sharded_optim", "ShardedOptimizerV2.__init__"),
 }
 # Module paths that others published.
 PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}

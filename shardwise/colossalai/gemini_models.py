@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import TransparentModule
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.build import Session, ShardedModule, ShardedOptimizer
+from shardwise.build import Session, ShardedOptimizer
 from shardwise.checked import as_kind
 from shardwise.comm import ranks_of
 from shardwise.loss_scale import PublishedDefault
 from shardwise.optim import HybridAdam
 from shardwise.remarks import warn_user
 from shardwise.trace.stats import MemStats
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.fronts import ModelFront, OptimizerFront
 
 __all__ = ["PRECISIONS", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "check_groups"]
 
@@ -52,7 +51,7 @@ def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup |
     return replicas
 
 
-class GeminiDDP(TransparentModule):
+class GeminiDDP(ModelFront):
     """A model in chunks, as :class:`shardwise.booster.plugin.GeminiPlugin` makes it; the arguments are its own.
 
     For training it goes with :class:`GeminiOptimizer`, made before the first forward pass. A model that is used before,
@@ -118,7 +117,6 @@ class GeminiDDP(TransparentModule):
             precision=PRECISIONS[mixed_precision],
             extra_dp_size=check_groups(zero_group, extra_dp_group),
         )
-        own["_boosted"] = None
         self.module = module
 
     # ---- the session
@@ -133,50 +131,19 @@ class GeminiDDP(TransparentModule):
         Raises:
             RuntimeError: it has one already.
         """
-        before = self.__dict__["_boosted"]
         plugin = dataclasses.replace(self.plugin, **arguments)
-        if before is not None:
-            session = self.session
-            if session.optimizer is not None:
-                raise RuntimeError(f"the model has the optimizer {session.optimizer!r:.80}: make one for each model")
-            session.unshard()
+        self._require_no_optimizer()
+        self._unshard()
         plugin._mesh = self.plugin.mesh()
         self.__dict__["plugin"] = plugin
         boosted, inner = plugin.configure(self.module, optimizer)
-        self.__dict__["_boosted"] = boosted
+        self.__dict__["_session"] = plugin.session(boosted)
         assert isinstance(inner, ShardedOptimizer)
         return inner
 
-    @property
-    def boosted(self) -> ShardedModule:
-        """The engine's module. Made here, without an optimizer, where there is none yet (collective)."""
-        if self.__dict__["_boosted"] is None:
-            self.__dict__["_boosted"] = self.plugin.configure(self.module, None)[0]
-        boosted: ShardedModule = self.__dict__["_boosted"]
-        return boosted
-
-    @property
-    def session(self) -> Session:
-        """What this is a front-end of."""
-        session: Session = self.plugin.session(self.boosted)
+    def _build(self) -> Session:
+        session: Session = self.plugin.session(self.plugin.configure(self.module, None)[0])
         return session
-
-    # ---- passes
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module on the arguments, floating tensors among them cast to the model's dtype."""
-        return self.boosted(*args, **kwargs)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of ``loss``, scaled where the optimizer has a loss scale (which its step takes out)."""
-        self.session.backward(loss)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        if self.__dict__["_boosted"] is not None:
-            self.boosted.zero_grad(set_to_none)
-        else:
-            super().zero_grad(set_to_none)
 
     # ---- state
 
@@ -199,31 +166,7 @@ class GeminiDDP(TransparentModule):
             keep_vars: only False.
             only_rank_0: the other ranks get nothing.
         """
-        return self.boosted.state_dict(destination, prefix, keep_vars, only_rank_0)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state, the same on every rank; each keeps its part.
-
-        Raises:
-            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
-        """
-        return self.boosted.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, under its own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the module, under its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GeminiDDP:
-        self.boosted._apply(fn, recurse)
-        return self
+        return super().state_dict(destination, prefix, keep_vars, only_rank_0)
 
 
 class GeminiOptimizer(OptimizerFront):

@@ -18,7 +18,7 @@ from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOpti
 from shardwise.loss_scale import ScalerArguments
 from shardwise.published import picked
 from shardwise.remarks import warn_user
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.fronts import OptimizerFront
 
 __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.booster import interface
 from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.colossalai.gemini_models import GeminiDDP
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.fronts import OptimizerFront
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
