@@ -55,8 +55,6 @@ def test_a_computed_schedule_is_the_plugins_own() -> None:
     arguments = {"tp_size": 1, "pp_size": 2, "precision": "fp32", "pp_style": "zbv", "num_model_chunks": 2}
     own = HybridParallelPlugin(**arguments, scheduler_nodes=graph.get_v_schedule())
     assert own.plan(2) == HybridParallelPlugin(**arguments).plan(2)
-    with pytest.raises(NotImplementedError, match="shardwise schedule"):
-        graph.get_v_schedule(only_run_time=True)
     with pytest.raises(ValueError, match="n_stage=0"):
         PipelineGraph(0, 4, 1, 1, 1, 1, 1, 1, 1)
 
@@ -74,6 +72,3 @@ def test_schedules_whose_rates_are_others_say_so() -> None:
         assert [
             word in each.text for word, each in zip(("jumps", "begins", "negative", "never"), found, strict=False)
         ] == [True] * 4
-    from shardwise.colossalai.nn.lr_scheduler.delayed import WarmupScheduler
-
-    assert WarmupScheduler.__module__.startswith("shardwise.nn.")

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.comm import ranks_of
 from shardwise.deferred import deferred_init
 from shardwise.zero.shard_utils import BaseShardStrategy
 
-__all__ = ["ParameterMark", "ZeroInitContext", "no_shard_zero_context", "no_shard_zero_decrator"]
+__all__ = ["ParameterMark", "ZeroInitContext", "mark_of", "no_shard_zero_context", "no_shard_zero_decrator"]
 
 MARK = "colo_attr"  # the published name
 F = TypeVar("F", bound=Callable[..., Any])
@@ -103,7 +103,7 @@ class ZeroInitContext:
         where = torch.device("cuda", target_device) if isinstance(target_device, int) else torch.device(target_device)
         dtype = torch.bfloat16 if bf16 else torch.float16 if convert_fp16 else None
         self._mark = ParameterMark(shard_param, dtype, where, ranks=ranks)
-        self._seen: dict[int, weakref.ref[nn.Module]] = {}
+        self._made: dict[int, weakref.ref[nn.Parameter]] = {}
         self._stack = ExitStack()
 
     @property
@@ -134,38 +134,23 @@ class ZeroInitContext:
                 torch.set_default_dtype(self._default_dtype)
             if self.shard_param or self._rm_on_the_fly:
                 stack.enter_context(deferred_init())
-            for register in (
-                module_hooks.register_module_parameter_registration_hook,
-                module_hooks.register_module_module_registration_hook,
-                module_hooks.register_module_buffer_registration_hook,
-            ):
-                stack.callback(register(self._notice).remove)
+            stack.callback(register_module_parameter_registration_hook(self._mark_parameter).remove)
             _ACTIVE.append(self)
             stack.callback(_ACTIVE.remove, self)
             self._stack = stack.pop_all()
         return self
 
-    def _notice(self, module: nn.Module, name: str, value: object) -> None:
-        if _ACTIVE[-1] is not self:
-            return
-        for each in (module, value):
-            if isinstance(each, nn.Module):
-                self._seen[id(each)] = weakref.ref(each)
-        if isinstance(value, nn.Parameter) and mark_of(value) is None:
+    def _mark_parameter(self, module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if _ACTIVE[-1] is self and value is not None and mark_of(value) is None:
             setattr(value, MARK, self._mark)
+            self._made[id(value)] = weakref.ref(value)
 
     def __exit__(self, *failure: Any) -> None:
-        seen, self._seen = self._seen, {}
         self._stack.close()
-        if failure[0] is not None:
-            return
-        found: dict[int, nn.Parameter] = {}
-        for module in (reference() for reference in seen.values()):
-            for parameter in module.parameters(recurse=False) if module is not None else ():
-                found[id(parameter)] = parameter
-                if mark_of(parameter) is None:  # put in its place without being registered
-                    setattr(parameter, MARK, self._mark)
-        self.model_numel_tensor += sum(parameter.numel() for parameter in found.values())
+        parameters = [reference() for reference in self._made.values()]
+        self._made.clear()
+        if failure[0] is None:
+            self.model_numel_tensor += sum(each.numel() for each in parameters if each is not None)
 
     @contextmanager
     def marking(self, mark: ParameterMark) -> Iterator[None]:

@@ -12,9 +12,9 @@ from shardwise.build import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
 from shardwise.published import documented, picked
 from shardwise.zero.arguments import OptimizerArguments
-from shardwise.zero.process_groups import require_same_ranks
+from shardwise.zero.fronts import OptimizerFront
 from shardwise.zero.sharded_model import ShardedModelV2
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.sharded_model.sharded_model_v2 import require_same_ranks
 
 __all__ = ["ShardedOptimizerV2"]
 
