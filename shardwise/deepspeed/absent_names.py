@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.worlds import Absent
+from shardwise.worlds.table import REST
 
 __all__ = ["ABSENT", "ABSENT_MODULES"]
 
@@ -13,6 +14,8 @@ def _all(instead: str, *names: str) -> dict[str, Absent]:
     return dict.fromkeys(names, Absent(instead))
 
 
+_VERSION = "deepspeed.__version__ is the release whose names these are"
+_WORDS = "write the key or the value itself"
 _PIPE = "models are not cut into stages here: shardwise.booster's HybridParallelPlugin(pp_size=...) does that"
 _EXPERTS = "experts are not divided over ranks here; stage 3 shards every expert's parameters over all ranks"
 _INFERENCE = (
@@ -30,10 +33,15 @@ _ULYSSES = "give sequence_parallel_size in the configuration: the model exchange
 _COMPILE = "call torch.compile on the model's blocks before deepspeed.initialize"
 _HYBRID = "generate with engine.module.generate inside engine.session.module.gathered()"
 _LAUNCH = "start ranks with `shardwise run`, torchrun, or a cluster's own launcher"
+_ESTIMATES = "`shardwise trace` shows what a step needs; engine.session.memory() what is held where"
+_COMM = "call torch.distributed's own"
+_DEVICE = "build the model inside of deepspeed.zero.Init(), or of torch.device('meta')"
 _DISK = "offload to a disk needs no extension: give offload_optimizer or offload_param device nvme"
 _LEAVES = "ranks may run different branches, so no module has to be gathered whole: no list of them is needed"
 _TILES = "leave the layer whole: stage 3 gathers one layer at a time, and tp_model_init cuts layers over ranks"
 _PARTS = "HybridParallelPlugin(pp_size=...) of shardwise.booster divides layers into stages"
+_MONITOR = "engine.monitor.write_events(...) writes to what the configuration enables"
+_FLOPS = "call get_model_profile, or count with torch.utils.flop_counter.FlopCounterMode"
 _CHECKPOINTS = "checkpoints here are read at any stage and number of ranks without being converted first"
 
 ABSENT: dict[str, Mapping[str, Absent]] = {
@@ -46,18 +54,53 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         **_all(_INTERNAL, "replace_transformer_layer", "revert_transformer_layer"),
         **_all("give tensor_parallel.autotp_size in the configuration", "set_autotp_mode"),
         **_all("use the DataLoader that deepspeed.initialize returns", "DeepSpeedDataLoader"),
+        **_all(_DEVICE, "OnDevice"),
+        **_all(_COMPILE, "is_compile_supported"),
+        **_all(_VERSION, "__git_branch__", "__git_hash__"),
     },
-    "checkpoint": _all(
-        _CHECKPOINTS,
-        "DeepSpeedCheckpoint",
-        "NeoXCheckpoint",
-        "ZeROCheckpoint",
-        "get_model_3d_descriptor",
-        "model_3d_desc",
+    "accelerator": _all(
+        "devices are torch's: get_accelerator() names this rank's, and CUDA_VISIBLE_DEVICES chooses among GPUs",
+        "is_current_accelerator_supported",
+        "set_accelerator",
     ),
+    "checkpoint.utils": _all(
+        _CHECKPOINTS, "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"
+    ),
+    "comm": _all(
+        _COMM,
+        "all_gather_coalesced",
+        "all_reduce_coalesced",
+        "allgather_fn",
+        "configure",
+        "has_all_gather_into_tensor",
+        "has_all_reduce_coalesced",
+        "has_coalescing_manager",
+        "has_reduce_scatter_tensor",
+        "inference_all_reduce",
+        "initialize_mesh_device",
+        "log_summary",
+        "reduce_scatter_fn",
+    ),
+    "git_version_info": _all(_VERSION, "git_hash", "torch_info"),
+    "ops": _all(_KERNELS, "__compatible_ops__"),
+    "checkpoint": {
+        **_all(
+            _CHECKPOINTS,
+            "DeepSpeedCheckpoint",
+            "NeoXCheckpoint",
+            "ZeROCheckpoint",
+            "get_model_3d_descriptor",
+            "model_3d_desc",
+        ),
+        REST: Absent(_WORDS),
+    },
     "moe.utils": _all(
         _EXPERTS,
         "configure_moe_param_groups",
+        "has_moe_layers",
+        "is_moe_param",
+        "is_moe_param_group",
+        "split_params_into_different_moe_groups_for_optimizer",
         "split_params_grads_into_shared_and_expert_params",
         "split_params_into_shared_and_expert_params",
     ),
@@ -65,40 +108,51 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
     "launcher.runner": _all(
         _LAUNCH, "encode_world_info", "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion"
     ),
-    "ops.aio": _all(_DISK, "AsyncCopy", "GDSHandle", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"),
-    "ops.op_builder": _all(_KERNELS, "CUDAOpBuilder", "TorchCPUOpBuilder", "get_default_compute_capabilities"),
+    "ops.aio": _all(
+        _DISK, "AsyncCopy", "AsyncIOBuilder", "GDSHandle", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"
+    ),
     "runtime.activation_checkpointing.checkpointing": {
         **_all(_SEED, "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed"),
-        **_all(
-            "give configure(partition_activations=..., num_checkpoints=...)",
-            "partition_activations_in_checkpoint",
-            "set_num_layers",
-        ),
+        **_all("arguments stay whole on their device", "partition_activations_in_checkpoint", "set_num_layers"),
         **_all("call checkpoint(function, *args)", "CheckpointFunction"),
     },
-    "runtime.compiler": _all(_COMPILE, "compiled_autograd", "disable", "enable"),
-    "runtime.config_utils": _all(_CONFIG, "DeepSpeedConfigObject", "ScientificNotationEncoder", "get_scalar_param"),
+    "profiling.flops_profiler": _all(
+        _FLOPS,
+        "FlopsProfiler",
+        "duration_to_string",
+        "flops_to_string",
+        "macs_to_string",
+        "number_to_string",
+        "params_to_string",
+    ),
+    "runtime.compiler": _all(_COMPILE, "compiled_autograd", "disable", "enable", "is_compile_supported"),
+    "runtime.config_utils": _all(
+        _CONFIG, "DeepSpeedConfigModel", "DeepSpeedConfigObject", "ScientificNotationEncoder", "get_scalar_param"
+    ),
     "runtime.dataloader": _all("use the DataLoader that deepspeed.initialize returns", "DeepSpeedDataLoader"),
     "runtime.engine": {
         **_all(_INTERNAL, "EngineTimers", "split_half_float_double_sparse"),
         **_all("annotate with collections.abc.Callable", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
-    "runtime.lr_schedules": _all(
-        _SCHEDULE,
-        "add_tuning_arguments",
-        "get_config_from_args",
-        "get_lr_from_config",
-        "get_torch_optimizer",
-        "override_params",
-        "parse_arguments",
-    ),
-    "runtime.torch_autocast": _all(_INTERNAL, "get_all_comm_dtypes", "init_autocast_params", "sort_dtypes"),
+    "runtime.lr_schedules": {
+        **_all(
+            _SCHEDULE,
+            "add_tuning_arguments",
+            "get_config_from_args",
+            "get_lr_from_config",
+            "get_torch_optimizer",
+            "override_params",
+            "parse_arguments",
+        ),
+        REST: Absent(_WORDS),
+    },
     "runtime.utils": {
         **_all(_PARTS, "partition_balanced", "partition_uniform", "prefix_sum_inc"),
         **_all("engine.get_global_grad_norm() is the norm of the last step", "get_grad_norm"),
         **_all("engine.session.memory() says what is held where", "memory_status"),
         **_all("cut it by torch.tensor_split, and gather parts by deepspeed.comm.all_gather", "PartitionedTensor"),
         **_all(_INTERNAL, "CheckOverflow", "DummyOptim", "get_inactive_params", "required_torch_version"),
+        **_all("take the root of the sum of their squares", "get_global_norm"),
     },
     "runtime.zero": {
         **_all(
@@ -133,9 +187,32 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         **_all("use MuonWithAuxAdam, or torch.optim.Muon", "Muon", "SingleDeviceMuon", "adam_update"),
         **_all(_INTERNAL, "zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"),
     },
-    "runtime.zero.stage3": _all(_INTERNAL, "DeepSpeedZeroOptimizer_Stage3", "print_rank_0"),
-    "runtime.zero.stage_1_and_2": _all(_INTERNAL, "DeepSpeedZeroOptimizer", "print_rank_msg"),
-    "runtime.zero.config": _all(_CONFIG, "get_zero_config"),
+    "runtime.zero.stage3": {
+        **_all(_INTERNAL, "DeepSpeedZeroOptimizer_Stage3", "print_rank_0"),
+        **_all(
+            _ESTIMATES,
+            "estimate_zero3_model_states_mem_needs",
+            "estimate_zero3_model_states_mem_needs_all_cold",
+            "estimate_zero3_model_states_mem_needs_all_live",
+        ),
+    },
+    "runtime.zero.stage_1_and_2": {
+        **_all(_INTERNAL, "DeepSpeedZeroOptimizer", "print_rank_msg"),
+        **_all(
+            _ESTIMATES,
+            "estimate_zero2_model_states_mem_needs",
+            "estimate_zero2_model_states_mem_needs_all_cold",
+            "estimate_zero2_model_states_mem_needs_all_live",
+        ),
+    },
+    "runtime.zero.config": _all(_CONFIG, "DeepSpeedZeroConfig", "get_zero_config"),
+    "runtime.zero.offload_config": _all(
+        _CONFIG, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"
+    ),
+    "runtime.precision_config": _all(
+        _CONFIG, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
+    ),
+    "runtime.config": {**_all(_CONFIG, "get_gradient_clipping"), REST: Absent(_WORDS)},
     "utils": {
         **_all(
             _INTERNAL,
@@ -151,16 +228,43 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         ),
         **_all("start ranks with `shardwise run`, numactl around it", "get_numactl_cmd"),
         **_all("engine.session.traffic() counts what was sent", "get_caller_func"),
+        **_all("use torch.profiler", "instrument_w_nvtx"),
+        **_all(
+            _LEAVES,
+            "set_z3_leaf_module",
+            "set_z3_leaf_modules_by_name",
+            "set_z3_leaf_modules_by_suffix",
+            "z3_leaf_parameter",
+        ),
     },
-    "utils.groups": _all(
-        _EXPERTS,
-        "_get_expert_data_parallel_group",
-        "_get_expert_model_parallel_world_size",
-        "_get_expert_parallel_group",
-        "_get_expert_parallel_rank",
-        "_get_expert_parallel_world_size",
-        "_get_max_expert_size",
+    "utils.logging": _all(
+        "use deepspeed.utils.logger, which is a logger of Python's",
+        "log_dist_once",
+        "print_dist",
+        "print_json_dist",
+        "set_log_level_from_string",
+        "should_log_le",
+        "warning_once",
     ),
+    "utils.torch": _all("compare torch.__version__", "required_torch_version"),
+    "utils.zero_to_fp32": _all(_CHECKPOINTS, "get_model_state_file", "get_model_state_files", "get_optim_files"),
+    "utils.groups": {
+        **_all("give the mpu to deepspeed.initialize", "initialize"),
+        **_all(
+            "ask torch.distributed.get_process_group_ranks of get_data_parallel_group()",
+            "_get_broadcast_src_rank",
+            "_get_data_parallel_group_ranks",
+        ),
+        **_all(
+            _EXPERTS,
+            "_get_expert_data_parallel_group",
+            "_get_expert_model_parallel_world_size",
+            "_get_expert_parallel_group",
+            "_get_expert_parallel_rank",
+            "_get_expert_parallel_world_size",
+            "_get_max_expert_size",
+        ),
+    },
 }
 
 ABSENT_MODULES: dict[str, Absent] = {
@@ -179,7 +283,11 @@ ABSENT_MODULES: dict[str, Absent] = {
     "nebula": Absent("engine.save_checkpoint writes files"),
     "nvme": Absent("`shardwise demo` with a disk plan measures what the disk does"),
     "launcher.multinode_runner": Absent(_LAUNCH),
+    "monitor": Absent(_MONITOR),
+    "checkpoint.constants": Absent(_WORDS),
     "ops.deepspeed4science": Absent(_SPARSE),
+    "ops.op_builder": Absent(_KERNELS),
+    "runtime.constants": Absent(_WORDS),
     "ops.fp_quantizer": Absent("weights are not quantized here"),
     "ops.quantizer": Absent("weights are not quantized here"),
     "ops.random_ltd": Absent("drop tokens in the program's own data loader"),
@@ -187,9 +295,7 @@ ABSENT_MODULES: dict[str, Absent] = {
     "ops.transformer": Absent(_KERNELS),
     "ops.triton_ops": Absent(_KERNELS),
     "pipe": Absent(_PIPE),
-    "runtime.activation_checkpointing.offload_activations": Absent(
-        "give cpu_checkpointing in the block activation_checkpointing, or torch.autograd.graph.save_on_cpu()"
-    ),
+    "runtime.activation_checkpointing.offload_activations": Absent("use torch.autograd.graph.save_on_cpu()"),
     "runtime.bf16_optimizer": Absent(_INTERNAL),
     "runtime.checkpoint_engine": Absent(_INTERNAL),
     "runtime.comm": Absent(_ONEBIT),
@@ -203,6 +309,7 @@ ABSENT_MODULES: dict[str, Absent] = {
     "runtime.rollout": Absent(_HYBRID),
     "runtime.sequence_parallel": Absent(_ULYSSES),
     "runtime.sparse_tensor": Absent("sparse gradients are exchanged as dense ones"),
+    "runtime.torch_autocast": Absent("give the block torch_autocast in the configuration"),
     "runtime.superoffload": Absent("give offload_optimizer device cpu"),
     "runtime.swap_tensor": Absent(_INTERNAL),
     "runtime.tensor_parallel": Absent("give tensor_parallel.autotp_size in the configuration"),
@@ -215,5 +322,5 @@ ABSENT_MODULES: dict[str, Absent] = {
     "utils.numa": Absent("start ranks with `shardwise run`, numactl around it"),
     "utils.pin_memory": Absent("give pin_memory in the configuration"),
     "utils.pin_memory_tracker": Absent("engine.session.memory() says what is held where"),
-    "utils.timer": Absent("give wall_clock_breakdown in the configuration"),
+    "utils.timer": Absent("use torch.profiler"),
 }

@@ -97,7 +97,7 @@ _TOP = {
     "dump_state": _skip("bool", False, "print engine.session.plan and engine.report instead", False),
     "disable_python_gc": _skip("bool", False, "call gc.disable() in the program", False),
     "steps_per_print": _use("int", None, 1, MOST_COUNT),
-    "wall_clock_breakdown": _use("bool", False),
+    "wall_clock_breakdown": _skip("bool", False, "torch.profiler shows the times of a step", False),
     "memory_breakdown": _skip("bool", False, "print engine.session.memory() where it is wanted", False),
     "zero_allow_untested_optimizer": _skip("bool", True, _ANY_OPTIMIZER, True),
     "zero_force_ds_cpu_optimizer": _skip("bool", False, _ANY_OPTIMIZER, False),
@@ -222,15 +222,6 @@ _CHECKPOINT = {
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
 }
 
-_ACTIVATIONS = {
-    "partition_activations": _use("bool", False),
-    "cpu_checkpointing": _use("bool", False),
-    "contiguous_memory_optimization": _use("bool", False),
-    "number_checkpoints": _use("int", None, 1, MOST_COUNT),
-    "synchronize_checkpoint_boundary": _use("bool", False),
-    "profile": _use("bool", False),
-}
-
 _CLASSES = "what of a model is cut is known by its modules' classes, see shardwise.tensor.known_architectures()"
 _DESCRIBE = "leave it out, and describe the model with shardwise.tensor.register_architecture"
 _TENSOR = {
@@ -262,33 +253,13 @@ _WANDB = {
     "team": _use("text", None),
     "project": _use("text", "deepspeed"),
 }
-_COMET = {
-    "enabled": _use("bool", False),
-    "samples_log_interval": _use("int", 100, 0, MOST_COUNT),
-    "project": _use("text", None),
-    "workspace": _use("text", None),
-    "api_key": _use("text", None),
-    "experiment_name": _use("text", None),
-    "experiment_key": _use("text", None),
-    "online": _use("bool", None),
-    "mode": _use("text", None, choices=("get", "create", "get_or_create")),
-}
 _AUTOCAST = {
     "enabled": _use("bool", False),
     "dtype": _use("dtype", None),
-    "lower_precision_safe_modules": _use("list", None),
+    "lower_precision_safe_modules": _skip(
+        "list", None, "gradients travel in their parameters' dtype, or in communication_data_type"
+    ),
 }
-_FLOPS = {
-    "enabled": _use("bool", False),
-    "recompute_fwd_factor": _use("float", 0.0, 0.0),
-    "profile_step": _use("int", 1, 0, MOST_COUNT),
-    "step": _skip("int", None, "the key is profile_step; DeepSpeed ignores this one, too"),
-    "module_depth": _use("int", -1, -1, MOST_COUNT),
-    "top_modules": _use("int", 1, 0, MOST_COUNT),
-    "detailed": _use("bool", True),
-    "output_file": _use("text", None),
-}
-
 SECTIONS: dict[str, dict[str, Key]] = {
     "": _TOP,
     "fp16": _FP16,
@@ -298,7 +269,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "zero_optimization.offload_param": _OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
     "aio": _AIO,
-    "activation_checkpointing": _ACTIVATIONS,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "checkpoint": _CHECKPOINT,
@@ -307,8 +277,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "tensorboard": _FILES,
     "csv_monitor": _FILES,
     "wandb": _WANDB,
-    "comet": _COMET,
-    "flops_profiler": _FLOPS,
     "torch_autocast": _AUTOCAST,
 }
 """The keys of each block, by its path; ``""`` is the top."""
@@ -348,11 +316,16 @@ BLOCKS: dict[str, ConfigBlock] = {
         "enabled",
         ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     ),
-    "timers": ConfigBlock("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
+    "timers": ConfigBlock("ignored", "torch.profiler shows the times of a step", None),
+    "flops_profiler": ConfigBlock("ignored", "call deepspeed.profiling.flops_profiler.get_model_profile"),
+    "activation_checkpointing": ConfigBlock(
+        "ignored", "arguments of checkpointed calls stay whole on their device", None
+    ),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
     "zero_optimization.leaf_module": ConfigBlock(
         "ignored", "ranks may run different branches, so no module has to be gathered whole", None
     ),
+    "comet": ConfigBlock("refused", "give wandb, tensorboard or csv_monitor, or log with comet_ml in the program"),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
     "autotuning": ConfigBlock("refused", "leave it out"),
     "elasticity": ConfigBlock("refused", "give the batch sizes"),
