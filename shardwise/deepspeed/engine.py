@@ -52,11 +52,11 @@ class DeepSpeedEngine(Steps):
         super().__init__()
         self.module: nn.Module = session.model
         self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
-        self.report: Report = settings.findings.report()
+        self.report: Report = settings.findings
         self.settings = settings
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
-        self._apart = PassesApart(session, settings.stage, lambda: 0 if self._stepping else self._passes)
+        self._apart = PassesApart(session, settings.stage)
         apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
         self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
         self._autocast = _Autocast(settings, self.device, self.global_rank == 0)

@@ -112,7 +112,7 @@ def initialize(
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        settings.findings.report().warn()
+        settings.findings.warn()
     _take_back(model)
     mesh = mesh_of(plan, default_device(), group, others)
     with agreed_build(mesh.everyone, dict):  # a directory may be missing on the rank that writes

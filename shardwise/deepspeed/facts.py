@@ -246,6 +246,9 @@ class Facts(ModeOfModule):
             return None if self.optimizer is None else type(self.optimizer.optimizer).__name__
         return str(self.settings["optimizer.type"])
 
+    def _backward_epilogue(self) -> None:
+        """After a pass of outputs of ``module``, where DeepSpeed's engine has to be told: nothing is left to do."""
+
     def get_tensor_parallel_rank(self) -> int:
         """Which part of its layers this rank holds."""
         mesh = self.session.mesh

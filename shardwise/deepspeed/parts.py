@@ -74,9 +74,9 @@ class PartRun(EngineRun):
                 "cuts the model (tensor_parallel.autotp_size), or leave checkpoint.load_universal out"
             )
         found: list[Any] = others.exchange_object(None if path is None else _tag_and_step(Path(path)))
-        if len(set(found)) > 1:
+        if any(each != found[0] for each in found):
             raise CheckpointError(
-                f"{root}: the parts of the model have different checkpoints, by part (tag, step) {found}: name one "
+                f"{root}: the parts of the model have different checkpoints, by part [tag, step] {found}: name one "
                 "that all have with tag=, or put the missing directories back"
             )
         return path
@@ -86,10 +86,10 @@ def _name(number: int) -> str:
     return f"mp_rank_{number:02d}"
 
 
-def _tag_and_step(path: Path) -> tuple[str, int | None]:
+def _tag_and_step(path: Path) -> list[Any]:
     heads = {each.tag: each.head for each in scan(str(path.parent))}
     head = heads.get(path.name)
-    return path.name, None if head is None else head.step
+    return [path.name, None if head is None else head.step]
 
 
 def _place(root: Path, tag: str | None, latest: str) -> str | None:

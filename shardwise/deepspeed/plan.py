@@ -93,7 +93,7 @@ def to_plan(
     batch_of(settings, data_ranks(settings, world_size))
     check_optimizer(settings)
     plan = plan_of(settings, world_size, numels)
-    return plan, settings.findings.report()
+    return plan, settings.findings
 
 
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:

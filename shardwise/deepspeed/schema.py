@@ -50,14 +50,12 @@ class ConfigBlock:
     Attributes:
         role, reason: as for :class:`Key`.
         switch: the inner key that turns it on; ``None``: any inner value that is not false, null or empty.
-        inner: its keys; empty: they are not looked at.
         off: a value of the switch that turns nothing on, besides false, 0 and null.
     """
 
     role: Role
     reason: str
     switch: str | None = "enabled"
-    inner: tuple[str, ...] = ()
     off: Any = None
 
 
@@ -115,10 +113,10 @@ _FP16 = {
     "auto_cast": _use("bool", False),
     "loss_scale": _use("float", 0.0, 0.0, MOST_SCALE),
     "initial_scale_power": _use("int", 16, 0, 126),
-    "loss_scale_window": _use("int", 1000, None, MOST_COUNT),
+    "loss_scale_window": _use("int", 1000, 1, MOST_COUNT),
     "hysteresis": _use("int", 2, 1, MOST_COUNT),
     "consecutive_hysteresis": _use("bool", False),
-    "min_loss_scale": _use("float", 1.0, None, MOST_SCALE),
+    "min_loss_scale": _use("float", 1.0, 0.0, MOST_SCALE),
     "fp16_master_weights_and_grads": _use("bool", False),
 }
 _BF16 = {
@@ -304,18 +302,11 @@ ALIASES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
 BLOCKS: dict[str, ConfigBlock] = {
-    "comms_logger": ConfigBlock(
-        "ignored",
-        "engine.session.traffic() counts what was sent",
-        "enabled",
-        ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
-    ),
+    "comms_logger": ConfigBlock("ignored", "engine.session.traffic() counts what was sent"),
     "timers": ConfigBlock("ignored", "torch.profiler shows the times of a step", None),
     "flops_profiler": ConfigBlock("ignored", "call deepspeed.profiling.flops_profiler.get_model_profile"),
     "activation_checkpointing": ConfigBlock(
@@ -343,6 +334,9 @@ BLOCKS: dict[str, ConfigBlock] = {
     "compression_training": ConfigBlock("refused", "leave it out", None),
     "quantize_training": ConfigBlock("refused", "leave it out"),
     "weight_quantization": ConfigBlock("refused", "leave it out", None),
+    "zero_optimization.cpu_offload": ConfigBlock("refused", "give offload_optimizer={'device': 'cpu'}", None),
+    "zero_optimization.cpu_offload_param": ConfigBlock("refused", "give offload_param={'device': 'cpu'}", None),
+    "zero_optimization.cpu_offload_use_pin_memory": ConfigBlock("ignored", "give pin_memory in its block", None),
     "zero_optimization.zenflow": ConfigBlock("refused", "leave it out", None),
     "zero_optimization.zeropp_loco_param": ConfigBlock("refused", "leave it out", None),
 }
@@ -351,9 +345,6 @@ BLOCKS: dict[str, ConfigBlock] = {
 def known_names(section: str) -> list[str]:
     """Names that may stand in ``section`` (``""``: the top), those of sections and blocks included."""
     prefix = f"{section}." if section else ""
-    paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES, *_SPECIAL]
+    paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES]
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != section]
     return list(dict.fromkeys(name for name in names if name and "." not in name))
-
-
-_SPECIAL = ("zero_optimization.cpu_offload_use_pin_memory",)

@@ -73,7 +73,7 @@ class Steps(Facts):
         """Drop gradients at stages 0 and 1; sums at 2 and 3 stay, as those of DeepSpeed. Managed counts of passes go
         on, but after a pass that failed they start anew."""
         self.session.drop_failed()
-        if not self._apart.keep_sums():
+        if self.settings.stage < 2:
             self.module.zero_grad()
             self._losses.clear()
 

@@ -363,7 +363,7 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
     """
     plan = plan_of(settings, world_size, numels)
     half = plan.precision.param_dtype is not None
-    return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings.report()
+    return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings
 
 
 def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:

@@ -119,9 +119,9 @@ def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
         assert said["damaged"].startswith(CheckpointDamage.__name__)
         assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
         for key, told in (
-            ("kill", "[('two', 2), ('one', 1)]"),
-            ("tag", "[('two', 2), None]"),
-            ("one part", "[None, ('one', 1)]"),
+            ("kill", "[['two', 2], ['one', 1]]"),
+            ("tag", "[['two', 2], None]"),
+            ("one part", "[None, ['one', 1]]"),
         ):
             assert said[key].startswith("CheckpointError: ") and told in said[key], said[key]
 
