@@ -37,7 +37,7 @@ _ESTIMATES = "`shardwise trace` shows what a step needs; engine.session.memory()
 _COMM = "call torch.distributed's own"
 _DEVICE = "build the model inside of deepspeed.zero.Init(), or of torch.device('meta')"
 _DISK = "offload to a disk needs no extension: give offload_optimizer or offload_param device nvme"
-_LEAVES = "ranks may run different branches, so no module has to be gathered whole: no list of them is needed"
+_LEAVES = "what is gathered follows the modules that run: no module has to be named"
 _TILES = "leave the layer whole: stage 3 gathers one layer at a time, and tp_model_init cuts layers over ranks"
 _PARTS = "HybridParallelPlugin(pp_size=...) of shardwise.booster divides layers into stages"
 _MONITOR = "engine.monitor.write_events(...) writes to what the configuration enables"
@@ -231,9 +231,12 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         **_all("use torch.profiler", "instrument_w_nvtx"),
         **_all(
             _LEAVES,
+            "get_z3_leaf_modules",
             "set_z3_leaf_module",
             "set_z3_leaf_modules_by_name",
             "set_z3_leaf_modules_by_suffix",
+            "unset_z3_leaf_modules",
+            "z3_leaf_module",
             "z3_leaf_parameter",
         ),
     },

@@ -62,10 +62,9 @@ def get_model_profile(
     finally:
         model.train(was_training)
     if print_profile:
-        counts = counter.get_flop_counts().items()
         table = "\n".join(
             f"{name}: {_text(sum(found.values()))} operations"
-            for name, found in counts
+            for name, found in sorted(counter.get_flop_counts().items())
             if module_depth < 0 or name.count(".") <= module_depth
         )
         if output_file:

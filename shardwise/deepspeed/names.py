@@ -41,9 +41,7 @@ _ACCESS: Names = _in(
         "safe_update_full_grad_vectorized",
     ),
 )
-_LEAVES: Names = _in(
-    "leaf_modules", ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
-)
+_LEAVES: Names = _in("leaf_modules", ("set_z3_leaf_modules",))
 _COMM: Names = {
     **_in(
         "collectives",

@@ -10,38 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import needs_whole_tensors
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.cpu_optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLamb
-from shardwise.deepspeed.schedules import check_parameters, make_schedule
+from shardwise.deepspeed.schedules import check_parameters
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import MuonWithAuxAdam
 
-__all__ = ["check_optimizer", "make_optimizer", "wide_states"]
+__all__ = ["make_optimizer", "wide_states"]
 
 _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
-
-
-def check_optimizer(settings: Settings) -> None:
-    """Whether the optimizer and the scheduler that a configuration names can be made and sharded: on one element.
-
-    Raises:
-        ValueError, NotImplementedError: see :func:`make_optimizer`, :func:`make_schedule` and
-            :func:`~shardwise.build.needs_whole_tensors`.
-    """
-    name, schedule = settings["optimizer.type"], settings["scheduler.type"]
-    params = settings["scheduler.params"] or {}
-    # Where a scheduler has a number for each param group, there are so many.
-    count = max([1, *(len(each) for each in params.values() if isinstance(each, list))])
-    groups: list[Any] = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)  # where the program brings its own
-    if name is not None:
-        model = nn.Linear(1, 1) if name.lower() == "muon" else None  # a matrix and a vector: its two groups
-        held = list(model.parameters()) if model is not None else groups
-        optimizer = make_optimizer(name, held, settings["optimizer.params"] or {}, model, wide_states(settings))
-        needs_whole_tensors(optimizer)
-    if schedule is not None:
-        make_schedule(schedule, optimizer, params)
 
 
 def wide_states(settings: Settings) -> bool | None:

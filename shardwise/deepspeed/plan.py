@@ -10,7 +10,6 @@ import torch
 
 from shardwise.checked import MOST_NUMEL, MOST_SCALE
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
-from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
     ByNumel,
     ByTensor,
@@ -87,11 +86,10 @@ def to_plan(
     Raises:
         ValueError, NotImplementedError, TypeError, FileNotFoundError: see
             :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``, and an optimizer or a scheduler that ``initialize`` would refuse to make.
+            ``world_size``. The optimizer and the scheduler are made, and so checked, by ``initialize``.
     """
     settings = read_config(config, known)
     batch_of(settings, data_ranks(settings, world_size))
-    check_optimizer(settings)
     plan = plan_of(settings, world_size, numels)
     return plan, settings.findings
 

@@ -313,9 +313,7 @@ BLOCKS: dict[str, ConfigBlock] = {
         "ignored", "arguments of checkpointed calls stay whole on their device", None
     ),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
-    "zero_optimization.leaf_module": ConfigBlock(
-        "ignored", "ranks may run different branches, so no module has to be gathered whole", None
-    ),
+    "zero_optimization.leaf_module": ConfigBlock("ignored", "what is gathered follows the modules that run", None),
     "comet": ConfigBlock("refused", "give wandb, tensorboard or csv_monitor, or log with comet_ml in the program"),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
     "autotuning": ConfigBlock("refused", "leave it out"),

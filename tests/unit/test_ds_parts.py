@@ -88,23 +88,15 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
         ({"scheduler": {"type": "WarmupDecayLR"}}, ValueError, "needs 'total_num_steps'"),
     ],
 )
-def test_to_plan_takes_what_initialize_takes(block: Tree, error: type[Exception], message: str) -> None:
-    config = {**MINIMAL, **block}
-    for call in (
-        lambda: deepspeed.to_plan(config, 1),
-        lambda: deepspeed.initialize(model=nn.Linear(2, 1), config=config),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+def test_what_cannot_be_made_is_refused(block: Tree, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **block})
 
 
-def test_to_plan_knows_no_number_of_param_groups() -> None:
-    """A scheduler's lists are for as many groups as the program's own optimizer has."""
-    params = {"warmup_min_lr": [0.0, 0.0], "warmup_max_lr": [0.1, 0.2]}
-    deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params}}, 2)
-    with pytest.raises(ValueError, match="for 3 param groups"):
-        params["warmup_max_lr"] = [0.1, 0.2, 0.3]
-        deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params | {"warmup_min_lr": [0.0, 0.0]}}}, 2)
+def test_schedules_of_deepspeed_are_listed_by_name() -> None:
+    from shardwise.deepspeed.runtime import lr_schedules
+
+    assert lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
