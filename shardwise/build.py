@@ -221,11 +221,6 @@ class Session:
         """For each of :attr:`params`, by index, its names in ``state_dict()``; absent: hooks leave it out."""
         return {index: tuple(names) for index, names in self.engine.attachment.own_state.names().of_parameter.items()}
 
-    def frozen_since(self) -> list[str]:
-        """First names of this rank's parameters that were frozen since the build: they are sharded as trained ones."""
-        known = zip(self.params, self.engine.layout.facts, strict=True)
-        return [fact.names[0] for param, fact in known if fact.trainable and not param.requires_grad]
-
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Value, gradient and optimizer state of one of :attr:`params`, to be read and set; ``None``: of another
         model."""

@@ -105,7 +105,7 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.deepspeed.collectives", "init_distributed"),
     (f"{PACKAGE}.deepspeed.cpu_optimizers", "DeepSpeedCPUAdam.__init__"),
     (f"{PACKAGE}.deepspeed.cpu_optimizers", "FusedAdam.__init__"),
-    (f"{PACKAGE}.deepspeed.lamb", "FusedLamb.__init__"),
+    (f"{PACKAGE}.deepspeed.cpu_optimizers", "FusedLamb.__init__"),
     (f"{PACKAGE}.deepspeed.entry", "initialize"),
     (f"{PACKAGE}.deepspeed.flops", "get_model_profile"),
     (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),

@@ -208,8 +208,8 @@ class Storage:
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
         """In which gradients travel and add up."""
         precision = self.plan.precision
-        travel = spec.travels or precision.reduce_dtype or spec.dtype
-        return travel, precision.accumulate_dtype or (travel if spec.travels is None else spec.dtype)
+        travel = precision.reduce_dtype or spec.dtype
+        return travel, precision.accumulate_dtype or travel
 
     # ---- parameters
 

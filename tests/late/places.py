@@ -87,9 +87,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("reduce/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
     ("colossalai/timers.py", "", "", CLOCK),
-    ("deepspeed/checkpointing.py", "_Call._watched", "", CLOCK),
-    ("deepspeed/clock.py", "", "", CLOCK),
-    ("deepspeed/flops.py", "", "", CLOCK),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session, build
 from shardwise.checkpoint.portable import PortableFiles
-from shardwise.deepspeed.lamb import FusedLamb
+from shardwise.deepspeed.cpu_optimizers import FusedLamb
 from shardwise.engine import optimizer_state
 from shardwise.nn import optimizer as own
 from shardwise.optim.muon import MuonWithAuxAdam
