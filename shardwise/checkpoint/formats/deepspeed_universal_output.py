@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.deepspeed import CLIENT_STATE, KEPT
 from shardwise.checkpoint.formats.deepspeed_universal import COMMON, LATEST_UNIVERSAL, MASTER, SCALE, STEP, ZERO
 from shardwise.checkpoint.formats.lazy import Entry, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import to_numbered
-from shardwise.checkpoint.formats.output import output_directory, output_file, write_text, write_torch
+from shardwise.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.optim.nested_state import flat
 
@@ -50,7 +51,7 @@ def write_universal(source: CheckpointSource, path: str | Path) -> tuple[str, ..
             "zero_to_fp32 writes the model alone"
         )
     written = _Written(source)
-    with output_directory(directory, lambda name: name in (ZERO, *MODELS)) as fresh:
+    with atomic_directory(directory, lambda name: name in (ZERO, *MODELS)) as fresh:
         (fresh / ZERO).mkdir()
         for name, values in written.parameters():
             (fresh / ZERO / name).mkdir()

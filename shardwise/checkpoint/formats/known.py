@@ -30,12 +30,10 @@ class Given:
     Attributes:
         optimizer: the optimizer's own directory.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
-        partly: a host's part of a native checkpoint will do; see :class:`~shardwise.checkpoint.read.NativeSource`.
     """
 
     optimizer: str | Path | None = None
     parameter_names: Sequence[str] | None = None
-    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _native_directory(path: Path) -> Path:
 
 
 def _open_native(path: Path, given: Given) -> OpenSource:
-    return NativeSource(_native_directory(path), given.partly)
+    return NativeSource(_native_directory(path))
 
 
 def _open_run(path: Path, given: Given) -> OpenSource:
