@@ -143,9 +143,10 @@ def check_seen(seen: Sequence[bool], path: str) -> None:
     blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if blind:
         more = f" and {len(blind) - SHOWN} more" if len(blind) > SHOWN else ""
+        who = f"{'ranks' if len(blind) > 1 else 'rank'} {', '.join(blind[:SHOWN])}{more} of {len(seen)}"
         raise CheckpointError(
-            f"{path} is not what others see there on rank{'s' * (len(blind) > 1)} {', '.join(blind[:SHOWN])}{more} of "
-            f"{len(seen)}: give the same directory on every rank, on storage that all of them share"
+            f"{who} {'do' if len(blind) > 1 else 'does'} not see {path} as the others do: give the same directory on "
+            "every rank, on storage that all of them share"
         )
 
 

@@ -21,7 +21,7 @@ NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wi
 # Ends with its standard input, so also where this process is killed.
 HOLDS = (
     'mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$2" && '
-    'ip link set lo up && echo ready && exec cat'
+    "ip link set lo up && echo ready && exec cat"
 )
 
 

@@ -483,7 +483,9 @@ def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
     assert three(stage3_param_persistence_threshold=0).shard.prefetch == len(NUMELS)
     assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=2050).shard.prefetch == 2
     assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=20).shard.prefetch == 1
-    assert three(stage3_param_persistence_threshold=100, stage3_model_persistence_threshold=159).shard.packing == ByTensor(persist_numel=99)
+    assert three(
+        stage3_param_persistence_threshold=100, stage3_model_persistence_threshold=159
+    ).shard.packing == ByTensor(persist_numel=99)
     assert three(stage3_param_persistence_threshold=100).shard.packing == ByTensor(persist_numel=100)
     tiers = three(offload_param={"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}).tiers
     assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))

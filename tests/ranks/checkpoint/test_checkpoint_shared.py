@@ -79,11 +79,11 @@ def test_ranks_that_do_not_see_the_directory_are_named_on_every_rank(tmp_path: P
     session = build(nn.Linear(3, 2), None, zero(3))
     Checkpointer(session).save(tmp_path / "host-0" / "kept", "one")
     session.close()
-    ranks = "ranks 1, 3" if sum(of) == 2 else "rank 3"
+    ranks = "ranks 1, 3 of 4 do" if sum(of) == 2 else "rank 3 of 4 does"
     for row in run_ranks(4, apart, str(tmp_path), of):
         assert len(row["said"]) == 4 and row["left"] == [] and row["changed"] == [], row
         for said in row["said"]:
-            assert f"is not what others see there on {ranks} of 4" in said and "share" in said, said
+            assert f"{ranks} not see " in said and "on storage that all of them share" in said, said
 
 
 def alone(folder: str, of: list[int]) -> list[str]:
@@ -134,7 +134,7 @@ def test_each_host_may_load_a_copy_but_not_another_checkpoint(tmp_path: Path) ->
     run_ranks(2, saved, str(tmp_path))
     shutil.copytree(tmp_path / "host-0" / ROOT, tmp_path / "host-1" / ROOT)
     for said, state in run_ranks(2, copies, str(tmp_path)):
-        assert state == "copied" and "is not what others see there on rank 1 of 2" in said, said
+        assert state == "copied" and "rank 1 of 2 does not see other/one as the others do" in said, said
 
 
 def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
@@ -157,7 +157,7 @@ def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
 CASES: dict[str, tuple[list[tuple[str, str | None, int | None]], str]] = {
     "tags": ([("one", "a", None), ("one", "b", None)], "ValueError: rank 0 could not .*tag='b' on rank 1, and 'a' on"),
     "steps": ([("one", None, 5), ("one", None, 6)], "ValueError: rank 0 could not .*tag='step-6' on rank 1, and 'step"),
-    "roots": ([("one", "a", None), ("two", "a", None)], "CheckpointError: rank 0 could not .*on rank 1 of 2: give the"),
+    "roots": ([("one", "a", None), ("two", "a", None)], "CheckpointError: rank 0 could not .*: rank 1 of 2 does not see "),
 }
 
 
