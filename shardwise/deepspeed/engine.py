@@ -57,8 +57,7 @@ class DeepSpeedEngine(Steps):
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
         self._apart = PassesApart(session, settings.stage)
-        apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
-        self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
+        self._saving = Saving(session, settings["checkpoint.load_universal"])
         self._autocast = _Autocast(settings, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None

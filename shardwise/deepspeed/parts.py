@@ -23,11 +23,6 @@ class PartRun(EngineRun):
         others = self._session.mesh.joined
         return self.rank == 0 and (others is None or others.rank == 0)
 
-    @property
-    def spreads(self) -> bool:
-        """Parts of the model agree on each call together, so none of them may make more than another."""
-        return self._session.mesh.joined is None
-
     def directory(self, root: str) -> str:
         """Where this part is saved: ``root`` itself, if it is the whole model."""
         others = self._session.mesh.joined

@@ -202,8 +202,6 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "steps_per_print": (10, 10),
     "dataloader_drop_last": (True, True),
     "checkpoint.load_universal": (True, True),
-    "checkpoint.use_node_local_storage": (True, True),
-    "use_node_local_storage": (True, True),
     **dict.fromkeys(("fp16.consecutive_hysteresis", ZERO + "ignore_unused_parameters"), (True, True)),
     **{f"torch_autocast.{key}": row for key, row in (("enabled", (True, True)), ("dtype", ("bf16", torch.bfloat16)))},
     "optimizer.type": ("AdamW", "AdamW"),

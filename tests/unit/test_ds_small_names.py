@@ -87,13 +87,6 @@ def test_tensors_are_made_with_a_dtype() -> None:
     assert ones(2).dtype == torch.float16 and ones(2, dtype=torch.int64).dtype == torch.int64
 
 
-def test_options_of_the_conversion_to_universal_checkpoints() -> None:
-    parse_arguments = found("checkpoint.ds_to_universal", "parse_arguments")
-    given = parse_arguments(["--input_folder", "a", "--output_folder", "b", "--no_strict", "--num_merge_workers", "3"])
-    assert (given.input_folder, given.output_folder, given.strict, given.num_merge_workers) == ("a", "b", False, 3)
-    assert not given.keep_temp_folder and given.num_extract_workers == 4
-    with pytest.raises(SystemExit):
-        parse_arguments(["--input_folder", "a"])
 
 
 def test_gradients_are_clipped_as_torchs() -> None:
