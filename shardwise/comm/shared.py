@@ -230,13 +230,7 @@ class SharedGroup(Group):
         if not isinstance(shard, JointBuffer):
             return None
         self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
-        shard.drop_private()  # somebody may have kept a view, and written to it
         return shard.whole()
-
-    def disjoin(self, shard: Buffer) -> None:
-        """See :meth:`Group.disjoin`."""
-        if isinstance(shard, JointBuffer):
-            shard.drop_private()
 
     def common(self, nbytes: int) -> tuple[mmap.mmap, int]:
         """Memory that all ranks map as one, its first cache line taken, and a descriptor to lock it by. Collective.
