@@ -29,7 +29,7 @@ from shardwise.reduce.scaler import LossScaler
 __all__ = ["ShardedOptimizer", "sharded_of"]
 
 
-# See [Note: The order of an update] and [Note: Guesses and their undoing].
+# See [Note: The order of an update] and [Note: Updates during backward].
 class ShardedOptimizer(Norms, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
@@ -66,8 +66,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         self.steps_ended = 0
-        self._skipping: int | None = None
-        """A step was skipped, whose gradients, of so many passes, are not all dropped yet."""
+        self._skipping = False
+        """A step was skipped, whose gradients are not all dropped yet."""
         engine.events.backward_asked.listen(self._finish_skip)
         engine.events.forward_began.listen(lambda trains: self._finish_skip() if trains else False)
         if self.needs_scaler():
@@ -179,7 +179,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         inverse = 1.0 / self.divisor()
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan, limit = self.engine.plan.grad, self.max_norm
-        failure = self._settle_early()
+        if self._early is not None:
+            self._updates.settle(self._early)
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
@@ -196,7 +197,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
                 self._skip(self.scaler)
                 return value
             factor = inverse * clip * clip_factor(clipped, limit)
-        self._update(factor, failure)
+        self._update(factor)
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None and (norm or self._has_gradients()):
             self.scaler.update(overflow=False)
@@ -250,30 +251,13 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             return None
         return LateNorm(engine.mesh.shard) if runs_ahead(engine.mesh.device) else self._updates.norm_of_kept()
 
-    def _settle_early(self) -> Exception | None:
-        """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""
-        failure: Exception | None = None
-        if self._early is not None:
-            try:
-                self._early.settle()
-            except Exception as error:
-                failure = error
-            if not self._updates.uses_disk:
-                self._updates.settled(self._early, failure)
-        return failure
-
-    def _update(self, factor: float, failure: Exception | None) -> None:
+    def _update(self, factor: float) -> None:
         early = self._early
-        done = early.updated if early is not None and early.confirm(factor) else ()
+        if early is not None:
+            early.check_options()
         self.engine.values.before_update(met=True)
         self.engine.events.update_began(self.index)
-        try:
-            self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
-        except BaseException:
-            if early is not None:
-                # Updates that were made ahead go back with the rest, or say later that they cannot.
-                early.step_failed()
-            raise
+        self._updates.run(factor, early)
         self.engine.values.publish(optimizer=self.index)
         self.engine.events.update_ended(self.index)
         # Of what the step was made with: hooks that run after it may change a rate.
@@ -299,8 +283,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def _skip(self, scaler: LossScaler) -> None:
         name = first_non_finite(self.engine, self._states)
         because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
-        after, passes, ended = scaler.after(overflow=True), self._passes(), self.steps_ended + 1
-        scaler.standing, self._skipping, self.steps_ended, self.last_step_skipped = after, passes, ended, True
+        after, ended = scaler.after(overflow=True), self.steps_ended + 1
+        scaler.standing, self._skipping, self.steps_ended, self.last_step_skipped = after, True, ended, True
         self.skipped_because = because
         if self.engine.plan.verbose and self.engine.mesh.first:
             print(f"step skipped: {because}", flush=True)
@@ -308,10 +292,10 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
 
     def _finish_skip(self) -> bool:
         """Whether gradients of a skipped step were still there, which are dropped."""
-        if (passes := self._skipping) is None:
+        if not self._skipping:
             return False
-        self._drop(passes)
-        self._skipping = None
+        self._drop()
+        self._skipping = False
         return True
 
     def _has_gradients(self) -> bool:
@@ -320,26 +304,16 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         most = own if parts is None else parts.total(own, "who has gradients", self.engine.party, largest=True)[0]
         return most > 0.0
 
-    def _passes(self) -> int:
-        return self.engine.counts.reduced.get(self.index, 0)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
         self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
         self.engine.visible.clear(self.index)
 
-    def _drop(self, passes: int | None = None) -> None:
-        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it.
-
-        Args:
-            passes: that the gradients were made of; ``None``: as many as are counted.
-        """
+    def _drop(self) -> None:
+        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
         self.engine.used.note(self.index, self._states)
-        passes = self._passes() if passes is None else passes
         self.engine.drop_gradients(self.index)
-        if self._early is not None:
-            self._early.begin_step(passes)
 
     def close(self, given_back: bool = False) -> None:
         """The state of the user's optimizer stays that of pieces, and its own ``step`` is refused. Again is as good.
@@ -366,7 +340,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
         """
         state_wanted(self.optimizer)
-        self.engine.values.undo_early("a state")
+        self.engine.values.make_current("a state")
         full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.first)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
@@ -398,11 +372,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def _taken(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What is loaded where the user gives ``state_dict``; it may be now."""
         state_dict = state_taken(self.optimizer, state_dict)
-        if self._early is not None:
-            if self._early.in_place and self._early.failed:
-                self.engine.values.discard_early_of(self.index)
-            else:
-                self._early.undo_for("loading a state")
+        self.engine.early.check_current("loading a state")
         return state_dict
 
 

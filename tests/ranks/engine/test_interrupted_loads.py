@@ -288,7 +288,7 @@ def what_is_left(update: str, of: type, name: str, act: str) -> str:
 
 
 def test_what_a_load_has_given_up_or_not_yet_taken_is_named() -> None:
-    (told,) = run_ranks(1, what_is_left, "backward", early.EarlyUpdates, "discard", "model")
+    (told,) = run_ranks(1, what_is_left, "backward", early.EarlyUpdates, "lose", "model")
     assert f"{PARAMETERS} by updates during backward" in told and f"{state_of(0)} by updates during backward" in told
     # The groups, whose rates belong to the state, come behind it.
     (told,) = run_ranks(1, what_is_left, "step", optimizer_state.OptimizerState, "_commit", "optimizer")
