@@ -226,10 +226,10 @@ class EarlyObserver:
         Raises:
             RuntimeError: the step has had its pass.
         """
-        if any(each.pending for each in self.by_optimizer.values()):
+        if used := self._pending():
             raise RuntimeError(
                 "a second backward pass before step() under update='backward', which has used the gradients of the "
-                "first: call step() before it, or use update='step' to accumulate gradients"
+                f"first (of optimizers {used}): call step() before it, or use update='step' to accumulate gradients"
             )
         for each in self.by_optimizer.values():
             each.begin_pass()
@@ -240,7 +240,7 @@ class EarlyObserver:
         Raises:
             RuntimeError: some are those of the next step already.
         """
-        if any(each.pending for each in self.by_optimizer.values()):
+        if self._pending():
             raise RuntimeError(
                 f"{what} between backward() and step() under update='backward': masters and state are in part those "
                 "of the next step; call step() first, or use update='step'"
@@ -264,6 +264,9 @@ class EarlyObserver:
         for index, each in self.by_optimizer.items():
             each.pending = self._counts.reduced.get(index, 0) > 0
 
+    def _pending(self) -> list[int]:
+        return [index for index, each in self.by_optimizer.items() if each.pending]
+
     def lose(self, optimizers: Collection[int] | None = None) -> None:
         """What these optimizers (``None``: all) updated will have no step: it can be neither used nor put back."""
         for index in self.by_optimizer if optimizers is None else optimizers:
@@ -278,10 +281,10 @@ class EarlyObserver:
         Raises:
             RuntimeError: they have been used already.
         """
-        used = [i for i, each in self.by_optimizer.items() if optimizer in (None, i) and each.pending]
+        used = [index for index in self._pending() if optimizer in (None, index)]
         if used:
             self.lose(used)
             raise RuntimeError(
                 "the gradients of a backward pass are dropped before step() under update='backward', which has used "
-                "them: load a checkpoint, and use update='step' where steps are skipped"
+                f"them (of optimizers {used}): load a checkpoint, and use update='step' where steps are skipped"
             )
