@@ -189,11 +189,10 @@ class Session:
         after backward and before step.
 
         Raises:
-            RuntimeError: the plan does not keep them (``update="backward"`` without clipping and loss scale), or the
-                session is closed.
+            RuntimeError: the plan does not keep them (``update="backward"``), or the session is closed.
         """
         self.engine.check_open("full_gradients()")
-        if self.plan.streams_gradients:
+        if self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced and not kept; look at them under update='step'"

@@ -58,7 +58,6 @@ PLANS: dict[str, Plan] = {
     "clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, max_norm=0.5),
     "early": zero(3).but(tiers=_tiers(0.0, 1.0), prefetch=2, update="backward"),
     "early_host": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward"),
-    "early_clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward", max_norm=0.5),
     "eight_bits": zero(3).but(compress="fp8", prefetch=2),
     "eight_bits2": zero(2).but(compress="fp8"),
     "secondary": zero(3).but(secondary=2),
