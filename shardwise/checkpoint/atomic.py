@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.file_system import DISK, sync_path
+from shardwise.checkpoint.file_system import DISK, sync_tree
 from shardwise.checkpoint.foreign import settle, take_along
 
 __all__ = ["HIDDEN", "AtomicDirectory", "Owned", "atomic_directory", "hidden_name", "settle_leftovers"]
@@ -140,20 +140,12 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     try:
         yield Path(directory.hidden)
         directory.take_along()
-        _sync_tree(directory.hidden)
+        sync_tree(directory.hidden)
         directory.commit()
     except BaseException:
         directory.discard()
         raise
     directory.finish()
-
-
-def _sync_tree(directory: str) -> None:
-    for place, _, names in os.walk(directory, topdown=False):
-        for file in (os.path.join(place, name) for name in names):
-            if not os.path.islink(file):
-                sync_path(file)
-        sync_path(place)
 
 
 def settle_leftovers(root: str, owned: Owned, files: Any = DISK, only: str | None = None) -> list[str]:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DISK", "FileSystem", "sync_path"]
+__all__ = ["DISK", "FileSystem", "sync_path", "sync_tree"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -190,3 +190,12 @@ def sync_path(path: str | os.PathLike[str]) -> None:
         DISK.sync(handle)
     finally:
         DISK.close(handle)
+
+
+def sync_tree(directory: str | os.PathLike[str]) -> None:
+    """The same of a directory with all that is in it."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for file in (os.path.join(place, name) for name in names):
+            if not os.path.islink(file):
+                sync_path(file)
+        sync_path(place)

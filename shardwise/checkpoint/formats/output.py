@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
-from shardwise.checkpoint.file_system import DISK, sync_path
+from shardwise.checkpoint.file_system import DISK, sync_path, sync_tree
 from shardwise.checkpoint.files import CheckpointError, describe
 from shardwise.checkpoint.formats.lazy import Entry
 
@@ -161,9 +161,7 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
     done: list[tuple[Path, Path, bool]] = []
     try:
         yield fresh
-        for file in fresh.rglob("*"):
-            if not file.is_symlink():
-                sync_path(file)
+        sync_tree(fresh)
         for old, new in _moves(fresh, target, weights):
             exchanged = os.path.lexists(new) and DISK.exchange(str(old), str(new))
             if os.path.lexists(new) and not exchanged:
