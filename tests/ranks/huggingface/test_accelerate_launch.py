@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, UNSET
+from launching import ROOT
 from sets import campaign
 from torch import Tensor, nn
+
+from tests.launcher_variables import without_launcher
 
 PROGRAM = """
 import sys
@@ -100,8 +102,8 @@ def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Pa
     command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
     environment = {
         name: value
-        for name, value in os.environ.items()
-        if name not in UNSET and not name.startswith(("ACCELERATE_", "LOCAL_"))
+        for name, value in without_launcher(os.environ).items()
+        if not name.startswith("ACCELERATE_")
     }
     ended = subprocess.run(
         [*command, "--main_process_port", free_port(), "program.py", str(tmp_path / "found.pt")],

@@ -21,10 +21,12 @@ import lightning_program
 import lightning_setup  # noqa: F401  has the server import Lightning
 import pytest
 import torch
-from launching import UNSET, Forked, fork_rank, forked, start
+from launching import Forked, fork_rank, forked, start
 from lightning.pytorch.strategies.launchers import subprocess_script
 from sets import campaign, full
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tests.launcher_variables import without_launcher
 
 PROGRAM = lightning_program.__file__
 SECONDS = 120.0
@@ -67,8 +69,8 @@ def _program(directory: str, how: str) -> None:
     with open(f"{directory}/output", "wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    for name in UNSET:
-        os.environ.pop(name, None)
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        del os.environ[name]
     os.environ |= SET
     sys.argv = [PROGRAM, directory, method(how)]  # of the processes that popen starts
     subprocess_script.subprocess = SimpleNamespace(Popen=_forked)
@@ -110,7 +112,7 @@ def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, l
 
 @pytest.mark.campaign
 def test_scripts_give_the_same_weights_under_every_launcher(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in UNSET} | SET
+    environment = without_launcher(os.environ) | SET
     running = {}
     for how, command in COMMANDS.items():
         (tmp_path / how).mkdir()
