@@ -177,7 +177,7 @@ ABSENT_MODULES: dict[str, Absent] = {
     "moe.layer": Absent(_EXPERTS),
     "moe.sharded_moe": Absent(_EXPERTS),
     "nebula": Absent("engine.save_checkpoint writes files"),
-    "nvme": Absent("`shardwise demo` with a disk plan measures what the disk does"),
+    "nvme": Absent("`python -m benchmarks.disk` of the source tree measures what a disk does"),
     "launcher.multinode_runner": Absent(_LAUNCH),
     "ops.deepspeed4science": Absent(_SPARSE),
     "ops.fp_quantizer": Absent("weights are not quantized here"),
