@@ -53,7 +53,10 @@ MISSING: dict[str, Mapping[str, Entry] | Absent] = {
     "inference": INFERENCE,
     "kernel": KERNELS,
     "kernel.kernel_loader": {
-        **dict.fromkeys(("CPUAdamLoader", "FusedOptimizerLoader"), KERNELS),
+        **dict.fromkeys(
+            ("CPUAdamLoader", "FusedOptimizerLoader"),
+            Absent("HybridAdam, CPUAdam and FusedAdam of shardwise.nn.optimizer update tensors by torch's own kernels"),
+        ),
         **dict.fromkeys(("FlashAttentionLoader", "FlashAttentionDaoLoader", "FlashAttentionNpuLoader"), KERNELS),
         **dict.fromkeys(("FlashAttentionWithCustomMaskLoader", "InferenceOpsLoader", "KernelLoader"), KERNELS),
         **dict.fromkeys(("FlashAttentionForFloatAndCustomMaskLoader", "LayerNormLoader", "MoeLoader"), KERNELS),
