@@ -85,7 +85,7 @@ venv: $(VENV)/.runtime
 dev: $(VENV)/.dev
 
 demo: $(VENV)/.runtime
-	@$(BIN)/shardwise demo $(DEMO)
+	@$(BIN)/python examples/demo $(DEMO)
 
 # Two processes share the test files, since ranks idle while the caller compares, and the other way round.
 test: $(VENV)/.dev

@@ -3,14 +3,28 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.cli.demo_model import ByteGPT, ModelSize
+
+
+class GPT(nn.Module):
+    def __init__(self, width=64, depth=2, heads=4, context=64):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(256, width), nn.Parameter(torch.zeros(context, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text):
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
+        return self.head(self.blocks(self.embed(text) + self.position, mask, is_causal=True))
+
 
 text = torch.tensor(list(Path(__file__).read_bytes()))
-model = ByteGPT(ModelSize(width=64, depth=2, heads=4, context=64))
+model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 plugin = LowLevelZeroPlugin(stage=2, precision="fp32", max_norm=1.0)
 loader = plugin.prepare_dataloader(text.unfold(0, 65, 8), batch_size=8, shuffle=True)

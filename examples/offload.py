@@ -5,10 +5,10 @@ On GPUs leave ``device_memory`` out, or lower it to try a smaller device.
 
 import torch
 import torch.distributed as dist
+from demo.model import ByteGPT, ModelSize
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.cli.demo_model import ByteGPT, ModelSize
 from shardwise.mesh.launch import init_distributed, shutdown
 from shardwise.trace import tiers_text
 

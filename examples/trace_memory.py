@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from demo.model import ByteGPT, ModelSize
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.cli.demo_model import ByteGPT, ModelSize
 from shardwise.trace import draw, dump_memory_stats, timeline_text, trace_memory
 
 

@@ -56,7 +56,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("lightning_colossalai",),  # picks one of Lightning's packages
     ("colossalai",),  # a table of names, and thin translations
     ("port",),  # programs that use names of the worlds
-    ("cli",),  # the demo trains through the public front-end
+    ("cli",),
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
 FREE = {"testing", "", "__main__"}

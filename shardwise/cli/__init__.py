@@ -1,4 +1,4 @@
-"""The ``shardwise`` command: ``demo``, ``run``, ``trace`` and ``checkpoint``.
+"""The ``shardwise`` command: ``run``, ``port``, ``trace``, ``schedule`` and ``checkpoint``.
 
 What a command does is done by the library: here arguments are read, processes started and stopped, and lines printed.
 Bad input is a line and an exit status (:class:`shardwise.cli.errors.BadInput`). ``--help`` and complaints come without

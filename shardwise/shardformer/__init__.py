@@ -4,8 +4,8 @@ What is published is translated here into cuts of :mod:`shardwise.tensor`; no la
 """
 
 from shardwise.shardformer.policies import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardwise.shardformer.shard import GradientCheckpointConfig, PipelineGradientCheckpointConfig, ShardConfig
-from shardwise.shardformer.shard.shardformer import ShardFormer
+from shardwise.shardformer.shard_config import GradientCheckpointConfig, PipelineGradientCheckpointConfig, ShardConfig
+from shardwise.shardformer.shardformer import ShardFormer
 
 __all__ = [
     "GradientCheckpointConfig",

@@ -25,9 +25,8 @@ from shardwise.shardformer import (
     SubModuleReplacementDescription,
     layer,
 )
+from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.shardformer.shard.changes import StageDivision, changed_model
-from shardwise.shardformer.shard.kernels import Kernels
 from shardwise.tensor import Axis, Cutting
 
 SHARD_CONFIG = {

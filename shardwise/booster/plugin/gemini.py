@@ -34,8 +34,7 @@ from shardwise.plan import (
 )
 from shardwise.published import documented, given_in_vain
 from shardwise.remarks import warn_user
-from shardwise.shardformer.shard.changes import changed_model
-from shardwise.shardformer.shard.kernels import kernels_of
+from shardwise.shardformer.changes import changed_model, kernels_of
 from shardwise.sizes import device_bytes
 from shardwise.trace.stats import MemStats
 
@@ -114,13 +113,13 @@ class GeminiArguments(EngineArguments, _First):
             moves into after the first step.
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         extra_dp_size: number of replicas of the sharded model.
-        enable_all_optimization: as the three ``enable_...`` of norms, attention and activations.
-        enable_fused_normalization: norms are torch's own kernels, where it is known what they compute.
+        enable_all_optimization: fused normalization and flash attention.
+        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
         enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
             (HybridParallelPlugin's ``"split_gather"``).
-        enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
+        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
         enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.

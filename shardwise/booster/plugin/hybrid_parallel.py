@@ -40,9 +40,8 @@ from shardwise.plan import (
 from shardwise.published import documented, given_in_vain
 from shardwise.remarks import warn_user
 from shardwise.shardformer import GradientCheckpointConfig, Policy
+from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.shardformer.shard.changes import StageDivision, changed_model
-from shardwise.shardformer.shard.kernels import kernels_of
 from shardwise.sizes import device_bytes
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
@@ -102,11 +101,11 @@ class HybridParallelArguments(EngineArguments, _First):
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
             the data-parallel ranks; 2 also shards gradients as soon as they are computed.
-        enable_all_optimization: as the three ``enable_...`` of norms, attention and activations.
-        enable_fused_normalization: norms are torch's own kernels, where it is known what they compute.
+        enable_all_optimization: fused normalization and flash attention.
+        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
+        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
         sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
             are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass

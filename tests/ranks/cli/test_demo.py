@@ -1,47 +1,31 @@
-"""The demo: it learns, continues past a damaged checkpoint, stops on a signal, and prints a sample.
-
-Most runs are on ranks of one pool, since a launch takes many seconds; those that get a signal come from the
-command line, in forks by default, and a whole one is in test_demo_memory.py.
-"""
+"""The demo in ``examples/demo``: it learns, resumes, stops on a signal, fits a small device, refuses in one line."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
-import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import demo_several
 import pytest
-from launching import started, written
+import torch
+from demo import __main__ as options
+from demo.model import ByteGPT, ModelSize, generate
+from demo.text import SEPARATOR, ByteWindows, load_corpus, text_files
+from demo.train import BadInput, StopRequest, learning_rate_factor, train
 from sets import full
+from torch import nn
 
-from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.format import read_manifest
 from shardwise.testing import RankPool
 
-SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu"
-LEARNING = "--steps 30 --learning-rate 0.01"
-DAMAGE = {"gemini": "flip", "fsdp": "halve"}  # what happens to the newest checkpoint of which runs
-OTHER = f"--plugin low_level_zero {LEARNING}"
-RUNS = {
-    "gemini": [f"--plugin gemini {LEARNING}"] * 2,
-    "fsdp": [f"--plugin fsdp {LEARNING}"] * 2,
-    "low_level_zero": [OTHER],
-    "diverging": ["--plugin low_level_zero --steps 30 --learning-rate 1e6"],
-    "full": ["--plugin low_level_zero --steps 2"],
-    "parts": [f"--tp 2 {LEARNING}", OTHER],
-    "stages": [f"--pp 2 {LEARNING}", OTHER],
-}
-for name, how in DAMAGE.items():
-    RUNS[name] += [how, f"--plugin {name} --steps 2", f"--plugin {name} --heads 1"]
-Runs = tuple[Path, list[str]]
-Several = Callable[[str], Runs]
-PLUGINS = ["gemini", *full("fsdp")]
+SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu --learning-rate 0.01"
+TIERS = "--size 300K --context 32 --batch 1 --steps 3 --sample 0 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -52,150 +36,164 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _options(text: Path, out: Path, options: str) -> list[str]:
-    return ["--data", str(text), "--out", str(out), *SMALL.split(), *options.split()]
-
-
-def _state(out: Path) -> dict[str, Any]:
-    """What the newest checkpoint says that is not damaged; there are at most two whole ones, and one that is not."""
-    found = [each for each in scan(str(out)) if each.head is not None]
-    assert 1 <= len(found) <= 3
-    state = read_manifest(found[0].path).state
-    return {**state["user_state"], "windows": state["data_position"][0]}
-
-
-def _bits(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"validation: ([\d.]+) bits per byte", output)]
-
-
-def _learned(first: str) -> float:
-    start, end = _bits(first)
-    assert start > 7 and end < start - 2
-    assert "sample, after the prompt" in first and "step 30/30" in first
-    return end
-
-
-def _continued(second: str, end: float, out: Path) -> None:
-    assert "resumed at step 30, which was the last one: training 30 steps further, to 60" in second
-    # What was loaded is what was saved: the same held-out text gives the same loss.
-    assert _bits(second)[0] == pytest.approx(end, abs=0.002)
-    assert f"saved {out}/step-60\n" in second
-
-
-def _stopped(command: list[str], number: signal.Signals, log: Path, whole: bool) -> str:
-    """What is shown by a run that gets a signal during its first steps."""
-    with started("shardwise", *command, log=log, whole=whole) as process:
-        deadline = time.monotonic() + 120
-        while not re.search("^validation: ", written(log), re.M):
-            assert process.poll() is None and time.monotonic() < deadline, written(log)
-            time.sleep(0.05)
-        time.sleep(0.3)
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number, log.read_text("utf-8")
-    return log.read_text("utf-8")
-
-
 @pytest.fixture(scope="module")
-def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
-    """The runs of a name, made when they are first asked for: their folder, and what each printed, in order."""
-    folder = tmp_path_factory.mktemp("several")
-    with RankPool(2) as ranks:  # which keep the groups of all these runs
-
-        @cache
-        def runs(name: str) -> Runs:
-            out, arguments = folder / name, []
-            for options in RUNS[name]:
-                damage = options in DAMAGE.values()
-                arguments.append([options, str(out)] if damage else ["demo", *_options(text, out, options)])
-            by_rank = ranks.run(demo_several.trained, arguments, name == "full", timeout=180)
-            return out, ["".join(each) for each in zip(*by_rank, strict=True)]
-
-        yield runs
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_it_learns_and_continues(several: Several, plugin: str) -> None:
-    out, (first, second, *_) = several(plugin)
-    assert f"parameters; {plugin}, " in first
-    _continued(second, _learned(first), out)
+def trained(commands: list[list[str]], stop_at: int = 0) -> list[str]:
+    """Run the demo once for each command, on this rank; what each printed."""
+    shown = []
+    for command in commands:
+        out, config = io.StringIO(), Namespace(**options.config(command))
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        stop = StopRequest()
+        stop.signal = stop_at
+        # The process group is the pool's.
+        with contextlib.redirect_stdout(out), patch("demo.train.shutdown"):
+            try:
+                print("status", train(config, stop))
+            except BadInput as problem:
+                print(f"refused: {problem}")
+        shown.append(out.getvalue())
+    return shown
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "how"), [("parts", "layers cut over 2"), ("stages", "2 stages")])
-def test_a_model_that_ranks_hold_together_goes_on_whole(several: Several, name: str, how: str) -> None:
-    out, (first, second) = several(name)
-    assert f"parameters; hybrid_parallel stage 1, {how}, fp32, 2 ranks" in first
-    assert "(saved by hybrid_parallel on 2 ranks)" in second
-    if name == "stages":
-        first = first.replace("no sample: text is", "sample, after the prompt: text is")
-    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), out)
+def command(text: Path, out: Path, rest: str) -> list[str]:
+    return ["--data", str(text), "--out", str(out), *rest.split()]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_damaged_checkpoint_is_skipped(several: Several, plugin: str) -> None:
-    """A byte is changed, or half of the files are removed: it says so and goes on from the one before."""
-    out, (first, second, damage, third, _) = several(plugin)
-    assert damage == ""
-    skipped = re.escape(f"{out}/step-60")
-    assert re.search(rf"^checkpoint skipped: rank \d could not load {skipped}\b", third, re.M), third
-    assert "resumed at step 30, which was the last one: training 2 steps further, to 32" in third
-    loaded = _bits(third)[0]
-    assert loaded == pytest.approx(_bits(first)[1], abs=0.002) and abs(loaded - _bits(second)[1]) > 0.01
-    # The schedule is the checkpoint's, not a new one.
-    assert re.search(r"^step 32/32 .* lr 1\.00e-02$", third, re.M), third
-    assert _state(out)["step"] == 32
-    assert (out / "step-30").is_dir(), "the damaged one is not one of the two that remain"
+def bits(shown: str) -> list[float]:
+    return [float(found) for found in re.findall(r"validation: ([\d.]+) bits per byte", shown)]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_model_of_other_sizes_is_refused_on_all_ranks(several: Several, plugin: str) -> None:
-    out, (*_, refused) = several(plugin)
-    holds = (
-        rf"refused: --out {re.escape(str(out))} holds a model with {{.*'heads': 2.*}}, not {{.*'heads': 1.*}}; remove"
-    )
-    assert len(re.findall(holds, refused)) == 2, refused
-
-
-@pytest.mark.full
-def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: Several) -> None:
-    out, (shown_once,) = several("diverging")
-    assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown_once)) == 2
-    assert "\nsaved " not in shown_once and list(out.iterdir()) == []
-
-
-def test_a_full_disk_of_rank_0_is_told_on_all_ranks(several: Several) -> None:
-    out, (shown_once,) = several("full")
-    told = f"refused: --out {re.escape(str(out))}: rank 0 could not .*ENOSPC"
-    assert len(re.findall(told, shown_once)) == 2, shown_once
-    assert "step 2/2" in shown_once and "\nsaved " not in shown_once and list(out.iterdir()) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
-def test_signals_stop_it_and_other_plugins_and_numbers_of_ranks_continue(
-    several: Several, text: Path, tmp_path: Path, whole: bool
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("--plugin low_level_zero", "--plugin gemini --precision fp32"),
+        *full(("--plugin fsdp", "--plugin ddp"), ("--tp 2", "--pp 2"), ("--plugin gemini", "--plugin low_level_zero")),
+    ],
+)
+def test_it_learns_and_another_plugin_goes_on(
+    text: Path, tmp_path: Path, ranks: RankPool, first: str, second: str
 ) -> None:
-    """What two ranks learned goes on under another plugin on one until SIGTERM, and on two until Ctrl-C."""
-    learned, (first,) = several("low_level_zero")
-    out = tmp_path / "low_level_zero"
-    shutil.copytree(learned, out)
-    end = _learned(first)
+    out = tmp_path / "out"
+    commands = [command(text, out, f"{SMALL} {plugin} --steps 30") for plugin in (first, second)]
+    (learned, continued), _ = ranks.run(trained, commands, timeout=180)
+    before, after = bits(learned)
+    assert before > 7 and after < before - 2 and "step 30/30" in learned and f"saved {out}/step-30\n" in learned
+    assert "sample, after the prompt" in learned
+    assert "resumed at step 30, which was the last one: training 30 steps further, to 60" in continued
+    assert bits(continued)[0] == pytest.approx(after, abs=0.01)  # what was loaded is what was saved
+    assert "step 60/60" in continued and continued.endswith("status 0\n")
 
-    def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, Any]]:
-        command = ["demo", *_options(text, out, f"{options} --steps 100000 --learning-rate 0.01")]
-        shown, state = _stopped(command, number, tmp_path / f"log-{number}", whole), _state(out)
-        assert f"stopping after step {state['step']}" in shown and "Traceback" not in shown
-        return shown, state
 
-    before = _state(out)
-    shown, state = stopped("--plugin ddp --nproc 1", signal.SIGTERM)
-    assert "resumed at step 30 (saved by low_level_zero on 2 ranks) of 100000" in shown
-    assert _bits(shown)[0] == pytest.approx(end, abs=0.002)  # what was loaded is what was saved
-    assert state["step"] > 30 and state["windows"] - before["windows"] == (state["step"] - 30) * 4
+def test_a_signal_saves_and_the_run_goes_on(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    again = [command(text, tmp_path, f"{SMALL} --steps 40")]
+    ((stopped,), _) = ranks.run(trained, again, int(signal.SIGTERM))
+    assert "stopping after step 1\n" in stopped and f"status {128 + signal.SIGTERM}" in stopped
+    ((resumed,), _) = ranks.run(trained, again)
+    assert "resumed at step 1 of 40" in resumed and "step 40/40" in resumed
 
-    before = state
-    shown, state = stopped("--plugin low_level_zero --stage 1 --nproc 2", signal.SIGINT)
-    assert f"resumed at step {before['step']} (saved by ddp on 1 ranks) of 100000" in shown
-    assert _bits(shown)[0] < _bits(first)[0] - 2
-    assert state["step"] > before["step"]
-    assert state["windows"] - before["windows"] == (state["step"] - before["step"]) * 8
+
+def test_what_cannot_go_on_is_refused_on_all_ranks(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    first = command(text, tmp_path, f"{SMALL} --steps 2")
+    other = command(text, tmp_path, f"{SMALL} --steps 2 --width 16")
+    diverging = command(text, tmp_path / "new", f"{SMALL} --steps 30".replace("0.01", "1e6"))
+    for _, refused, diverged in ranks.run(trained, [first, other, diverging]):
+        assert f"refused: --out {tmp_path}: " in refused and "\nsaved" not in refused
+        assert re.search("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", diverged)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_it_trains_beyond_its_device_as_in_one_that_fits(text: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    fits = command(text, tmp_path / "large", f"{TIERS} --nproc 1 --device-memory 1GiB --offload-optim 0")
+    beyond = command(text, tmp_path / "small", f"{TIERS} --device-memory 1.5MiB --nvme-optim 0.4")
+    with RankPool(1) as one:
+        ((_, shown),) = one.run(trained, [fits, [*beyond, "--nvme-dir", str(disk)]])
+    facts = [json.loads((tmp_path / name / "memory.json").read_text("utf-8")) for name in ("large", "small")]
+    (roomy, small) = ({tier: sum(kinds.values()) for tier, kinds in each["tiers"].items()} for each in facts)
+    assert facts[0]["losses"] == facts[1]["losses"] and len(facts[0]["losses"]) == 3
+    assert 0 < small["device"] <= 1.5 * 2**20 < small["host"] and small["disk"] > 0
+    assert roomy["host"] == roomy["disk"] == 0
+    assert "\ndevice" in shown and "\nhost" in shown and (tmp_path / "small" / "memory-tiers.svg").is_file()
+
+
+BAD = [
+    ("--plugin nothing", "invalid choice: 'nothing'"),
+    ("--nonsense", "--nonsense"),
+    ("--plugin ddp --stage 2", "--stage 2"),
+    ("--tp 0", "--tp 0"),
+    ("--tp 2 --plugin ddp", "--plugin ddp does not divide"),
+    ("--tp 2 --nproc 3", "--nproc 3 has to be a multiple of 2"),
+    ("--pp 4 --nproc 4", "--depth 3 at least as many"),
+    ("--steps 0", "--steps 0"),
+    ("--plugin fsdp --precision fp16", "--precision fp16: fsdp"),
+    ("--width 10 --heads 4", "--width 10"),
+    ("--learning-rate nan", "--learning-rate nan"),
+    ("--seed -1", "--seed -1: give a number from 0"),
+    ("--device-memory lots", "--device-memory: 'lots' is no size"),
+    ("--plugin ddp --device-memory 64MiB", "--plugin ddp with --device-memory"),
+    ("--offload-optim nan", "--offload-optim nan: give a share"),
+    ("--nvme-optim 0.5", "--nvme-dir"),
+    ("--nvme-dir . --nvme-optim 0.7 --offload-optim 0.7", "more than 1 together"),
+    ("--placement auto --offload-optim 1", "auto decides the shares"),
+    ("--size 20X", "--size 20X"),
+    ("--size 20M --depth 3", "--size 20M with --depth"),
+    ("--data /nowhere/at/all", "/nowhere/at/all: no such folder"),
+    ("--out /dev/null", "--out /dev/null: is a file"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD)
+def test_bad_options_are_one_line(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        options.config(given.split())
+    shown = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["2MiB", "64MiB", "24GiB"])
+def test_the_model_is_four_times_its_device(size: str) -> None:
+    config: dict[str, Any] = options.config(["--device-memory", size])
+    assert config["plugin"] == "gemini" and config["nproc"] == 1 and config["width"] % (2 * config["heads"]) == 0
+    times = 16 * options.parameters(config["width"], config["depth"]) / config["tiers"]["device_bytes"]
+    assert 4.0 <= times < 5.0
+    shape = options.shape_for(300_000)
+    model = ByteGPT(ModelSize(**shape, context=8))
+    assert sum(p.numel() for p in model.parameters()) == options.parameters(shape["width"], shape["depth"]) >= 300_000
+
+
+def test_the_rate_warms_up_and_falls() -> None:
+    rates = [learning_rate_factor(step, 100, 300) for step in range(100, 301)]
+    assert rates[0] == pytest.approx(1 / 20) and max(rates) == 1.0 and rates[-1] == pytest.approx(0.05)
+    assert sorted(rates[20:], reverse=True) == rates[20:]
+
+
+def test_the_model_is_causal_and_writes_the_same_twice() -> None:
+    model = ByteGPT(ModelSize(width=16, depth=2, heads=2, context=8))
+    assert model.head.weight is model.embed.weight
+    text = torch.randint(256, (1, 8))
+    changed = text.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 256
+    assert torch.equal(model(text)[:, :-1], model(changed)[:, :-1])
+    one, two = (generate(model, b"ab", 12, context=8, temperature=0.7, seed=3) for _ in range(2))
+    assert one == two and len(one) == 12
+    assert isinstance(model.blocks, nn.ModuleList)
+
+
+def test_text_is_split_by_file_and_too_little_is_refused(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    (tmp_path / ".hidden").write_text("text", "utf-8")
+    (tmp_path / "a.txt").write_text("text " * 100, "utf-8")
+    assert [name for name, _ in text_files(tmp_path)] == ["a.txt"]
+    corpus = load_corpus(text, 1000, 100)
+    assert corpus.files == 60 and 0 < corpus.held_out_files < 20 and bytes([corpus.train[0]]) == SEPARATOR
+    assert load_corpus(tmp_path, 100, 40).held_out_files == 0  # the end of the one file
+    windows = ByteWindows(corpus.train, 8)
+    assert torch.equal(windows[0][-1:], windows[1][:1])
+    with pytest.raises(ValueError, match="500 bytes of text found"):
+        load_corpus(tmp_path, 10_000, 100)

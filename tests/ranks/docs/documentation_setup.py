@@ -307,7 +307,7 @@ def _fixture(names: Names) -> None:
 # ---- the pages
 
 PICTURE = "a picture of packages and files"
-TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
+TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
 BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
 AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"

@@ -14,7 +14,7 @@ import shardwise
 __all__ = ["MEMORY"]
 
 Names = dict[str, Any]
-TRAINS = "it trains for minutes; tests/ranks/cli/test_demo_memory.py runs the demo with smaller numbers"
+TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
 
 
 def _deep(names: Names) -> None:
@@ -56,7 +56,7 @@ MEMORY: dict[str, list[Block]] = {
     "docs/offload.md": [
         Block(first="session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block(first="from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
-        Block(first="shardwise demo --device-memory 64MiB", how="options", why=TRAINS),
+        Block(first='make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
     ],
 }
 """By page, its blocks in their order."""

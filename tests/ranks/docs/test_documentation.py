@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import os
 import re
 import shlex
 import sys
@@ -17,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from demo import __main__ as demo
 from documentation_setup import PAGES, ROOT, Block, Fence, fences
 from lightning_setup import _environment
 from sets import full
 
-from shardwise.cli import demo, main
+from shardwise.cli import main
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
@@ -209,10 +209,10 @@ def test_options_and_targets_are_those_that_there_are(tmp_path: Path) -> None:
                 if words[0] == "make":
                     given = dict(word.split("=", 1) for word in words[2:])
                     assert words[1] in targets and set(given) <= variables, f"{page}:{fence.line}: {line}"
-                    words = ["shardwise", words[1], *shlex.split(given.get("DEMO", ""))]
                 if block.how == "options":
-                    assert os.path.basename(words[0]) == "shardwise" and words[1] == "demo", f"{page}: {line}"
-                    made = demo.check(main._parser().parse_args([*words[1:], "--out", str(tmp_path / "out")]))
-                    assert made.steps == 500
+                    assert words[:2] == ["make", "demo"], f"{page}: {line}"
+                    options = given.get("DEMO", "").replace("~/my-texts", str(tmp_path))
+                    made = demo.config([*shlex.split(options), "--out", str(tmp_path / "out")])
+                    assert made["steps"] == 500
                 checked += 1
     assert checked >= 7

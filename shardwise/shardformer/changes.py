@@ -1,7 +1,6 @@
-"""What is asked of a Hugging Face model beside its cuts: which kernels it takes, which layers it computes again.
+"""What is changed in a Hugging Face model beside its cuts: its kernels, and which layers are computed again.
 
-All of it can be put back. transformers is never imported: its models are known by what
-they have.
+All of it can be put back. transformers is not imported: its models are known by their attributes.
 """
 
 from __future__ import annotations
@@ -12,21 +11,46 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.pipeline import layers_of_stages
 from shardwise.remarks import warn_user
-from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
-from shardwise.shardformer.shard.kernels import Kernels, compile_activations, fuse_norms
+from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
-__all__ = ["StageDivision", "changed_model"]
+__all__ = ["Kernels", "StageDivision", "changed_model", "kernels_of"]
 
 FLASH = "sdpa"
 """transformers' name of torch's ``scaled_dot_product_attention``."""
 LAYER = "GradientCheckpointingLayer"
 FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
 _ABSENT: Any = object()
+
+
+RMS_NORMS = ("RMSNorm", "T5LayerNorm")
+"""How the names of transformers' classes end that have ``weight`` and ``variance_epsilon`` and are an RMS norm."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels that a model is to use.
+
+    Attributes:
+        flash: torch's kernels for attention.
+        norms: torch's kernel for each RMS norm.
+    """
+
+    flash: bool = False
+    norms: bool = False
+
+
+def kernels_of(arguments: Any) -> Kernels:
+    """Return what ``enable_...`` arguments of these names mean."""
+    a, every = arguments, arguments.enable_all_optimization
+    if a.enable_jit_fused:
+        warn_user("enable_jit_fused=True has no effect: call torch.compile on the layers whose activations are slow")
+    return Kernels(every or a.enable_flash_attention, every or a.enable_fused_normalization)
 
 
 @dataclass(frozen=True)
@@ -67,9 +91,7 @@ def changed_model(
         if kernels.flash:
             _take_flash(model, before)
         if kernels.norms:
-            fuse_norms(model, before)
-        if kernels.activations:
-            compile_activations(model, before)
+            _fuse_norms(model, before)
         yield
     except BaseException:
         for owner, name, value in reversed(before):
@@ -127,3 +149,54 @@ def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
             f"enable_flash_attention=True without effect in a {type(model).__name__}, whose attention{kinds} is its own"
             f"{reason}"
         )
+
+
+def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
+    norms = [
+        module
+        for module in model.modules()
+        if type(module).__module__.startswith("transformers.")
+        and type(module).__name__.endswith(RMS_NORMS)
+        and hasattr(module, "variance_epsilon")
+        and not isinstance(module, _RmsNorm)
+    ]
+    for norm in norms:
+        before.append((norm, "__class__", type(norm)))
+        norm.__class__ = _fused(type(norm))
+    if not norms and not any(
+        isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) for module in model.modules()
+    ):
+        warn_user(f"enable_fused_normalization=True without effect in a {type(model).__name__}: it has no known norm")
+
+
+class _RmsNorm(nn.Module):
+    """The forward of a norm of transformers, in one kernel where weight and input have one dtype."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            own: Tensor = super().forward(hidden_states)
+            return own
+        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fused(own: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a norm's class, under its name."""
+    if own in _FUSED:
+        return _FUSED[own]
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:  # pickle looks for classes by name
+        return (_blank, (own,), vars(self)) if type(self) is _FUSED[own] else object.__reduce_ex__(self, protocol)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
+    _FUSED[own] = type(own.__name__, (_RmsNorm, own), names)
+    return _FUSED[own]
+
+
+def _blank(own: type[nn.Module]) -> nn.Module:
+    return object.__new__(_fused(own))

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.cli.errors import BadInput
-
-__all__ = ["ByteWindows", "Corpus", "default_folder", "load_corpus", "require_text", "text_files"]
+__all__ = ["ByteWindows", "Corpus", "load_corpus", "text_files"]
 
 MEBI = 1024**2
 # One file in this many is held out; a folder of few files holds out the end of its text instead.
@@ -26,11 +24,6 @@ HELD_OUT_EVERY = 20
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 # Between files. Text never contains it, so the model can learn what a beginning looks like.
 SEPARATOR = b"\0"
-
-
-def default_folder() -> Path:
-    """The source of the Python standard library on this machine."""
-    return Path(os.path.dirname(os.__file__))
 
 
 @dataclass(frozen=True)
@@ -84,35 +77,6 @@ def _tensor(parts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(SEPARATOR + SEPARATOR.join(parts)), dtype=torch.uint8)
 
 
-def _too_little(folder: Path, found: int, needed: int) -> BadInput:
-    return BadInput(
-        f"--data {folder}: {found} bytes of text found, but at least {needed} are needed; give a folder with more "
-        "UTF-8 text (hidden files, links and installed packages do not count)"
-    )
-
-
-def _total_needed(train_bytes: int, held_out_bytes: int) -> int:
-    # Enough for the fallback below: nine tenths to train on, one tenth held out.
-    return max(train_bytes * 10 // 9, held_out_bytes * 10) + 20
-
-
-def require_text(folder: Path, train_bytes: int, held_out_bytes: int) -> None:
-    """Check, by file sizes, that :func:`load_corpus` will find enough.
-
-    Raises:
-        BadInput: the folder does not exist or holds too little text.
-    """
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "no such folder"
-        raise BadInput(f"--data {folder}: {what}; give a folder with text files")
-    found, needed = 0, _total_needed(train_bytes, held_out_bytes)
-    for _, path in text_files(folder):
-        found += path.stat().st_size
-        if found >= needed:
-            return
-    raise _too_little(folder, found, needed)
-
-
 def load_corpus(folder: Path, train_bytes: int, held_out_bytes: int, limit_bytes: int = 64 * MEBI) -> Corpus:
     """The text of ``folder``, at most ``limit_bytes`` of it.
 
@@ -120,7 +84,7 @@ def load_corpus(folder: Path, train_bytes: int, held_out_bytes: int, limit_bytes
     ``held_out_bytes`` on a side, the last tenth of all text is held out instead.
 
     Raises:
-        BadInput: the folder holds too little text.
+        ValueError: the folder holds too little text.
     """
     train: list[bytes] = []
     held_out: list[bytes] = []
@@ -134,8 +98,12 @@ def load_corpus(folder: Path, train_bytes: int, held_out_bytes: int, limit_bytes
         (held_out if _rank_of(relative) % HELD_OUT_EVERY == 0 else train).append(text)
         if total >= limit_bytes:
             break
-    if total < _total_needed(train_bytes, held_out_bytes):
-        raise _too_little(folder, total, _total_needed(train_bytes, held_out_bytes))
+    needed = max(train_bytes * 10 // 9, held_out_bytes * 10) + 20  # for the fallback below
+    if total < needed:
+        raise ValueError(
+            f"{total} bytes of text found, but at least {needed} are needed; give a folder with more UTF-8 text "
+            "(hidden files, links and installed packages do not count)"
+        )
     corpus = Corpus(_tensor(train), _tensor(held_out), len(train) + len(held_out), len(held_out), digest.hexdigest())
     if corpus.train.numel() >= train_bytes and corpus.held_out.numel() >= held_out_bytes:
         return corpus

@@ -12,11 +12,9 @@ from shardwise.checked import as_kind
 from shardwise.comm import GroupMaker, LocalGroup, Members, ranks_of
 from shardwise.device import on_device
 from shardwise.plan import TensorPlan
-from shardwise.shardformer.policies.base_policy import Policy
-from shardwise.shardformer.policies.translation import PolicyArchitecture
-from shardwise.shardformer.shard.changes import changed_model
-from shardwise.shardformer.shard.kernels import kernels_of
-from shardwise.shardformer.shard.shard_config import ShardConfig
+from shardwise.shardformer.changes import changed_model, kernels_of
+from shardwise.shardformer.policies import Policy, PolicyArchitecture
+from shardwise.shardformer.shard_config import ShardConfig
 from shardwise.tensor import Axis, cut_model
 
 __all__ = ["ShardFormer"]
