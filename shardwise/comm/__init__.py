@@ -16,7 +16,7 @@ from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
 from shardwise.comm.link import Sent, Wire, check_sent
 from shardwise.comm.local import LocalGroup
-from shardwise.comm.meeting import Summary, ranks_text
+from shardwise.comm.meeting import Summary, ranks_text, together
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -63,4 +63,5 @@ __all__ = [
     "ranks_text",
     "register_backend",
     "timeout_s",
+    "together",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.block_formats import BlockFormat
+from shardwise.comm.control import Operation
 from shardwise.comm.group import DONE, Buffer, Group, Handle
 from shardwise.device import Lent, behind_current, record_event, side_stream, wait_event
 
@@ -52,7 +53,7 @@ class CompressedGroup(Group):
         self.traffic, self.staging = group.traffic, group.staging
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
-        self.disseminates = group.disseminates
+        self.rows_up_to = group.rows_up_to
         self._beside = side_stream(group.device) if group.waits_in_queue else None
 
     def round_(self, shard: Tensor) -> None:
@@ -99,11 +100,8 @@ class CompressedGroup(Group):
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._inner._exchange_bytes(data, lengths)
 
-    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self._inner._most(values, words, purpose)
-
-    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self._inner._total(words, purpose)
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self._inner._all_reduced(values, operation, purpose)
 
     # Gathers
 

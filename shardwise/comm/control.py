@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,19 +15,10 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.errors import PeerError
 from shardwise.comm.single import all_gather_single
 
-__all__ = [
-    "Control",
-    "apart",
-    "decode",
-    "encode",
-    "exchange_of",
-    "in_one",
-    "spread_largest",
-    "spread_sums",
-    "take_largest",
-]
+__all__ = ["Control", "Operation", "broadcast", "decode", "encode"]
 
-MOST_TAG = (1 << 30) - 1  # no other messages between two ranks of such a group have one
+Operation = Literal["sum", "max"]
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def encode(obj: object) -> bytes:
@@ -80,36 +70,15 @@ class Control:
         gathered: list[list[float]] = self._gather(mine, exchange_of(purpose)).tolist()
         return gathered
 
-    def most(
-        self, values: Sequence[float], words: Sequence[int] = (), purpose: str = ""
-    ) -> tuple[list[float], list[int]]:
-        """Element by element the largest of all ranks' ``values`` (NaN where one has it) and the bits of all their
-        ``words`` (below 2**63), in as many messages as the number of ranks has digits. The same numbers everywhere."""
-        count = len(values)
-        mine = in_one(values, words)
-        spread_largest(mine, count, self.size, partial(self._shifted, what=exchange_of(purpose)))
-        return apart(mine, count)
-
-    def total(self, words: Sequence[int], purpose: str = "") -> list[int]:
-        """Element by element the sum of all ranks' ``words`` (each below 2**63), in at most twice as many messages as
-        the number of ranks has digits. The same numbers everywhere."""
-        own = torch.tensor(words, dtype=torch.int64, device="cpu")
-        result: list[int] = spread_sums(own, self.size, partial(self._shifted, what=exchange_of(purpose))).tolist()
-        return result
-
-    def _shifted(self, mine: Tensor, by: int, what: str) -> Tensor:
-        """What the rank ``by`` before this one has where this one has ``mine``."""
-        theirs = torch.empty_like(mine)
+    def all_reduce(self, values: Sequence[float], operation: Operation, purpose: str = "") -> list[float]:
+        """All ranks' ``values`` (as many everywhere) made one in fp64, number by number. The same bits on all ranks."""
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
         try:
-            arriving = dist.irecv(
-                theirs, group=self.process_group, group_src=(self.rank - by) % self.size, tag=MOST_TAG
-            )
-            leaving = dist.isend(mine, group=self.process_group, group_dst=(self.rank + by) % self.size, tag=MOST_TAG)
-            for work in (arriving, leaving):
-                self._wait(work)
+            self._wait(dist.all_reduce(own, op=_OPERATIONS[operation], group=self.process_group, async_op=True))
         except RuntimeError as error:
-            raise self.lost(what, error) from error
-        return theirs
+            raise self.lost(exchange_of(purpose), error) from error
+        result: list[float] = own.tolist()
+        return result
 
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
         """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
@@ -177,56 +146,6 @@ class Control:
 def exchange_of(purpose: str) -> str:
     """An exchange, for messages."""
     return f"exchange of {purpose}" if purpose else "exchange"
-
-
-def in_one(values: Sequence[float], words: Sequence[int]) -> Tensor:
-    """Numbers in fp64, and behind them words, whose bits travel as such."""
-    count = len(values)
-    found = torch.empty(count + len(words), dtype=torch.float64, device="cpu")
-    found[:count] = torch.tensor(values, dtype=torch.float64, device="cpu")
-    found.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return found
-
-
-def apart(both: Tensor, count: int) -> tuple[list[float], list[int]]:
-    """The first ``count`` numbers, and the words, of what :func:`in_one` made."""
-    return both[:count].tolist(), both.view(torch.int64)[count:].tolist()
-
-
-def take_largest(mine: Tensor, theirs: Tensor, count: int) -> None:
-    """Of the first ``count`` numbers the larger ones (NaN where one is), of the words behind them the bits of both."""
-    torch.maximum(mine[:count], theirs[:count], out=mine[:count])
-    mine.view(torch.int64)[count:] |= theirs.view(torch.int64)[count:]
-
-
-# Source: the dissemination of Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988): in
-# round k one hears from the one 2^k before it. Whoever is heard twice changes nothing of a maximum.
-def spread_largest(mine: Tensor, count: int, size: int, shifted: Callable[[Tensor, int], Tensor]) -> None:
-    """``mine`` becomes what :func:`take_largest` makes of those of all.
-
-    Args:
-        mine, count: see there.
-        size: how many there are.
-        shifted: gives what the one so many before has where this one has what it is given.
-    """
-    step = 1
-    while step < size:
-        take_largest(mine, shifted(mine, step), count)
-        step *= 2
-
-
-def spread_sums(own: Tensor, size: int, shifted: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The sum of what all have; arguments as in :func:`spread_largest`."""
-    # The sum over the ``width`` ones that end with this one, and that over the ``covered`` last ones.
-    window, found, covered, width = own, torch.zeros_like(own), 0, 1
-    while covered < size:
-        if size & width:
-            found += shifted(window, covered) if covered else window
-            covered += width
-        if covered < size:
-            window = window + shifted(window, width)
-            width *= 2
-    return found
 
 
 def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, Operation
 from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
 from shardwise.comm.summing import RankSum
@@ -87,7 +87,6 @@ class GlooGroup(Group):
 
     sends_slices = True
     uneven = True
-    disseminates = True
 
     def __init__(
         self,
@@ -197,8 +196,5 @@ class GlooGroup(Group):
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self.control.exchange_bytes(data, lengths)
 
-    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self.control.most(values, words, purpose)
-
-    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self.control.total(words, purpose)
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self.control.all_reduce(values, operation, purpose)

@@ -56,8 +56,8 @@ class MappingError(RuntimeError):
 # * A meeting has one, of arrivals, and two slots for what is told, in turn: who writes a slot again has seen all arrive
 #   at the meeting in between, so nobody reads it then.
 # * A rank that leaves or fails says so in a word of its own; one that is killed is found by its process. So a wait
-#   ends, with a name. Who has failed, and meets all others again, takes that back; see [Note: Exchanges that are given
-#   up].
+#   ends, with a name. Who gives up a meeting says so in its slot, for those that come late; who has failed, and meets
+#   all others again, takes that back.
 # Whoever waits does its own part of older reductions meanwhile, or two ranks could wait for each other's.
 def host_facts() -> dict[str, str]:
     """What must be equal for ranks to share memory with plain loads and stores; empty where that is not possible.

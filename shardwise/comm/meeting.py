@@ -8,22 +8,20 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from shardwise.comm.activity import Activity
-from shardwise.comm.control import decode, encode
+from shardwise.comm.control import Operation, decode, encode
 from shardwise.comm.errors import PeerError
-from shardwise.comm.exact import end_word, first_word, rounded, together, words_of
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["NOBODY", "Meeting", "Party", "Summary", "ranks_text"]
+__all__ = ["NOBODY", "Meeting", "Party", "Summary", "ranks_text", "together"]
 
 EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
 LENGTHS = 2**32  # a party's number travels above its number of values
 MOST_NAMED = 16
 BITS = 48  # flags per number; integers below 2**53 are exact
-FLAG_WORDS = 64  # in the first message of what is summed up: of 1536 flags, which a rank has, and which it lacks
+FIRST_NUMBERS = 256  # of a rank, in the first message of those that are summed up
 
 _checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
 
@@ -66,27 +64,21 @@ class Summary:
 
 
 # [Note: How many ranks an agreement takes]
-# Up to ``rows_up_to`` ranks, and where memory is mapped, every rank gets every rank's numbers: one small all-gather,
-# which is the fastest. Of thousands that would be megabytes a time, and a look at each of them in Python. There ranks
-# first learn the least and the most of each number: in round k a rank hears from the one 2^k before it, so that is as
-# many messages as the number of ranks has digits, each of a kilobyte. What all have alike needs nothing more, and an
-# agreement is nearly always about what should be alike; flags and counts need nothing more either (summarize), up to
-# thirty numbers and 1536 flags: what there is above that follows in as many messages again. A sum is exact in whole
-# numbers (totals), in at most twice as many messages, which hold nothing but the words of 32 bits that any rank has
-# something in: of a norm's shares some four, where numbers of all sizes would have 66. Only where ranks ask for each
-# other's numbers and these differ does each get all
-# of them. The first message has one size whatever it is about: ranks that came for different things meet in it, see
-# that they differ, and tell each other in words.
+# Up to ``rows_up_to`` ranks every rank gets every rank's numbers: one small all-gather, and sums that do not depend on
+# the order of the ranks. Of thousands that would be megabytes a time, and a look at each of them in Python. There ranks
+# learn the least and the most of each number, and of each flag, by one all-reduce: what all have alike needs nothing
+# more, and an agreement is nearly always about what should be alike. A sum is one all-reduce more, the same on every
+# rank. Only where ranks ask for each other's numbers and these differ does each get all of them. The first message has
+# one size whatever it is about: ranks that came for different things meet in it, see that they differ, and tell each
+# other in words.
 class Meeting(ABC):
     """The part of a group that is about the host's agreement; see :class:`~shardwise.comm.group.Group`.
 
     Attributes:
-        disseminates: numbers can be summed up by messages from rank to rank (:meth:`_most`, :meth:`_total`).
         rows_up_to: ranks among which each gets all numbers at once; see [Note: How many ranks an agreement takes].
     """
 
-    disseminates = False
-    rows_up_to = 16
+    rows_up_to = 64
     name: str
     rank: int
     size: int
@@ -156,8 +148,9 @@ class Meeting(ABC):
         beside: Sequence[float] = (),
         largest: bool = False,
     ) -> tuple[float, list[bool]]:
-        """All ranks' values made one: their sum, exact and then rounded once, so that it is the same whatever the order
-        of the ranks; or the largest of them. And of each number ``beside`` it, whether all ranks have the same.
+        """All ranks' values made one: their sum, which up to :attr:`rows_up_to` ranks is exact and rounded once, the
+        same whatever their order; or the largest of them. And of each number ``beside`` it, whether all ranks have the
+        same.
 
         Args:
             value: of this rank, not minus infinity. One that is NaN makes all NaN, otherwise one that is infinite
@@ -186,24 +179,13 @@ class Meeting(ABC):
             columns = list(zip(*self.exchange([*values, *beside], purpose, whose), strict=True))
             same = [all(each == column[0] for each in column) for column in columns[count:]]
             return [together(column, largest) for column in columns[:count]], same
-        own = [*map(float, values), *map(float, beside)]
-        lowest = [] if largest else [float(first_word(value)) for value in own[:count]]
-        found = self._summed_up(own + lowest, purpose, whose, ())
-        bounds = list(zip(found.least, found.most, strict=True))
-        sums, spans = list[float](), dict[int, tuple[int, int]]()
-        for at, (least, most) in enumerate(bounds[:count]):
-            # One that is not finite makes the sum so, and an equal share of all is multiplied exactly.
-            sums.append(most if largest or not math.isfinite(most) else most * self.size)
-            if not largest and math.isfinite(most) and least != most:
-                spans[at] = int(bounds[len(own) + at][0]), end_word(max(-least, most))
-        if spans:
-            words = [word for at, span in spans.items() for word in words_of(own[at], *span)]
-            messages = self.size.bit_length() + self.size.bit_count() - 2
-            self.traffic.add("exchange", messages * 8 * len(words))
-            added = iter(self._total(words, purpose))
-            for at, (first, end) in spans.items():
-                sums[at] = rounded(list(islice(added, end - first)), first)
-        return sums, [least == most for least, most in bounds[count : len(own)]]
+        found = self._summed_up([*map(float, values), *map(float, beside)], purpose, whose)
+        same = [least == most for least, most in zip(found.least[count:], found.most[count:], strict=True)]
+        if not largest:
+            return self._reduced(list(map(float, values)), "sum", purpose), same
+        # What is NaN is the least, too, and nothing else is so small.
+        bounds = zip(found.least[:count], found.most[:count], strict=True)
+        return [math.nan if least == -math.inf else most for least, most in bounds], same
 
     def broadcast_values(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[float]:
         """Rank 0's values. Each rank gives its own, as many as that; where all have the same nothing more is said.
@@ -218,25 +200,24 @@ class Meeting(ABC):
         if self._by_rows:
             return self.exchange(values, purpose, whose)[0]
         own = [float(value) for value in values]
-        if self._summed_up(own, purpose, whose, ()).alike:
+        if self._summed_up(own, purpose, whose).alike:
             return own
-        self.traffic.add("exchange", (self.size - 1).bit_length() * 8 * len(own))
-        return self._most(own if self.rank == 0 else [-math.inf] * len(own), [], purpose)[0]
+        return self._reduced(own if self.rank == 0 else [-math.inf] * len(own), "max", purpose)
 
     @property
     def _by_rows(self) -> bool:
-        return not self.disseminates or self.size <= self.rows_up_to
+        return self.size <= self.rows_up_to
 
     def _meet(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[list[float]]:
         if not self._by_rows:
             own = [float(value) for value in values]
-            if self._summed_up(own, purpose, whose, ()).alike:
+            if self._summed_up(own, purpose, whose).alike:
                 return [own] * self.size
             self.traffic.add("exchange", (self.size - 1) * 8 * len(own))
             return self._exchange(own, purpose)
         # One message of fixed size comes first, whatever is sent, so that ranks which came for different things can
         # tell.
-        sent = _headed(values, purpose, whose, len(values))
+        sent = _headed(values, purpose, whose, len(values), EXCHANGE_QUANTUM)
         # What is longer follows once the ranks know that they came for the same.
         rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
         if any(row[:2] != sent[:2] for row in rows):
@@ -246,33 +227,32 @@ class Meeting(ABC):
                 row.extend(rest)
         return [row[2 : 2 + len(values)] for row in rows]
 
-    def _summed_up(self, values: list[float], purpose: str, whose: Party, flags: Sequence[bool]) -> Summary:
-        # Of each word the flags that this rank has, and those that it lacks.
-        words = [each for word in map(int, pack_bits(flags)) for each in (word, ~word & (1 << BITS) - 1)]
-        count = len(values) + len(words) // 2
-        sent = _headed(values, purpose, whose, count)
-        first = words[:FLAG_WORDS] + [0] * (FLAG_WORDS - len(words))
-        most, least, some = self._extremes(sent[:EXCHANGE_QUANTUM], first, purpose)
+    def _summed_up(self, values: list[float], purpose: str, whose: Party, flags: Sequence[bool] = ()) -> Summary:
+        count = len(values) + len(flags)
+        sent = _headed([*values, *map(float, flags)], purpose, whose, count, FIRST_NUMBERS)
+        least, most = self._extremes(sent[:FIRST_NUMBERS], purpose)
         if most[:2] != least[:2]:
             raise PeerError(self._astray(purpose, count, whose))
-        if len(sent) > EXCHANGE_QUANTUM or len(words) > FLAG_WORDS:
-            further = self._extremes(sent[EXCHANGE_QUANTUM:], words[FLAG_WORDS:], purpose)
-            most, least, some = most + further[0], least + further[1], some + further[2]
-        most, least = (each[2 : 2 + len(values)] for each in (most, least))
-        held, lacking = some[: len(words) : 2], some[1 : len(words) : 2]
-        # What one rank has and another lacks.
-        same = not any(has & lack for has, lack in zip(held, lacking, strict=True))
-        alike = same and all(one == other for one, other in zip(least, most, strict=True))
-        return Summary(least, most, unpack_bits(held, len(flags)), alike, same)
+        if len(sent) > FIRST_NUMBERS:
+            further = self._extremes(sent[FIRST_NUMBERS:], purpose)
+            least, most = least + further[0], most + further[1]
+        least, most = (each[2 : 2 + count] for each in (least, most))
+        split = len(values)
+        return Summary(
+            least[:split], most[:split], list(map(bool, most[split:])), least == most, least[split:] == most[split:]
+        )
 
-    def _extremes(
-        self, values: list[float], words: list[int], purpose: str
-    ) -> tuple[list[float], list[float], list[int]]:
-        """The most and the least of all ranks' ``values``, and the bits of all their ``words``."""
-        sent = [*values, *(-value for value in values)]
-        self.traffic.add("exchange", (self.size - 1).bit_length() * 8 * (len(sent) + len(words)))
-        found, some = self._most(sent, words, purpose)
-        return found[: len(values)], [-value for value in found[len(values) :]], some
+    def _extremes(self, values: list[float], purpose: str) -> tuple[list[float], list[float]]:
+        """The least and the most of all ranks' ``values``; where one is NaN, the infinities."""
+        sent = [math.inf if math.isnan(each) else each for each in (*values, *(-value for value in values))]
+        found = self._reduced(sent, "max", purpose)
+        return [-value for value in found[len(values) :]], found[: len(values)]
+
+    def _reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        """All ranks' ``values`` made one, number by number, none of them NaN where the most is wanted. The same bits on
+        every rank."""
+        self.traffic.add("exchange", 2 * (self.size - 1) * 8 * len(values) // self.size)
+        return self._all_reduced(values, operation, purpose)
 
     def _astray(self, purpose: str, count: int, whose: Party) -> str:
         """All ranks have seen that they differ; now they tell each other in words."""
@@ -317,13 +297,21 @@ class Meeting(ABC):
     @abstractmethod
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
 
-    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        """Of each of the values the most that any rank has, and of each word the bits that any rank has."""
-        raise NotImplementedError(f"numbers summed up in {self!r} (disseminates={self.disseminates})")
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return [together(column, operation == "max") for column in zip(*self._exchange(values, purpose), strict=True)]
 
-    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        """Of each word the sum over all ranks."""
-        raise NotImplementedError(f"sums of words in {self!r} (disseminates={self.disseminates})")
+
+def together(values: Sequence[float], largest: bool) -> float:
+    """Numbers made one: their sum, rounded once, so that their order makes no difference; or the largest.
+    NaN where one is."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if largest or math.inf in values:
+        return max(values)
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -338,10 +326,10 @@ def _padded(count: int) -> int:
     return count + 2 + (-count - 2) % EXCHANGE_QUANTUM
 
 
-def _headed(values: Sequence[float], purpose: str, whose: Party, count: int) -> list[float]:
+def _headed(values: Sequence[float], purpose: str, whose: Party, count: int, quantum: int) -> list[float]:
     """With what the ranks came for, padded."""
     sent = [float(_checksum(purpose)), float(whose.number * LENGTHS + count), *values]
-    return sent + [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
+    return sent + [0.0] * (-len(sent) % quantum)
 
 
 def pack_bits(flags: Sequence[bool]) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.control import Control, broadcast
+from shardwise.comm.control import Control, Operation, broadcast
 from shardwise.comm.group import Bounds, Buffer, Group, Handle
 from shardwise.comm.single import all_gather_single, reduce_scatter_single
 
@@ -56,7 +56,6 @@ class NativeGroup(Group):
     starts_together = True
     sends_slices = True
     uneven = True
-    disseminates = True
 
     def __init__(
         self,
@@ -142,11 +141,8 @@ class NativeGroup(Group):
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
-    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self._control.most(values, words, purpose)
-
-    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self._control.total(words, purpose)
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self._control.all_reduce(values, operation, purpose)
 
     def _factor(self, scale: float) -> float:
         return 1.0 if scale == 1.0 / self.size else scale * self.size

@@ -41,20 +41,6 @@ from shardwise.comm.shared_buffer import (
     REDUCTIONS,
     SharedBuffer,
 )
-from shardwise.comm.slots import (
-    ARRIVED,
-    BARRIER,
-    CONTROL_BYTES,
-    EXCHANGE,
-    FENCE,
-    KINDS,
-    SLOT_VALUES,
-    SLOT_WORDS,
-    SLOTS,
-    STATE,
-    settle,
-    wait_for_all,
-)
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedGroup"]
@@ -65,7 +51,19 @@ NAP_FIRST_S = 10e-6
 NAP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-OPEN, CLOSED, FAILED = 0, 1, 2
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
+# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then; or an interrupt has taken it
+# there, which the others see by the head. A slot's first word is its head: so many times the number of the
+# synchronisation, and its kind.
+ARRIVED, STATE = LINE_WORDS, LINE_WORDS + 1
+SLOT_VALUES = 256
+SLOT_WORDS = LINE_WORDS + SLOT_VALUES
+SLOTS = 2 * LINE_WORDS
+CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
+OPEN, CLOSED, FAILED = range(3)
+EXCHANGE, FENCE, BARRIER, GIVEN_UP = range(4)
+KINDS = 4
+SYNCS = ("exchange", "fence", "barrier")
 
 
 class _Reduction:
@@ -313,8 +311,11 @@ class SharedGroup(Group):
         return self._control.exchange_bytes(data, lengths)
 
     def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
-        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks. It is met by all of
-        them or by none ([Note: Exchanges that are given up])."""
+        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks.
+
+        Raises:
+            PeerError: a rank did not come in time, had given it up before all had come, or came for something else.
+        """
         self._arrived += 1
         arrived = self._arrived
         slot = SLOTS + (arrived & 1) * SLOT_WORDS
@@ -332,13 +333,16 @@ class SharedGroup(Group):
             return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
 
         if missing():
-            wait_for_all(self, self._words, missing, slot, head, purpose)
+            try:
+                self.wait_until(missing, _full_name(head, purpose), meeting=True)
+            except PeerError:
+                mine[slot] = arrived * KINDS + GIVEN_UP  # who comes late sees it
+                raise
         rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
         # Heads are read behind the values: who writes a slot again takes its head away first.
-        for words in self._words:
-            if words[slot] != head or words[slot + 1] != total:
-                settle(self, self._words, slot, head, total, purpose)
-                break
+        heads = [(words[slot], words[slot + 1]) for words in self._words]
+        if any(each != (head, total) for each in heads):
+            raise self._apart(heads, purpose)
         mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
         return rows
 
@@ -346,6 +350,24 @@ class SharedGroup(Group):
         for buffer in self._made:
             if isinstance(buffer, SharedBuffer):
                 buffer.show()
+
+    def _apart(self, heads: Sequence[tuple[int, int]], purpose: str) -> PeerError:
+        """All have arrived, with these heads and totals, which differ."""
+        self.fail()
+        own = heads[self.rank]
+        others = [rank for rank, each in enumerate(heads) if each != own]
+        later = {rank for rank in others if heads[rank][0] // KINDS != own[0] // KINDS}
+        gone = [rank for rank in others if rank in later or heads[rank][0] % KINDS == GIVEN_UP]
+        if gone:
+            return PeerError(
+                f"{_full_name(own[0], purpose)} in group {self.name!r}: ranks {gone} of {self.size} gave it up before "
+                f"all had come, so rank {self.rank} gives it up, too. Look at the first error of those ranks; the "
+                f"time-out is {self.timeout_s:g} s" + self.around(gone)
+            )
+        return PeerError(
+            f"group {self.name!r}: rank {self.rank} is at {_name(*own)} and rank {others[0]} at "
+            f"{_name(*heads[others[0]])}; all must come to the same operations in order" + self.around(others[:1])
+        )
 
     # Waiting
 
@@ -432,3 +454,13 @@ class SharedGroup(Group):
     def _from_own(self) -> list[int]:
         """All ranks beginning with this one, so that not all ranks read the same memory first."""
         return [(self.rank + step) % self.size for step in range(self.size)]
+
+
+def _full_name(head: int, purpose: str) -> str:
+    number, kind = divmod(head, KINDS)
+    return f"{SYNCS[kind]} number {number}" + (f" ({purpose})" if purpose else "")
+
+
+def _name(head: int, total: int) -> str:
+    kind = head % KINDS
+    return f"{SYNCS[kind]} {PHASES[total]}".rstrip() if kind == FENCE else f"{SYNCS[kind]} ({total} values)"

@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 
-from shardwise.comm import DONE, Group, Handle
-from shardwise.comm.exact import together
+from shardwise.comm import DONE, Group, Handle, together
 
 __all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 

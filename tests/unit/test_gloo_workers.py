@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from program_setup import SECONDS, surroundings
 
-from shardwise.comm import workers
+from shardwise.comm import release
 
-pytestmark = pytest.mark.skipif(not workers.TASKS.is_dir(), reason="the system does not tell what its threads do")
+pytestmark = pytest.mark.skipif(not release.TASKS.is_dir(), reason="the system does not tell what its threads do")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def worker(work: Callable[[], object]) -> Iterator[None]:
     named, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        (workers.TASKS / str(threading.get_native_id()) / "comm").write_text(workers.NAME)
+        (release.TASKS / str(threading.get_native_id()) / "comm").write_text(release.WORKER)
         named.set()
         work()
         over.wait()
@@ -40,13 +40,13 @@ def worker(work: Callable[[], object]) -> Iterator[None]:
 
 
 def test_a_process_without_workers_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers.time, "sleep", lambda _: pytest.fail("it waited"))
-    assert workers.resting() == {}
-    workers.let_workers_rest()
+    monkeypatch.setattr(release.time, "sleep", lambda _: pytest.fail("it waited"))
+    assert release.resting() == {}
+    release.let_workers_rest()
 
 
 def test_a_worker_that_wants_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MOST_S", 600.0)  # a busy machine may keep it from working for long
+    monkeypatch.setattr(release, "MOST_S", 600.0)  # a busy machine may keep it from working for long
     done: list[str] = []
 
     def late() -> None:
@@ -56,23 +56,23 @@ def test_a_worker_that_wants_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPa
         done.append("let go")
 
     with worker(late):
-        workers.let_workers_rest()
+        release.let_workers_rest()
         assert done == ["let go"]
 
 
 def test_a_worker_that_waits_for_a_peer_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
-    monkeypatch.setattr(workers.time, "sleep", lambda seconds: looks.append(seconds))
+    monkeypatch.setattr(release.time, "sleep", lambda seconds: looks.append(seconds))
     with worker(lambda: None):
         until = time.monotonic() + 300
-        while not workers.resting() and time.monotonic() < until:
+        while not release.resting() and time.monotonic() < until:
             pass
-        workers.let_workers_rest()
+        release.let_workers_rest()
     assert 0 < len(looks) <= 4
 
 
 def test_one_that_never_rests_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MOST_S", 0.1)
+    monkeypatch.setattr(release, "MOST_S", 0.1)
     stop = threading.Event()
 
     def busy() -> None:
@@ -80,7 +80,7 @@ def test_one_that_never_rests_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
             sum(range(1000))
 
     with worker(busy):
-        workers.let_workers_rest()
+        release.let_workers_rest()
         assert not stop.is_set()
         stop.set()
 

@@ -1,8 +1,7 @@
-"""Exchanges in shared memory that some rank gives up, or leaves: one verdict on all ranks, and the next one is met."""
+"""Exchanges in shared memory that some rank gives up, or leaves: who comes late is told, and the next one is met."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from scope import Scope
 from sets import full
 
-from shardwise.comm import Buffer, PeerError, SharedGroup, shared, slots
+from shardwise.comm import Buffer, PeerError, SharedGroup, shared
 from shardwise.testing import run_ranks
 
 SOON_S, NEVER_S = 0.3, 600.0
@@ -69,50 +68,6 @@ def test_a_rank_that_comes_too_late_fails_as_those_do_that_have_given_it_up(rank
     for told, *met in others:
         assert "gave it up before all had come" in told and met == expected
     assert any("ranks [0] of" in told for told, *_ in others)
-
-
-def arrives_in_doubt() -> str:
-    """The second rank comes while the first doubts: nothing is lost."""
-    with Scope("shared") as group:
-        assert isinstance(group, SharedGroup)
-        group.timeout_s = 0.0 if group.rank == 0 else NEVER_S
-        if group.rank:
-            dist.barrier()
-            return exchanged(group, 1.0)
-
-        def doubting(_: float) -> None:
-            dist.barrier()
-            time.sleep(SLOW_S)
-            while group._words[1][slots.ARRIVED] < group._arrived:
-                time.sleep(0.001)
-
-        with mock.patch.object(slots, "time", mock.Mock(sleep=doubting)):
-            return exchanged(group, 0.0)
-
-
-def test_a_rank_that_comes_while_another_doubts_is_met() -> None:
-    assert run_ranks(2, arrives_in_doubt) == ["[0.0, 1.0]"] * 2
-
-
-def at_the_same_moment(rounds: int) -> list[str]:
-    """Verdicts of exchanges to which one rank comes about when the others give up."""
-    with Scope("shared") as group, mock.patch.object(shared, "CHECK_S", 0.0):
-        assert isinstance(group, SharedGroup)
-        draws, found = random.Random(1), []
-        for number in range(rounds):
-            dist.barrier()
-            last, wait_s = draws.randrange(group.size), draws.uniform(0.0, 0.02)
-            group.timeout_s = NEVER_S if group.rank == last else 0.002
-            if group.rank == last:
-                time.sleep(wait_s)
-            found.append(exchanged(group, number + group.rank))
-        return ["met" if told.startswith("[") else "given up" for told in found]
-
-
-@pytest.mark.parametrize("rounds", [40, *full(200)])
-def test_ranks_that_give_up_when_the_last_one_comes_are_of_one_mind(rounds: int) -> None:
-    first, *others = run_ranks(3, at_the_same_moment, rounds, timeout=120.0)
-    assert others == [first] * 2
 
 
 def interrupted(group: SharedGroup, value: float) -> None:

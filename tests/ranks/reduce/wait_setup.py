@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session
 from shardwise.comm import Buffer
-from shardwise.comm.gloo import GlooGroup, Reduction
+from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.shared import SharedGroup
 from shardwise.reduce import patience
 from shardwise.reduce.grads import ChunkGrads
@@ -89,7 +89,7 @@ class Watch:
                 self.seen.append(what)
             wait_until(group, missing, what, meeting)
 
-        def finishing(group: GlooGroup, last: Reduction) -> None:
+        def finishing(group: GlooGroup, last: Any) -> None:
             if self.inside and not group.finished_through(last):
                 self.seen.append(last._what)
             finish_through(group, last)
