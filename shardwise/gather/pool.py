@@ -306,7 +306,7 @@ class ChunkPool:
 
     @in_turn
     def catch_up(self) -> None:
-        """All ranks have dropped a pass: each issues what any of them has issued, and goes on as the others. Collective."""
+        """All ranks have dropped a pass: each issues what any of them has, and all go on alike. Collective."""
         if not self.in_order:
             return
         found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
