@@ -111,7 +111,7 @@ class Session:
         self.engine.passes.reduce_rest()
 
     def drop_gathered(self, to_system: bool = True) -> None:
-        """Give back the memory of gathered parameters that nothing reads. For this rank alone, between passes.
+        """Give back the memory of gathered parameters that nothing reads. Between passes, on every rank.
 
         Args:
             to_system: also what the allocator of the device keeps.

@@ -25,9 +25,9 @@ __all__ = ["SecondaryShards", "SecondarySource"]
 # passes and in those that make no graph, until shards are written (forget). The values are equal, so is all that comes
 # of them.
 # * Who has what is a matter of which gathers have begun, not of which have arrived: all ranks of the shard group take
-#   part in all gathers, in the order of rounds (peers_take_part), so they have begun the same ones. With each round
-#   every rank says what it has begun (SecondaryShards). Where that differs, since one was interrupted or failed alone,
-#   all of them forget everything, and gather as a whole group again.
+#   part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a pass that failed, and
+#   where ranks agree on gathers and find that it differs (SecondaryShards), all of them forget everything, and gather
+#   as a whole group again.
 # * A gather of secondary shards first waits for the one that brings this rank's. Where memory is mapped nobody sees
 #   that the peers have theirs: then all k meet before they read. They read at once, and what is read is written again
 #   after a later round at the earliest, to which every rank comes when it has read.

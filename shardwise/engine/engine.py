@@ -149,6 +149,13 @@ class Engine:
         if self.pool.in_order:
             mesh, pool = self.mesh, self.pool
             self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, pool.name_of))
+            if mesh.shard.starts_together and self.plan.comm.overlap:
+                events.unit_wanted.listen(self._pass_by)
+
+    def _pass_by(self, unit: int) -> None:
+        pool = self.pool
+        if pool.in_training and pool.trace.followed:
+            self.reducer.pass_by(unit, pool.trace.upcoming())
 
     # ---- set-up
 

@@ -23,6 +23,10 @@ KEPT = 4096
 # * What fits on a device differs between ranks. Under a declared capacity they agree before each gather, in rounds.
 # Reductions have an order of their own, which all ranks share (see reduce/reducer.py). They begin as soon as their
 # gradients are complete, and the rest at the end of the pass, so parameters that only some ranks use are no difference.
+# On a GPU a rank that has begun a reduction may wait for it before its next gather (for an exchange buffer), and a peer
+# that begins it at the end of its pass would wait for that gather. So there a chunk that lacks gradients is reduced as
+# soon as its unit has had its turn (Reducer.pass_by), as in FSDP2; what comes later is reduced again. A rank on which
+# none of a unit's parameters has a gradient, where others have them, is on another branch.
 # Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a running
 # fingerprint of their gathers; and a rank that waits for a gather that another one does not come to gives up, and says
 # what each of them is doing. Ranks that fail in the midst of a backward pass have issued different numbers of gathers:

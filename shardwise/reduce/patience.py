@@ -31,8 +31,7 @@ NAP_MAX_S = 0.001
 # * what all ranks gather next, where they agree on gathers, and what follows at once (the outcome of a read from a
 #   disk, the gather's messages, a fence): every rank comes to its next gather, or to the end of its backward, with
 #   nothing but this list in between;
-# * where they need not agree, a thread of a peer that answers whatever its rank does ([Note: Gathers that nobody else
-#   takes part in]);
+# * a gather in program order ([Note: Program order]): every rank comes to it, or those that wait give up after a while;
 # * a disk, its buffers, an update in its thread: these wait for no peer.
 # Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
 # one order ([Note: One order of reductions]), so who waits for the n-th waits for ranks that wait for an earlier one at

@@ -153,6 +153,15 @@ class Reducer:
                 while self._observer.active and self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
 
+    def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
+        """In program order ``unit`` is used: chunks of units that do not come again get no more gradients."""
+        while self._reduces and self._cursor < len(self._order):
+            state = self._order[self._cursor]
+            if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):
+                return
+            state.become(Reduction.DEPOSITED)
+            self._advance()
+
     def _before_write(self, state: ChunkGrads) -> None:
         state.claim()
         if state.buffer is not None:
@@ -168,10 +177,7 @@ class Reducer:
             self._place(state, buffer)
 
     def _patient_take(self, state: ChunkGrads) -> Buffer | None:
-        """The chunk's exchange buffer, waiting for its last user and for peers that still read it.
-
-        Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
-        """
+        """The chunk's exchange buffer, waiting for its last user and for peers that still read it, but not for ever."""
         if self._slots.free(state):
             return self._slots.take(state)
         if self._in_rounds or self._group.waits_in_queue:
@@ -195,11 +201,8 @@ class Reducer:
             self._patience.waited(waited_s, in_vain)
 
     def _take_behind(self, state: ChunkGrads) -> Buffer | None:
-        """The same where what has begun ends by itself, because it has begun on all ranks (in rounds) or will without
-        this one: what writes to the buffer waits, and only a user whose turn has not come keeps it.
-
-        Outside rounds that is so because nothing but reductions is waited for. They begin in one order, so a peer that
-        has yet to begin the n-th waits for earlier ones at most.
+        """The same where what has begun ends by itself, because it has begun on all ranks (in rounds), or they begin it
+        in one order without waiting for this one: only a user whose turn has not come keeps the buffer.
         """
         while not self._slots.free(state):
             user = self._slots.user(state)

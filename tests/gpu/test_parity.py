@@ -44,7 +44,8 @@ def check(pool: RankPool, setting: Setting, rtol: float) -> list[Run]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_fp32(pool: RankPool, device_type: str, plan: str, model: str) -> None:
-    check(pool, Setting(model=model, plan=PLANS[plan](), device_type=device_type), 1e-5)
+    chosen = PLANS[plan]().but(same_order=False if model == "mixture" else None)  # its ranks take different branches
+    check(pool, Setting(model=model, plan=chosen, device_type=device_type), 1e-5)
 
 
 @pytest.mark.parametrize("plan", PLANS)

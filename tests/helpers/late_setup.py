@@ -131,6 +131,7 @@ def train(
         then: is called after each step, and at the end with the plain run, and tells what is wrong.
     """
     plan, case, ranks, rank = PLANS[name], MODELS[model], dist.get_world_size(), dist.get_rank()
+    plan = plan.but(same_order=False) if model == "mixture" else plan  # its ranks take different branches
     with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
         if ranks > 1:
             undo.callback(late_collectives(device))

@@ -67,7 +67,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "clip": tuple(CLIP),
     "transport": ("shared", "gloo"),
     "average": ("sum", "mean", "tokens"),
-    "order": ("overlap", "sequence", "same_order", "on_use"),
+    "order": ("overlap", "sequence", "agreed", "on_use"),
 }
 COSTS = {"gloo": 4.0, "3": 3.0, "4": 4.0}
 """A message of gloo takes two changes of threads on either side; more ranks than two cores take turns."""
@@ -98,10 +98,7 @@ def allowed(row: Row) -> bool:
             return False
         if plan.mesh.dp_replicate == 2 and row.get("ranks", "4") != "4":
             return False
-    if row.get("optimizer") == "rprop" and row.get("model") in KEY_BIASES:
-        return False
-    # Ranks of the mixture take different branches, which the promise of one order excludes.
-    return not (row.get("order") == "same_order" and row.get("model") == "mixture")
+    return not (row.get("optimizer") == "rprop" and row.get("model") in KEY_BIASES)
 
 
 def _constant_scale(average: str) -> ScalerPlan:
@@ -126,7 +123,8 @@ def make_setting(row: Row) -> Setting:
         shared_memory=row["transport"] == "shared" and None,
         average=row["average"],
         overlap=row["order"] != "sequence",
-        same_order=row["order"] == "same_order",
+        # Ranks of the mixture take different branches.
+        same_order=False if row["order"] == "agreed" or row["model"] == "mixture" else None,
         gather_on_use=row["order"] == "on_use",
     )
     numbers = row["numbers"]

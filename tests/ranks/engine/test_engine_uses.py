@@ -85,7 +85,7 @@ def test_autograd_grad_is_not_a_micro_batch(name: str) -> None:
 def flow_through(plan: Plan) -> list[Tensor]:
     model = seeded(Experts).requires_grad_(False)
     grads = []
-    with sharded(model, None, plan) as session:
+    with sharded(model, None, plan.but(same_order=False)) as session:
         assert session.optimizer is None
         for micro in range(2):
             x = data(session.mesh.rank, 0, micro).requires_grad_()

@@ -122,9 +122,18 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
+APART = (evaluation_in_between, subsets, some_ranks_have_no_gradients, submodules_called_directly)
+"""In these ranks take different branches."""
+
+
+def plan_for(program: str, plan: Plan) -> Plan:
+    """``plan``, under which ranks may do what they do in that program."""
+    return plan.but(same_order=False) if PROGRAMS[program] in APART else plan
+
+
 def on_rank(plan: Plan, programs: list[str]) -> dict[str, dict[str, Tensor]]:
     with one_mesh(plan) as mesh:
-        return {name: run_sharded(Experts, PROGRAMS[name], plan, STEPS, mesh) for name in programs}
+        return {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh) for name in programs}
 
 
 @functools.cache

@@ -178,7 +178,12 @@ def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
         "p_disk": with_tiers(zero(3), "p_disk", str(directory)),
         "all_disk": with_tiers(zero(3).but(**guessed), "all_disk", str(directory)),  # type: ignore[arg-type]
     }
-    return {name: plan.but(shared_memory=shared, exchange_bytes=0) for name, plan in found.items()}
+    return {name: over(plan, shared) for name, plan in found.items()}
+
+
+def over(plan: Plan, shared: bool | None) -> Plan:
+    """Over messages ranks that fail alone have to agree on gathers: who waits for one would not hear of it."""
+    return plan.but(shared_memory=shared, exchange_bytes=0, same_order=shared)
 
 
 def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
@@ -210,7 +215,7 @@ def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> Non
 @MEMORY_IN_FULL
 def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None:
     """Ranks that gather from the failed one wait elsewhere than those that only reduce with it."""
-    hybrid = PLANS["hybrid"].but(shared_memory=shared, exchange_bytes=0)
+    hybrid = over(PLANS["hybrid"], shared)
     trials = one_fails(4, 2, Trial(fails_at=2))
     check([Run(hybrid, trials, direct, True, f"direct={direct}") for direct in (True, False)], 4)
 
@@ -218,7 +223,7 @@ def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None
 @MESSAGES_IN_FULL
 def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
     """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
-    plan = zero(3).but(secondary=2, shared_memory=shared, exchange_bytes=0, prefetch=2 if shared is False else 0)
+    plan = over(zero(3), shared).but(secondary=2, prefetch=2 if shared is False else 0)
     trials = [Trial(fails_at=2), Trial(fails_in_forward=1), Trial(fails_in_forward=4)]
     runs = [Run(plan, one_fails(4, who, trial), what=f"{trial} on {who}") for who, trial in enumerate(trials)]
     apart = [[Trial(fails_in_forward=(rank + step) % LAYERS) for step in range(STEPS)] for rank in range(4)]
@@ -227,14 +232,14 @@ def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> Non
 
 @MESSAGES_IN_FULL
 @pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
-def test_the_same_order_promised(shared: bool | None, every: bool, tmp_path: Path) -> None:
+def test_all_ranks_fail_in_program_order(shared: bool | None, every: bool, tmp_path: Path) -> None:
     """All ranks fail at one place; how far each had come by then depends on its patience."""
     runs = []
     for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
         for impatient in (0, 1) if every else ((index + (shared is None)) % 2,):
             at = [rank if rank == impatient else None for rank in range(2)]
             trials = [[Trial(fails_at=1, impatient_at=at[rank])] * STEPS for rank in range(2)]
-            runs.append(Run(plan.but(same_order=True), trials, what=f"{name}, rank {impatient} is impatient"))
+            runs.append(Run(plan.but(same_order=None), trials, what=f"{name}, rank {impatient} is impatient"))
     for run, tries in zip(runs, check(runs, 2), strict=True):
         assert all(each.ends == [["ArithmeticError", "made"]] * STEPS for each in tries), run.what
 
@@ -268,7 +273,7 @@ def goes_on(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
 def test_step_or_pass_after_one_that_failed(name: str) -> None:
     """Is refused: what has been reduced by then differs between ranks."""
-    for told in run_ranks(2, goes_on, PLANS[name]):
+    for told in run_ranks(2, goes_on, PLANS[name].but(same_order=False)):
         assert len(told) == 6 and all("zero_grad()" in each and "failed" in each for each in told), told
 
 
@@ -317,10 +322,10 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
     draw = random.Random(seed)
     choices = plans(shared, directory)
     if size == 4:
-        choices["hybrid"] = PLANS["hybrid"].but(shared_memory=shared, exchange_bytes=0)
+        choices["hybrid"] = over(PLANS["hybrid"], shared)
     name, plan = draw.choice(list(choices.items()))
-    promised = draw.random() < 0.2
-    kinds = ["none", "alike"] if promised else ["none", "one", "some", "alike", "apart", "forward"]
+    in_order = shared is False and draw.random() < 0.2
+    kinds = ["none", "alike"] if in_order else ["none", "one", "some", "alike", "apart", "forward"]
     trials = [[Trial() for _ in range(STEPS)] for _ in range(size)]
     for step in range(STEPS):
         kind = draw.choice(kinds)
@@ -340,8 +345,8 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
                 impatient_at=draw.choice([None, draw.randrange(8)]),
                 naps=tuple(draw.choice([0.0, 0.0, 0.01]) if slow else 0.0 for _ in range(LAYERS)),
             )
-    plan = plan.but(same_order=promised)
-    return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}, same_order={promised}")
+    plan = plan.but(same_order=None) if in_order else plan
+    return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}, in_order={in_order}")
 
 
 @MESSAGES_IN_FULL

@@ -5,10 +5,12 @@ The note in :mod:`shardwise.gather.rounds` has the argument; here it is tried.
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
-from engine_setup import adam, one_mesh, seeded, sharded
+import torch
+from engine_setup import adam, data, one_mesh, seeded, sharded
 from sets import full
 from stream_setup import (
     LAYERS,
@@ -23,7 +25,7 @@ from stream_setup import (
     stuck,
     train_on,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from wait_setup import quick_patience
 
 from shardwise.comm import NativeGroup
@@ -56,6 +58,59 @@ def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
     """The tests above can fail."""
     programs = run_ranks(2, alone, zero(3).but(same_order=False), STEPS, True)
     assert stuck(programs) and begun_apart(programs)
+
+
+class Layer(nn.Module):
+    """A unit with a part that a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x + self.sometimes(x) if whole else x
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index != left_out)
+        return x
+
+
+def leaves_out(passes_by: bool) -> tuple[Program, dict[str, Tensor]]:
+    """In the last step rank 1 leaves out a part of one layer, in program order."""
+    plan = zero(3)
+    stays = contextlib.nullcontext() if passes_by else mock.patch.object(Reducer, "pass_by", lambda *_: None)
+    with queued() as program, stays:
+        model = seeded(Layers)
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            for step in range(4):
+                left_out = LAYERS - 2 if step == 3 and mesh.rank else -1
+                session.backward(session.module(data(mesh.rank, step), left_out).square().mean())
+                session.optimizer.step()
+            return program, session.module.state_dict()
+
+
+def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle() -> None:
+    model = seeded(Layers)
+    optimizer = adam(model, lr=0.01)
+    for step in range(4):
+        for rank in range(2):
+            (model(data(rank, step), LAYERS - 2 if step == 3 and rank else -1).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run_ranks(2, leaves_out, True)
+    assert stuck([program for program, _ in found]) == []
+    for rank, (_, state) in enumerate(found):
+        assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, False)]), "the test cannot fail"
 
 
 @pytest.mark.full
