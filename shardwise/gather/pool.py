@@ -465,8 +465,9 @@ class ChunkPool:
                 with ordinary_tensors():
                     try:
                         chunk.arrive()
-                    except Exception:  # an interrupt leaves it on its way
-                        chunk.pending = None  # it has been waited for
+                    except BaseException as error:
+                        if isinstance(error, Exception):
+                            chunk.pending = None  # otherwise the eviction waits for it
                         self._evict(unit)
                         raise
                 ended = True
