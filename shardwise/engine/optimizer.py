@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from shardwise.attributes import attribute_of
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
-from shardwise.engine.masters_asked import attribute_of_optimizer
 from shardwise.engine.norms import Norms
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
@@ -66,7 +66,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         self.steps_ended = 0
-        if self.needs_scaler():
+        if self.scales_losses:
             engine.passes.scaled = True
 
     def foresee(self) -> None:
@@ -109,11 +109,6 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.optimizer.state.clear()
         self.optimizer.state.update(held)
 
-    @property
-    def optim(self) -> torch.optim.Optimizer:
-        """The user's own optimizer, under the name that ColossalAI's wrappers have for it."""
-        return self.optimizer
-
     def unwrap(self) -> torch.optim.Optimizer:
         """The user's own optimizer. Step this one instead."""
         return self.optimizer
@@ -126,7 +121,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return attribute_of_optimizer(self.optimizer, name, self)
+        return attribute_of(self.optimizer, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"

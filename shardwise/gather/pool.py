@@ -485,7 +485,7 @@ class ChunkPool:
             full = chunk.full
             if full is not None:
                 self.by_storage.pop(storage_id(full.untyped_storage()), None)
-            if (array := chunk.evict(self.group)) is not None:
+            if (array := chunk.evict()) is not None:
                 self.copied_bytes -= chunk.spec.padded_bytes
                 self.arrays.give(array)
         self._kept.discard(unit)

@@ -23,7 +23,6 @@ SHORT_SET = (
     "tests/unit/test_testing_pool.py",  # processes
     "tests/unit/test_readers.py",  # references are counted
     "tests/unit/test_chunk_pool.py",
-    "tests/unit/test_chunk_edits.py",
     "tests/unit/test_deferred.py",  # factories of tensors, modes
     "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed
     "tests/unit/test_formats_single.py",  # pickles of torch.save
