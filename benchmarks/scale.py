@@ -168,7 +168,7 @@ def measure(name: str, blocks: int, ranks: int, transport: str, times: bool = Tr
         start = time.perf_counter()
         session = build(model, optimizer, plan, mesh)
         build_s = time.perf_counter() - start
-        for _ in range(4):  # the order of reductions is found in the first; what two had alike is played from then on
+        for _ in range(4):  # the order of reductions is found in the first, that of gathers is known from then on
             _step(session, x)
         agreement, taken = _Agreement(), [math.nan] if not times else []
         with agreement.watched() if times else contextlib.nullcontext():

@@ -55,6 +55,10 @@ class Trace:
             self.recorded, self.current = self.current, []
         self.followed = True
 
+    def restart(self) -> None:
+        """The step is made again from its beginning."""
+        self.current, self.followed = [], True
+
     def upcoming(self) -> Sequence[int]:
         """Units expected from here on; empty where the order is not known."""
         return self.recorded[len(self.current) :] if self.followed else ()

@@ -77,8 +77,7 @@ class ChunkPool:
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees, self.in_order = together and limits.agree, together and not limits.agree
-        self.issued = Issued()
-        self._kept = set[int]()
+        self.issued, self._kept = Issued(), set[int]()
         """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         # Each gather is a round trip between CPU ranks.
@@ -93,8 +92,7 @@ class ChunkPool:
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self._room = Room(ledger, self.arrays, self._transient, self._held, self.name_of)
         self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
-        self.blocks = Blocks(self._transient)
-        self.followed, self.moved_bytes = False, 0
+        self.blocks, self.followed, self.moved_bytes = Blocks(self._transient), False, 0
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
@@ -308,7 +306,7 @@ class ChunkPool:
 
     @in_turn
     def catch_up(self) -> None:
-        """All ranks have dropped a pass: each issues the gathers that any of them has issued. Collective."""
+        """All ranks have dropped a pass: each issues what any of them has, and all go on alike. Collective."""
         if not self.in_order:
             return
         found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
@@ -318,7 +316,9 @@ class ChunkPool:
             for unit in units[len(units) - (int(found.most[0]) - self.issued.count) :]:
                 self.issued.note(unit)
                 self._now(unit)
+        self.drop_idle()
         self.rounds.secondary.forget()
+        self._training.restart()
         self.issued.restart()
 
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:

@@ -70,7 +70,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("comm/compressed.py", "_Steps.finished", "", SEEN),
     ("comm/control.py", "", "", MESSAGES),
     ("comm/gloo.py", "", "", MESSAGES),
-    ("comm/batch.py", "", "", MESSAGES),
     ("comm/shared_buffer.py", "", "", MESSAGES),
     ("comm/link.py", "Message.wait", "at_most)", MESSAGES),
     ("pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),

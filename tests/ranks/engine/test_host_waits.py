@@ -80,7 +80,7 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             at, function = caller()
             # What ranks exchange is on the host already, and so are settings.
-            if at and at not in ("control.py", "shared.py", "serving.py", LATER):
+            if at and at not in ("control.py", "shared.py", LATER):
                 reads.append(f"{name} in {function} of {at}")
             return original(self, *args, **kwargs)
 
