@@ -18,7 +18,7 @@ from shardwise.checkpoint.schedulers import inner_scheduler
 
 __all__ = ["why_no_step"]
 
-KNOWN = ("torch.optim.", "shardwise.deepspeed.schedules", "shardwise.nn.lr_scheduler")
+KNOWN = ("torch.optim.", "shardwise.")
 """Modules of schedulers whose step sets options of param groups and does nothing else: a user's own may print."""
 FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")
 """Attributes that hold functions of the user's, which may count their calls."""
