@@ -86,9 +86,9 @@ def started(plan: Plan, saving: str = "") -> tuple[Session, Full]:
 
 
 def write(session: Session) -> None:
-    with session.module.gathered(write_back=True):
+    with session.module.gathered(write_back=True), torch.no_grad():
         for param in session.module.unwrap().parameters():
-            param.data.mul_(1.5)
+            param.mul_(1.5)
 
 
 def set_state(session: Session) -> None:
