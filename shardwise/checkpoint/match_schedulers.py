@@ -122,7 +122,7 @@ def _trainer_of(run: Run, scheduler: Any) -> Trainer | None:
 # A value can be of the right kind and still end training in the next step, after the weights were replaced: 0 for
 # `step_size`. What a scheduler divides by, or looks up, only the scheduler itself knows, so a copy takes a step.
 
-KNOWN = ("torch.optim.", "shardwise.deepspeed.schedules", "shardwise.nn.lr_scheduler")
+KNOWN = ("torch.optim.", "shardwise.")
 """Modules of schedulers whose step sets options of param groups and does nothing else: a user's own may print."""
 FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")
 """Attributes that hold functions of the user's, which may count their calls."""

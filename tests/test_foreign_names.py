@@ -1,0 +1,86 @@
+"""Nothing below the front-ends names one of them, or another library."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sources import PACKAGE, Source, ours
+from tests.test_architecture import ROWS, unit_and_row
+
+# Names that the code may not have; docstrings and comments may tell sources.
+FOREIGN = re.compile(
+    r"accelerate\b|\bapex\b|bitsandbytes|\bbnb|booster|colossal|deepspeed|diffusers|fabric|fairscale|gemini|hugging"
+    r"|lightning|megatron|peft|\btimm\b|torchao|transformers|\btrl\b",
+    re.IGNORECASE,
+)
+# Modules and packages that may have them, each with its reason.
+FOREIGN_ALLOWED = {
+    "checkpoint.formats": "files of other libraries",
+    "checkpoint.settings": "attributes under which models keep what such files have beside tensors",
+    "engine.packed_weights": "an attribute that tells weights which are not packed yet",
+    "optim.state_form": "the name of a class in checkpoints",
+    "remarks": "packages whose frames are no user's program",
+    "sequence": "attention and masks of the models that it divides",
+    "tensor": "architectures that it divides",
+}
+LAST = next(row for row, names in enumerate(ROWS) if "build" in names)
+
+
+def _words(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names and texts of the code, with their lines; not of comments and docstrings."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Name | ast.Attribute):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.lineno, node.arg or ""
+        elif isinstance(node, ast.alias | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+
+
+def check_foreign_names(source: Source) -> list[str]:
+    """Nothing below the front-ends names one, or another library."""
+    path = source.name.removeprefix(f"{PACKAGE}.")
+    row = unit_and_row(source.name)[1]
+    if row is None or row > LAST or any(path == each or path.startswith(f"{each}.") for each in FOREIGN_ALLOWED):
+        return []
+    return [
+        f"{source.name}:{line} names {found[0]}: let the front-end do it, or say in general what is needed"
+        for line, word in _words(source.tree)
+        if (found := FOREIGN.search(word))
+    ]
+
+
+def test_nothing_below_the_front_ends_names_another_library() -> None:
+    complaints = [complaint for source in ours() for complaint in check_foreign_names(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_exceptions_are_still_needed() -> None:
+    found = {s.name.removeprefix(f"{PACKAGE}.") for s in ours() for _, word in _words(s.tree) if FOREIGN.search(word)}
+    for each in FOREIGN_ALLOWED:
+        assert any(name == each or name.startswith(f"{each}.") for name in found), each
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "expected"),
+    [
+        ("engine", "def f(x):\n    return x.deepspeed_scale", "engine:2 names deepspeed"),
+        ("chunk.pool", "from transformers import x", "names transformers"),
+        ("plan", "raise ValueError(f'{x}: use GeminiPlugin')", "names Gemini"),
+        ("engine", "'Source: DeepSpeed.'\nx = 1  # as peft does\ny = accelerator", ""),
+        ("sequence.attention", "from transformers import masking_utils", ""),
+        ("booster.x", "from peft import x", ""),
+    ],
+)
+def test_the_checker(module: str, text: str, expected: str) -> None:
+    found = check_foreign_names(Source(f"{PACKAGE}.{module}", text))
+    assert (expected in found[0]) if expected else not found, found
