@@ -180,7 +180,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan, limit = self.engine.plan.grad, self.max_norm
         if self._early is not None:
-            self._updates.settle(self._early)
+            self._updates.finish_early(self._early)
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
