@@ -22,8 +22,7 @@ from shardwise.engine.other_parts import Counting
 from shardwise.engine.settings import compared_settings
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
-from shardwise.reduce.kept import TileNorm
-from shardwise.reduce.norm import LateNorm, clip_factor
+from shardwise.reduce.norm import LateNorm, TileNorm, clip_factor
 from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["ShardedOptimizer", "sharded_of"]
@@ -249,7 +248,9 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
         if wanted or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
             return None
-        return LateNorm(engine.mesh.shard) if runs_ahead(engine.mesh.device) else self._updates.norm_of_kept()
+        if runs_ahead(engine.mesh.device):
+            return LateNorm(engine.mesh.shard)
+        return self._updates.norm_of_tiles() if engine.mesh.everyone.size == 1 else None
 
     def _update(self, factor: float) -> None:
         early = self._early

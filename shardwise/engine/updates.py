@@ -27,7 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.promote import promote
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads
-from shardwise.reduce.kept import KeptGrads, TileNorm
+from shardwise.reduce.norm import TileNorm
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.runs import Calls
@@ -160,10 +160,9 @@ class TileUpdates:
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
-    def norm_of_kept(self) -> TileNorm | None:
-        """Made by updates from here on, where gradients stay as they are until then."""
-        if all(isinstance(tile.grads, KeptGrads) for tile in self.tiles):
-            self._stepper.norm = TileNorm(list(dict.fromkeys(tile.grads for tile in self.tiles)))
+    def norm_of_tiles(self) -> TileNorm:
+        """Made by updates from here on."""
+        self._stepper.norm = TileNorm()
         return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from shardwise.build import Session, build
 from shardwise.engine import visible_grads
 from shardwise.plan import zero
-from shardwise.reduce import grads, kept, passes, reducer
+from shardwise.reduce import grads, passes, reducer
 from shardwise.testing import run_ranks
 
-WATCHED = [grads, kept, passes, reducer, visible_grads]
+WATCHED = [grads, passes, reducer, visible_grads]
 
 
 @contextlib.contextmanager
