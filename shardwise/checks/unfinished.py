@@ -21,7 +21,7 @@ def state_of(optimizer: int) -> str:
 # the user's may raise anything. A change of many values can be neither undone nor finished then. So it is noted down
 # before the first value and struck off after the last: a part that is found here is neither old nor new, whatever the
 # point was at which the change ended. Forward passes, steps and saves look here first; a load of the part strikes it
-# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, guesses, state that a load
+# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, state that a load
 # gives new tensors in one process), it is put back instead. What belongs to a part (rates and counts to a state)
 # changes before the part is struck off. Where two such changes are nested the outer one strikes it off. Replicas which
 # learn that they have not made the same steps are noted down as well: each is whole, and together they are no model.

@@ -33,8 +33,8 @@ from shardwise.gather.pool import ChunkPool
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
-from shardwise.reduce.kept import make_reducer
 from shardwise.reduce.passes import BackwardPasses
+from shardwise.reduce.reducer import Reducer
 from shardwise.update.early import EarlyObserver
 from shardwise.update.masters import MasterEdits
 from shardwise.update.tiles import needs_whole_tensors
@@ -109,7 +109,7 @@ class Engine:
         self.early = EarlyObserver(self.grads, self.counts, self.unfinished, self.storage.store)
         states = list(self.grads.values())
         sums = mesh.with_sums_in(plan.comm.gradients)
-        self.reducer = make_reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
+        self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)

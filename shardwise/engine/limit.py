@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.checked import number
 from shardwise.engine.engine import Engine
 from shardwise.engine.losses import Losses
-from shardwise.reduce.kept import TileNorm
-from shardwise.reduce.norm import LateNorm
+from shardwise.reduce.norm import LateNorm, TileNorm
 
 __all__ = ["Limited"]
 

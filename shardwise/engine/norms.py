@@ -44,7 +44,8 @@ class Norms(Limited):
         return self.engine.visible.divisor(self.index)
 
     def _reduced(self) -> list[torch.Tensor]:
-        return [grad for state in self._states for grad in state.apart() or state.together()]
+        found = [state.reduced for state in self._states]
+        return [each for each in found if each is not None]
 
     def _global_norm(
         self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None

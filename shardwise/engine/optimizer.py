@@ -23,8 +23,7 @@ from shardwise.engine.settings import compared_settings
 from shardwise.engine.updates import TileUpdates
 from shardwise.interrupts import deferred_interrupts
 from shardwise.memory.tier import Tier
-from shardwise.reduce.kept import TileNorm
-from shardwise.reduce.norm import LateNorm, clip_factor
+from shardwise.reduce.norm import LateNorm, TileNorm, clip_factor
 from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["ShardedOptimizer", "sharded_of"]
@@ -177,7 +176,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan, limit = self.engine.plan.grad, self.max_norm
         if self._early is not None:
-            self._updates.settle(self._early)
+            self._updates.finish_early(self._early)
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
@@ -246,7 +245,9 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
         if wanted or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
             return None
-        return LateNorm(engine.mesh.shard) if runs_ahead(engine.mesh.device) else self._updates.norm_of_kept()
+        if runs_ahead(engine.mesh.device):
+            return LateNorm(engine.mesh.shard)
+        return self._updates.norm_of_tiles() if engine.mesh.everyone.size == 1 else None
 
     def _update(self, factor: float) -> None:
         early = self._early

@@ -14,7 +14,7 @@ from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.secondary import SecondarySource
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
 from shardwise.comm import Buffer, Group
-from shardwise.device import runs_ahead, side_stream, total_bytes
+from shardwise.device import side_stream, total_bytes
 from shardwise.disk.agreement import agreed
 from shardwise.disk.store import DiskStore
 from shardwise.engine.narrow import Narrow, trained
@@ -27,7 +27,6 @@ from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads, GradRing
-from shardwise.reduce.kept import KeptGrads
 from shardwise.remarks import warn_user
 from shardwise.update.states import ChunkState
 from shardwise.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
@@ -345,22 +344,7 @@ class Storage:
 
     def make_grads(self) -> dict[int, ChunkGrads]:
         """Gradient states of the trainable chunks."""
-        trained = [chunk for chunk in self.chunks if chunk.spec.trainable]
-        if self._gradients_stay([chunk.spec for chunk in trained]):
-            return {c.spec.index: KeptGrads(c, *self.grad_dtypes(c.spec), Tier.DEVICE, None) for c in trained}
-        return {chunk.spec.index: self._make_grads(chunk) for chunk in trained}
-
-    def _gradients_stay(self, specs: Sequence[ChunkSpec]) -> bool:
-        """Whether they need nothing but to be kept; see [Note: Gradients that stay]."""
-        plan, mesh = self.plan, self.mesh
-        alone = mesh.size == mesh.shard.size == mesh.replicate.size == mesh.sequence.size == 1
-        plain = plan.grad.update == "step" and plan.comm.compress is None and plan.comm.predivide == 1.0
-        here = self.ledger.capacity_bytes is None and not runs_ahead(mesh.device)
-        at_home = all(self.homes[spec.index].grad is Tier.DEVICE for spec in specs)
-        # Where a step depends on the norm, its bits are those of every other home of the same gradients.
-        plain = plain and plan.grad.max_norm == 0.0 and plan.precision.scaler is None
-        as_made = all(dtype == spec.dtype for spec in specs for dtype in self.grad_dtypes(spec))
-        return alone and plain and here and at_home and as_made
+        return {chunk.spec.index: self._make_grads(chunk) for chunk in self.chunks if chunk.spec.trainable}
 
     def _make_grads(self, chunk: Chunk) -> ChunkGrads:
         travel, accumulate = self.grad_dtypes(chunk.spec)

@@ -27,7 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.promote import promote
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads
-from shardwise.reduce.kept import KeptGrads, TileNorm
+from shardwise.reduce.norm import TileNorm
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.runs import Calls
@@ -160,10 +160,9 @@ class TileUpdates:
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
-    def norm_of_kept(self) -> TileNorm | None:
-        """Made by updates from here on, where gradients stay as they are until then."""
-        if all(isinstance(tile.grads, KeptGrads) for tile in self.tiles):
-            self._stepper.norm = TileNorm(list(dict.fromkeys(tile.grads for tile in self.tiles)))
+    def norm_of_tiles(self) -> TileNorm:
+        """Made by updates from here on."""
+        self._stepper.norm = TileNorm()
         return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
@@ -279,9 +278,9 @@ class TileUpdates:
                 if not self.tells:
                     raise
                 failure = error
-        self._tell(failure, HALF)
+        self._tell(failure)
 
-    def settle(self, early: EarlyUpdates) -> None:
+    def finish_early(self, early: EarlyUpdates) -> None:
         """Before a step: wait for the updates during backward. Of an optimizer on a disk all ranks meet in
         :meth:`run`, and learn there what failed.
 
@@ -295,7 +294,7 @@ class TileUpdates:
         try:
             if early.failure is not None and not self.tells:
                 raise early.failure
-            self._tell(early.failure, HALF)
+            self._tell(early.failure)
         except Exception:
             self._engine.early.lose([self._index])
             raise
@@ -306,8 +305,8 @@ class TileUpdates:
         for run in self._calls.of(rest):
             update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
-    def _tell(self, failure: Exception | None, left: str) -> None:
-        """Every rank says how its update went, where that is not known of the class. ``left``: what a failure leaves.
+    def _tell(self, failure: Exception | None) -> None:
+        """Every rank says how its update went, where that is not known of the class.
 
         Raises:
             RuntimeError: it raised on another rank. Here, what it raised.
@@ -319,10 +318,10 @@ class TileUpdates:
         told = {rank: text for rank, text in enumerate(everyone.exchange_object(own, UPDATED)) if text}
         name = type(self.optimizer).__name__
         if failure is not None:
-            failure.add_note(f"raised by {name} in step(). {left}")
+            failure.add_note(f"raised by {name} in step(). {HALF}")
             raise failure
         listed = "".join(f"\n  rank {rank}: {text}" for rank, text in told.items())
-        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{left}")
+        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{HALF}")
 
     @property
     def parts(self) -> tuple[str, str]:

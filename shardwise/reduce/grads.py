@@ -177,24 +177,6 @@ class ChunkGrads:
         """Whether there is a reduced gradient."""
         return self._reduced is not None
 
-    @property
-    def lie_apart(self) -> bool:
-        """Whether there are some, each by itself. See :class:`~.kept.KeptGrads`."""
-        return False
-
-    def apart(self) -> list[torch.Tensor]:
-        """Those that lie each by itself: of all that are here, or none."""
-        return []
-
-    def together(self) -> list[torch.Tensor]:
-        """The reduced gradient, if there is one."""
-        reduced = self.reduced
-        return [] if reduced is None else [reduced]
-
-    def part(self, slot: int, offset: int, numel: int) -> torch.Tensor:
-        """So many elements of a slot's, where they are :meth:`apart`, 1-D."""
-        raise RuntimeError(f"chunk {self.spec.index} has no gradient of slot {slot} apart; report this")
-
     def all_live(self) -> list[torch.Tensor]:
         """Every tensor that holds one, where it is."""
         return [each for each in (self.array, self.late, self._reduced) if each is not None]

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import DONE, Group, Handle, together
 
-__all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
+__all__ = ["LateNorm", "OtherParts", "TileNorm", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
 NORMS = "the norms that .grad is asked for"
 
@@ -157,6 +157,32 @@ class LateNorm:
         if p == math.inf:
             return together(norms, True) * factor
         return float(together([norm**p for norm in norms], False) ** (1.0 / p)) * factor
+
+
+class TileNorm:
+    """The norm of one rank's gradients that nothing in their step depends on: made while the update has each in the
+    cache."""
+
+    def __init__(self) -> None:
+        self._p, self._shares = 2.0, list[float]()
+        self.collects = False
+        """Whether an update is to :meth:`add` what it reads."""
+
+    def note(self, _tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
+        """The p-norm of what the next update reads, times ``factor``, to be read behind it and before the next call."""
+        self._p, self._shares, self.collects = p, [], True
+        return lambda: self._read(factor)
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> None:
+        """An update has read these: 1-D, of one dtype."""
+        wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
+        if not math.isfinite(sum(norms)):  # an infinite one may have overflown
+            norms = [shard_norm(each, self._p) for each in gradients]
+        self._shares += norms
+
+    def _read(self, factor: float) -> float:
+        return shard_norm(torch.tensor(self._shares, dtype=torch.float64, device="cpu"), self._p) * factor
 
 
 def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:

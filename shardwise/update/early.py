@@ -174,12 +174,10 @@ class EarlyUpdates:
             index = chunk.spec.index
             if index not in self.updated:
                 continue
-            for tile in self._tiles.get(index, ()):
-                self._stepper.round_tile(tile, chunk.shard)
-            memory = self._new_shards.get(index)
+            tiles = self._tiles.get(index)
+            memory = self._new_shards.get(index) if tiles is None else tiles[0].state.master
             if memory is not None:
-                with chunk.opened(write=True) as shard:
-                    shard.copy_(memory)
+                chunk.shard.copy_(memory)
 
     def lose(self) -> None:
         """What was updated will have no step."""

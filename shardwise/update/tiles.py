@@ -9,7 +9,6 @@ clipping, and the cast of the result done while the data is in cache.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from shardwise.optim.nested_state import tensors_of
 from shardwise.optim.state_form import constructed_state
 from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads
-from shardwise.reduce.kept import TileNorm
+from shardwise.reduce.norm import TileNorm
 from shardwise.torch_internals import copy_each
 from shardwise.update.moved import memory_kept
 from shardwise.update.states import ChunkState
@@ -89,21 +88,14 @@ class Due(NamedTuple):
 
     Attributes:
         live: the pieces that are; one at least.
-        reduced: the gradient of the shard; ``None``: each slot's is by itself (:meth:`ChunkGrads.part`).
+        reduced: the gradient of the shard.
         shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
     """
 
     tile: Tile
     live: Sequence[Piece]
-    reduced: torch.Tensor | None
+    reduced: torch.Tensor
     shard: torch.Tensor | None
-
-    def gradients(self) -> list[torch.Tensor]:
-        """One for all live pieces and what lies between them, or one for each."""
-        if self.reduced is not None:
-            return [self.reduced[self.live[0].start : self.live[-1].end]]
-        part = self.tile.grads.part
-        return [part(piece.slot, piece.offset, piece.end - piece.start) for piece in self.live]
 
 
 def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
@@ -131,16 +123,11 @@ def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable
 
 
 def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The gradient of each live piece, of what :meth:`Due.gradients` gave."""
-    if not [each for each in due if each.reduced is not None]:
-        return parts
-    given, found = iter(parts), list[torch.Tensor]()
-    for each in due:
-        if each.reduced is None:
-            found += itertools.islice(given, len(each.live))
-            continue
-        whole, first = next(given), each.live[0].start
-        found += [whole[piece.start - first : piece.end - first] for piece in each.live]
+    """The gradient of each live piece; a part has those of one tile, and what lies between them."""
+    found = list[torch.Tensor]()
+    for each, part in zip(due, parts, strict=True):
+        first = each.live[0].start
+        found += [part[piece.start - first : piece.end - first] for piece in each.live]
     return found
 
 
@@ -280,9 +267,9 @@ class TileStepper:
             def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
                 live = [(tile, shard, self.live(tile)) for tile, shard in given]
                 due = [
-                    Due(tile, pieces, None if tile.grads.lie_apart else tile.grads.reduced, shard)
+                    Due(tile, pieces, tile.grads.reduced, shard)
                     for tile, shard, pieces in live
-                    if pieces
+                    if pieces and tile.grads.reduced is not None
                 ]
                 if due:
                     self.step_tiles(due, factor, groups)
@@ -307,7 +294,7 @@ class TileStepper:
         """
         first, value = due[0].tile, due[0].live[0].value
         group = self._group_for(groups, first.group, value)
-        parts = [part for each in due for part in each.gradients()]
+        parts = [each.reduced[each.live[0].start : each.live[-1].end] for each in due]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
         copied = elsewhere or factor != 1.0 or not self._only_reads(group)
         if copied:
@@ -319,7 +306,7 @@ class TileStepper:
             copy_each(copies, parts)
             parts = copies
         if self.norm is not None and self.norm.collects:
-            self.norm.add([scratch] if copied else parts, lasting=not copied)
+            self.norm.add([scratch] if copied else parts)
         if factor != 1.0:
             scratch.mul_(factor)
         live = [piece for each in due for piece in each.live]
@@ -350,10 +337,6 @@ class TileStepper:
                 values += [piece.value.view(-1) for piece in live]
         if to:
             copy_each(to, values)
-
-    def round_tile(self, tile: Tile, shard: torch.Tensor) -> None:
-        """Take all of its updated masters over into the shard. Called without gradients."""
-        self._round([Due(tile, tile.pieces, None, shard)])
 
     def _only_reads(self, group: dict[str, Any]) -> bool:
         """Whether the optimizer is known to leave the gradients of ``group`` as they are."""

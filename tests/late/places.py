@@ -64,7 +64,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("chunk/source.py", "DiskSource.", "reading.wait", DISK),
     ("chunk/source.py", "DiskSource.", "self.store.write", DISK),
     ("chunk/source.py", "_FromDisk.", "", DISK),
-    ("update/early.py", "", "", "the host waits for its own thread"),
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
     ("comm/compressed.py", "_Steps.finished", "", SEEN),

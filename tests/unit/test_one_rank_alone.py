@@ -1,8 +1,7 @@
-"""Gradients of one rank alone stay where autograd made them, and train as plain torch does, to the last bit."""
+"""One rank alone trains as plain torch does, to the last bit."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,9 +12,6 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.plan import Plan, replicated, zero
-from shardwise.reduce import kept as kept_module
-from shardwise.reduce.kept import KeptGrads, TileNorm
-from shardwise.testing import live_tensor_bytes
 
 PASSES, STEPS = 2, 3
 
@@ -75,12 +71,6 @@ def session_of(plan: Plan) -> Iterator[Session]:
         session.close()
 
 
-def kept(session: Session) -> list[KeptGrads]:
-    found = list(session.engine.grads.values())
-    assert all(isinstance(each, KeptGrads) for each in found)
-    return found  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["one pass", "two passes", "no_sync", "read between", "changed"])
@@ -98,28 +88,16 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
                 last = number == passes - 1
                 with session.engine.no_sync() if how == "no_sync" and not last else nullcontext():
                     session.backward(loss(model, x, number == 0, session.module))
-                if how == "read between":  # which puts all of a chunk together
+                if how == "read between":
                     assert model[0].weight.grad is not None and float(model[0].weight.grad.norm()) > 0
             if how == "changed":
                 model[0].weight.grad.mul_(1.0)
             optimizer.step()
             assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-5)
             optimizer.zero_grad()
-            assert not any(each.all_live() for each in kept(session)) or how in ("read between", "changed")
         with session.engine.values.gathered():
             for name, param in model.named_parameters():
                 assert torch.equal(param, expected[name]), name
-
-
-def test_gradients_are_autograds_own_tensors() -> None:
-    with session_of(zero(3)) as session:
-        x = batches()[0][0]
-        before = live_tensor_bytes()
-        session.backward(loss(session.engine.model, x, True, session.module))
-        states = kept(session)
-        assert sum(len(each.apart()) for each in states) == 7, "one of eight parameters has no gradient"
-        assert live_tensor_bytes() - before <= sum(g.nbytes for each in states for g in each.apart()) + 4096
-        assert isinstance(session.optimizer._late_norm, TileNorm)  # type: ignore[union-attr]
 
 
 def test_a_pass_that_failed_leaves_nothing() -> None:
@@ -139,7 +117,7 @@ def test_a_pass_that_failed_leaves_nothing() -> None:
             session.backward(hidden)
         handle.remove()
         optimizer.zero_grad()
-        assert not any(each.all_live() for each in kept(session))
+        assert not session.has_gradients
         for step in batches():
             session.backward(loss(model, step[0], True, session.module))
             optimizer.step()
@@ -156,43 +134,7 @@ def test_the_norm_of_large_gradients(large: float) -> None:
         optimizer = session.optimizer
         assert optimizer is not None
         session.backward(loss(session.engine.model, batches()[0][0], True, session.module) * large)
-        expected = torch.cat([g.flatten() for each in kept(session) for g in each.apart()]).double().norm().item()
+        held = [each.reduced for each in session.engine.grads.values() if each.reduced is not None]
+        expected = torch.cat(held).double().norm().item()
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-6, nan_ok=True)
-
-
-@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
-def test_a_norm_that_is_made_late_has_the_same_bits(half: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that each update makes at once, also where some of the gradients may wait for it and some not."""
-    found = []
-    for most in (0, 400, kept_module.KEPT_BYTES):
-        monkeypatch.setattr(kept_module, "KEPT_BYTES", most)
-        with session_of(zero(3, half)) as session:
-            optimizer = session.optimizer
-            assert optimizer is not None
-            norms = []
-            for step in batches():
-                session.backward(loss(session.engine.model, step[0], True, session.module))
-                optimizer.step()
-                optimizer.zero_grad()
-                norms += [optimizer.get_grad_norm(), optimizer.get_grad_norm()]
-        found.append(norms)
-    assert found[0] == found[1] == found[2] and len(set(found[0])) == STEPS
-
-
-@pytest.mark.parametrize("seen", [None, 4], ids=["all of it", "four of it"])
-def test_a_norm_keeps_little_memory(seen: int | None) -> None:
-    """Of gradients that are large, or parts of what is, none is alive after its step, whether or not somebody asks
-    for the norm."""
-    norm, numel = TileNorm([]), kept_module.KEPT_BYTES // 4
-    small, large = [torch.full((4,), 2.0)], [torch.ones(numel)[:seen]]
-    read = norm.note([], 2.0, 3.0)
-    alive = [weakref.ref(each) for each in (*small, *large)]
-    norm.add(small, lasting=True)
-    norm.add(large, lasting=True)
-    del small, large
-    assert [each() for each in alive] == [None, None]
-    scratch = torch.full((1,), 3.0)
-    norm.add([scratch], lasting=False)
-    scratch.zero_()
-    assert read() == pytest.approx(3.0 * (16 + (seen or numel) + 9) ** 0.5, rel=1e-6)
