@@ -41,11 +41,11 @@ class ZeroParamStatus(Enum):
 
 # [Note: The status of what autograd saved]
 # A function of a program's own, as TRL's SFTTrainer has one, that saves a parameter gets the parameter itself back in
-# plain PyTorch. Here it gets a tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether it has to be gathered, it asks
-# of that tensor. No attribute of one object reaches it: autograd makes the object anew. So the class answers, during
-# backward passes alone, and outside of them no tensor has the name that it was not given. Asked for by whoever goes
-# through the names of the class, as torch's compiler does, it is a plain value: what has `__get__` has to have
-# `__set__` there, and with `__set__` no parameter could have a status of its own.
+# plain PyTorch. Here it gets a tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether
+# it has to be gathered, it asks of that tensor. No attribute of one object reaches it: autograd makes the object anew.
+# So the class answers, during backward passes alone, and outside of them no tensor has the name that it was not given.
+# Asked for by whoever goes through the names of the class, as torch's compiler does, it is a plain value: what has
+# `__get__` has to have `__set__` there, and with `__set__` no parameter could have a status of its own.
 class _OfSaved:
     """``ds_status`` of tensors that have none of their own."""
 
