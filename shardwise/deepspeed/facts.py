@@ -21,7 +21,7 @@ __all__ = ["ABSENT", "Facts", "getter"]
 _REDUCED = "gradients are reduced inside backward passes; use torch.distributed for tensors of your own"
 ABSENT = {
     **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "buffered_allreduce_fallback"), _REDUCED),
-    **dict.fromkeys(("timers", "engine_timers", "tput_timer", "flops_profiler"), "use torch.profiler"),
+    **dict.fromkeys(("timers", "engine_timers", "flops_profiler"), "use torch.profiler"),
     "_config": "engine.settings is what was configured, and optimizer.clip_grad the norm that steps clip to",
     "clip_fp32_gradients": "step() clips to gradient_clipping; optimizer.clip_grad_by_norm(norm) does it before",
     "set_data_post_process_func": "give initialize a collate_fn",
@@ -64,6 +64,13 @@ def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
     return None
 
 
+class ThroughputTimer:
+    """For programs that tell DeepSpeed's timer of their epochs: nothing is timed."""
+
+    def update_epoch_count(self) -> None:
+        """Nothing."""
+
+
 class Facts(ModeOfModule):
     """The part of an engine that answers."""
 
@@ -72,6 +79,7 @@ class Facts(ModeOfModule):
     optimizer: Any
     training_dataloader: Any
     _batch: Batch
+    tput_timer = ThroughputTimer()
 
     def gradient_clipping(self) -> float:
         """The largest norm, as ``optimizer.clip_grad`` may have set it; 0 is none."""

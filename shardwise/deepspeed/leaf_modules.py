@@ -1,6 +1,5 @@
-"""``set_z3_leaf_modules``, by which DeepSpeed gathers mixtures of experts whole: their children run in another order in
-each pass. What is gathered here follows the modules that run, so there is nothing to set.
-"""
+"""``set_z3_leaf_modules``, by which DeepSpeed gathers mixtures of experts whole: their children run in another order
+from pass to pass. What is gathered here follows the modules that run, so there is nothing to set."""
 
 from __future__ import annotations
 

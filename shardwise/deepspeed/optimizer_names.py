@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.build import ShardedOptimizer
 
@@ -12,6 +11,14 @@ if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedOptimizer", "give_names"]
+
+
+class LossScale(NamedTuple):
+    """What ``optimizer.loss_scaler`` says now, for programs that log it."""
+
+    loss_scale: float
+    cur_scale: float
+    dynamic: bool
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
@@ -61,10 +68,9 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return self._own.gradient_accumulation_steps()
 
     @property
-    def loss_scaler(self) -> Any:
-        """For programs that log it: ``loss_scale``, ``cur_scale`` and ``dynamic`` as they are now."""
-        scale = float(self.loss_scale)
-        return SimpleNamespace(loss_scale=scale, cur_scale=scale, dynamic=self.dynamic_loss_scale)
+    def loss_scaler(self) -> LossScale:
+        """The scale that is in use; ``fp16`` of the configuration says how it moves."""
+        return LossScale(self.loss_scale, self.loss_scale, self.dynamic_loss_scale)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DeepSpeedEngine.offload_states`."""

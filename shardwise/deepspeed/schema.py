@@ -156,7 +156,7 @@ _ZERO = {
     "stage3_module_granularity_threshold": _skip("int", 0, "each parameter is gathered by itself", 0),
     "stage3_use_all_reduce_for_fetch_params": _skip("bool", False, "parameters travel by all-gather", False),
     "stage3_allgather_sequential": _skip("bool", False, "each parameter is gathered by itself anyway"),
-    "ignore_unused_parameters": _use("bool", True),
+    "ignore_unused_parameters": _skip("bool", True, "a parameter without a gradient is left alone, as in torch", True),
     "legacy_stage1": _skip("bool", False, "there is one implementation of stage 1", False),
     "round_robin_gradients": _skip("bool", False, "every rank copies its shard of each chunk, which is even already"),
     "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),

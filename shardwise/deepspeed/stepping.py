@@ -20,7 +20,6 @@ from shardwise.deepspeed.config import Settings
 __all__ = [
     "NoSyncError",
     "PassesApart",
-    "check_all_used",
     "drop_after_passes",
     "scaled_passes",
     "take_passes_of_module",
@@ -147,25 +146,4 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"
-        )
-
-
-def check_all_used(session: Session, settings: Settings) -> None:
-    """Before a step. Collective.
-
-    Raises:
-        AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false.
-    """
-    if settings["zero_optimization.ignore_unused_parameters"]:
-        return
-    session.reduce_rest()
-    unused = [
-        names[0]
-        for param, names, holder in zip(session.params, session.names(), session.holders(), strict=True)
-        if param.requires_grad and holder >= 0 and (one := session.one(param)) is not None and not one.has_gradient
-    ]
-    if unused:
-        raise AssertedError(
-            f"{len(unused)} parameters have no gradient on any rank, {', '.join(unused[:5])} among them, with "
-            "ignore_unused_parameters=False: use them in the model's forward pass, or leave that key out"
         )

@@ -13,7 +13,7 @@ from shardwise.deepspeed.config import Batch
 from shardwise.deepspeed.facts import Facts
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
-from shardwise.deepspeed.stepping import PassesApart, check_all_used, watched_step
+from shardwise.deepspeed.stepping import PassesApart, watched_step
 
 __all__ = ["Steps"]
 
@@ -109,7 +109,7 @@ class Steps(Facts):
 
         Raises:
             RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
-            AssertedError: inside of :meth:`no_sync`; or an unused parameter without ``ignore_unused_parameters``.
+            AssertedError: inside of :meth:`no_sync`.
         """
         optimizer = self._required("step")
         self._apart.check_step()
@@ -119,7 +119,6 @@ class Steps(Facts):
                 self._passes += 1
                 self.micro_steps += 1
                 return
-            check_all_used(self.session, self.settings)
             ended, passes = optimizer.steps_ended, self._passes_of_step()
             try:
                 with watched_step(optimizer, self.settings):

@@ -35,7 +35,6 @@ HOMES = {
     "cpu": "they are offloaded to the host ('cpu')",
     "nvme": "they are offloaded to the disk ('nvme')",
 }
-UNUSED = "zero_optimization.ignore_unused_parameters"
 TOP = ("zero_allow_untested_optimizer",)
 FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 ACTIVATIONS = (
@@ -344,8 +343,6 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
             f"{together} is not {micro} samples x {steps} batches x {world_size} ranks; the data loader and "
             "accumulate_grad_batches decide",
         )
-    if not settings[UNUSED]:
-        settings.findings.ignore(UNUSED, "Trainer's passes are a part of its steps: nothing is looked at between them")
     for path in settings.values:
         if path.partition(".")[0] in ("csv_monitor", "tensorboard", "wandb"):
             settings.findings.ignore(path, "Trainer's loggers write what is measured")

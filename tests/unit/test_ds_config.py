@@ -202,7 +202,7 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "steps_per_print": (10, 10),
     "dataloader_drop_last": (True, True),
     "checkpoint.load_universal": (True, True),
-    **dict.fromkeys(("fp16.consecutive_hysteresis", ZERO + "ignore_unused_parameters"), (True, True)),
+    "fp16.consecutive_hysteresis": (True, True),
     **{f"torch_autocast.{key}": row for key, row in (("enabled", (True, True)), ("dtype", ("bf16", torch.bfloat16)))},
     "optimizer.type": ("AdamW", "AdamW"),
     "optimizer.params": ({"lr": 1}, {"lr": 1}),

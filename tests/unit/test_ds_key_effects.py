@@ -168,18 +168,6 @@ def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
 
-def unused(tree: Tree, _: Path, __: Any) -> str:
-    """What a step says where a layer got no gradient."""
-    with Started(tree) as engine:
-        engine.backward(engine.module[0](torch.ones(2, 4)).sum())
-        try:
-            engine.step()
-        except AssertionError as error:
-            assert isinstance(error, ValueError) and engine.global_steps == 0
-            return str(error).partition(", with ignore_unused_parameters=False")[0]
-    return "none"
-
-
 def moments(tree: Tree, _: Path, __: Any) -> torch.dtype:
     """In what Adam keeps them."""
     with Started(tree) as engine:
@@ -233,13 +221,6 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
         "fp16",
         torch.bfloat16,
         torch.float16,
-    ),
-    "zero_optimization.ignore_unused_parameters": (
-        unused,
-        {"zero_optimization": {"stage": 1}},
-        False,
-        "none",
-        "2 parameters have no gradient on any rank, 1.0.weight, 1.0.bias among them",
     ),
     "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
     "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),

@@ -452,11 +452,3 @@ def test_autocast_is_lightnings_own() -> None:
     with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
         read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
     assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_unused_parameters_are_no_error_under_a_trainer(value: bool) -> None:
-    path = "zero_optimization.ignore_unused_parameters"
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    tree = {**sizes, "zero_optimization": {"stage": 1, "ignore_unused_parameters": value}}
-    assert (path in read(tree, 1).findings.ignored) is not value

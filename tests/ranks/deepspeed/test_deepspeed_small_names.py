@@ -182,45 +182,6 @@ def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, 
     assert not torch.allclose(every[0][1], every[1][1], rtol=limit, atol=limit)
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.seldom = nn.Linear(4, 2), nn.Linear(4, 2)
-        self.frozen = nn.Linear(4, 2).requires_grad_(False)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return (self.always(x) + (self.seldom(x) if both else 0.0)).square().mean()
-
-
-def unused(stage: int) -> tuple[str, float]:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "ignore_unused_parameters": False},
-    }
-    engine = deepspeed.initialize(model=Branch(), config=config)[0]
-    assert not engine.report.ignored
-    rank = torch.distributed.get_rank()
-    for micro in range(2):  # one rank, in one pass, is enough
-        engine.backward(engine(input_of(rank, micro), rank == 1 and micro == 0))
-        engine.step()
-    before = engine.state_dict()["always.weight"]
-    with pytest.raises(AssertionError, match=r"2 parameters have no gradient on any rank, seldom.weight,") as caught:
-        for micro in range(2):
-            engine.backward(engine(input_of(rank, micro), False))
-            engine.step()
-    same = float((engine.state_dict()["always.weight"] - before).abs().max())
-    return str(caught.value), same + engine.global_steps - 1
-
-
-@pytest.mark.parametrize("stage", [*full(0), 1, *full(2), 3])
-def test_parameters_that_no_rank_uses_are_an_error_where_that_is_asked_for(stage: int) -> None:
-    for told, moved in run_ranks(2, unused, stage):
-        assert "ignore_unused_parameters=False: use them" in told and moved == 0.0
-
-
 def kept(live: int, ahead: int) -> tuple[list[int], list[int], Tensor]:
     """Bytes that are gathered, and parameters that can be read, behind each backward pass; and the weights."""
     torch.manual_seed(0)

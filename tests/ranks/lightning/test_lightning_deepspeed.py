@@ -423,4 +423,4 @@ def test_progress_is_logged_whatever_the_loader() -> None:
     assert not any(lines for name, lines in second.items() if "batch" not in name), "rank 0 logs"
     assert first["quiet"] == [] and first["progress"] == ["step=10, lr=[0.05]"]
     assert (first["no batch sampler, batch"], first["told, batch"]) == (["1"], ["32"])
-    assert len(first["no batch sampler"]) == 4
+    assert len(first["no batch sampler"]) == 2
