@@ -28,6 +28,7 @@ from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.optimizer_names import give_names
 from shardwise.deepspeed.optimizers import make_optimizer, wide_states
+from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.quantizing import show_quantizing
@@ -112,6 +113,8 @@ def initialize(
         )
     batch = required_batch(settings, data_ranks(settings, ranks))
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
+    if get_z3_leaf_modules(model):
+        plan = plan.but(same_order=False)  # their children run in another order from rank to rank
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:

@@ -1,5 +1,5 @@
 """Leaf modules, which DeepSpeed gathers whole since their children run in another order from pass to pass (mixtures of
-experts). Here ranks may run different branches, so the flag is kept for programs that ask, and changes nothing."""
+experts). Here ranks of a model that has some agree before each gather (``CommPlan.same_order=False``)."""
 
 from __future__ import annotations
 
