@@ -23,12 +23,12 @@ from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_b
 from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.loss_scaler import show_loss_scale
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.optimizer_names import give_names
 from shardwise.deepspeed.optimizers import make_optimizer, wide_states
-from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.quantizing import show_quantizing
