@@ -361,7 +361,7 @@ def no_effect(directory: str) -> list[Any]:
         model = chain()
         with sharded(model, sgd(model), GLOO.but(secondary=2), mesh) as session:
             passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.in_order))
+            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
         model = chain()
         found.append(told(lambda: build(model, sgd(model), GLOO.but(secondary=1), mesh), ValueError))
     with one_mesh(zero(3).but(secondary=1)) as mesh:
@@ -369,7 +369,7 @@ def no_effect(directory: str) -> list[Any]:
         every = zero(3).but(secondary=1, packing=ByTensor(persist_numel=10**6))  # all of it stays gathered
         with sharded(model, sgd(model), every, mesh) as session:
             passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.in_order))
+            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
         model = chain()
         with sharded(model, sgd(model), zero(3).but(secondary=1), mesh) as session:
             needed, held = session.memory().tier_bytes("device"), session.memory().secondary_bytes
