@@ -23,8 +23,8 @@ KEPT = 4096
 # * Something may hold a parameter on this rank and not on others (a graph, a list). Then the unit stays here, counts as
 #   evicted, and is gathered again, over the same values, where the others gather it (ChunkPool._kept).
 # * What fits on a device differs between ranks. Under a declared capacity they agree before each gather, in rounds.
-# Where memory is mapped ranks need no order. What they have to gather together there (from a disk, secondary shards) they
-# agree on, as under same_order=False.
+# Where memory is mapped ranks need no order. What they have to gather together there (from a disk, secondary shards)
+# they agree on, as under same_order=False.
 # Reductions have an order of their own, which all ranks share (see reduce/reducer.py). They begin as soon as their
 # gradients are complete, and the rest at the end of the pass, so parameters that only some ranks use are no difference.
 # On a GPU a rank that has begun a reduction may wait for it before its next gather (for an exchange buffer), and a peer
