@@ -37,6 +37,7 @@ from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
+from shardwise.plan import Plan
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -112,9 +113,7 @@ def initialize(
             "an mpu is for a program that divides the model itself; give one of them"
         )
     batch = required_batch(settings, data_ranks(settings, ranks))
-    plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
-    if get_z3_leaf_modules(model):
-        plan = plan.but(same_order=False)  # their children run in another order from rank to rank
+    plan = _plan(settings, ranks, model)
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
@@ -138,6 +137,12 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, session.optimizer, engine.training_dataloader, schedule
+
+
+def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
+    plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
+    # Children of leaf modules run in another order from rank to rank.
+    return plan.but(same_order=False) if get_z3_leaf_modules(model) else plan
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:
