@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed import entry
+from shardwise.deepspeed import entry as entry_module
 from shardwise.deepspeed.absent_names import ABSENT
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.names import WORLD
@@ -187,9 +187,9 @@ def test_leaf_modules_are_flagged() -> None:
 
 def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
     model, settings = nn.Linear(2, 2), read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert entry._plan(settings, 2, model).comm.same_order is None
+    assert entry_module._plan(settings, 2, model).comm.same_order is None
     utils.set_z3_leaf_module(model, True)
-    assert entry._plan(settings, 2, model).comm.same_order is False
+    assert entry_module._plan(settings, 2, model).comm.same_order is False
 
 
 def test_no_model_has_experts_of_a_rank() -> None:
