@@ -149,7 +149,8 @@ types: $(VENV)/.dev
 
 arch: $(VENV)/.dev
 	@$(BIN)/python -m tests.structure
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	@$(BIN)/python -c 'from tests.budgets import table; print(table())'
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_structure.py
 
 # Warnings are errors: links and anchors that lead nowhere, pages that the navigation leaves out, docstrings that cannot
 # be read, anything that a reader's browser would fetch from elsewhere. It is in build/site, to be opened as files.

@@ -25,6 +25,7 @@ from shardwise.engine.optimizer import ShardedOptimizer, sharded_of
 from shardwise.engine.packed_weights import settle_packed
 from shardwise.engine.pipelined import PipelineSteps
 from shardwise.engine.whole import whole_gradients, whole_values
+from shardwise.interrupts import deferred_interrupts
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 from shardwise.reduce.scaler import LossScaler
@@ -414,7 +415,7 @@ def build(
         raise RuntimeError(
             f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave it first"
         )
-    with ExitStack() as undo:  # if it fails
+    with deferred_interrupts("the build"), ExitStack() as undo:  # if it fails
         if mesh is None:
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)

@@ -17,6 +17,7 @@ import side_by_side
 import torch
 
 from shardwise.testing import close_pools, pool, run_ranks
+from tests.launcher_variables import without_launcher
 
 # No test asks how long something took; on a busy machine the first example takes seconds.
 with suppress(ImportError):  # a GPU machine may have pytest alone, which is enough for tests/gpu
@@ -29,8 +30,6 @@ SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 PRELOADED = ("bitsandbytes",)
 """What peft imports, and torch's compiler with it, in seconds: ranks get it if collecting the tests has imported it.
 Not transformers: some ranks import it after our DeepSpeed names."""
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-"""Variables that the user's shell may have and no test expects."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,8 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        del os.environ[name]
     sets.configure(config)
     config.pluginmanager.register(Clock(), "seconds-by-file")
     side_by_side.configure(config)

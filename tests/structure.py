@@ -14,6 +14,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from tests.sources import PACKAGE, Source, functions, imports, ours
 
@@ -125,6 +126,7 @@ def room_of(name: str) -> str:
     return name.removeprefix(PACKAGE).lstrip(".").partition(".")[0] or "(top)"
 
 
+@cache
 def rooms() -> dict[str, Room]:
     """By name, the largest first."""
     found: dict[str, Room] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.budgets import BUDGETS, complaints, counted
 from tests.sources import PACKAGE, ROOT, Source, ours
 from tests.structure import SEAM, code_lines, comment_lines, note_complaints, notes, private_sites, rooms
 
@@ -35,6 +36,16 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     outside = [source for source in ours() if source.name not in SEAM]
     found = [f"{source.name}:{line} {name}" for source in outside for line, name in private_sites(source)]
     assert not found, "name it in shardwise/torch_internals.py, with its reason:\n" + "\n".join(found)
+
+
+def test_every_part_keeps_its_budget() -> None:
+    assert not complaints(), "\n" + "\n".join(complaints())
+
+
+def test_budgets_name_rooms_that_are_there_once() -> None:
+    named = [room for budget in BUDGETS.values() for room in budget.rooms]
+    assert sorted(named) == sorted(set(named)) and set(named) <= set(rooms())
+    assert all(counted().values())
 
 
 def test_every_room_is_counted() -> None:

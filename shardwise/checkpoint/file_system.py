@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DISK", "FileSystem"]
+__all__ = ["DISK", "FileSystem", "sync_path", "sync_tree"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -174,3 +174,28 @@ class FileSystem:
 
 DISK: Any = FileSystem()
 """What is used unless a test gives another one."""
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Flush a file or directory; a file system that cannot flush directories is left alone.
+
+    Raises:
+        OSError: what was written may not survive a power failure.
+    """
+    if os.path.isdir(path):
+        DISK.sync_directory(os.fspath(path))
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        DISK.sync(handle)
+    finally:
+        DISK.close(handle)
+
+
+def sync_tree(directory: str | os.PathLike[str]) -> None:
+    """The same of a directory with all that is in it."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for file in (os.path.join(place, name) for name in names):
+            if not os.path.islink(file):
+                sync_path(file)
+        sync_path(place)

@@ -1,10 +1,11 @@
-"""The error of every checkpoint."""
+"""The error of every checkpoint, and what other ranks are told of one."""
 
 from __future__ import annotations
 
+from shardwise.disk.errors import explain
 from shardwise.printable import printable
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "describe"]
 
 
 class CheckpointError(RuntimeError):
@@ -12,3 +13,13 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+
+
+def describe(error: BaseException) -> str:
+    """An error as a message for the other ranks."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{explain(error.errno)}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

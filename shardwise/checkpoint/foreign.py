@@ -2,7 +2,7 @@
 
 :func:`take_along` puts all of them into the fresh directory before it takes the place of the old one, so that whoever
 looks at any moment finds them. :func:`settle` comes after: what was made or replaced in the old directory meanwhile is
-moved over, and only then the old one goes. A killed process leaves the old one; the next save settles it.
+moved over, and only then the old one goes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from shardwise.checkpoint.bounds import (
     saving,
 )
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.owners import Writer
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.checkpoint.state_check import check_state
 from shardwise.disk.checksum import checksum
@@ -62,7 +61,6 @@ VERSION_OF_CUTS = 2
 MOST_RANGES = 1 << 14
 """Of a cut: a read asks for something of each."""
 MANIFEST = "manifest.json"
-MOST_NAME = 255  # bytes of a host's name, as the system has it
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
 """Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
@@ -96,28 +94,21 @@ def hexadecimal(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True)
 class Head:
-    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory.
-
-    ``hosts``: where hosts wrote into directories of their own, the name of each; see [Note: A checkpoint in parts].
-    """
+    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory."""
 
     tag: str
     serial: int
     step: int
-    writer: Writer | None = None
-    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FileFact:
-    """One safetensors file: its size, the checksum of its first ``header_bytes`` bytes, and which of the head's hosts
-    wrote it."""
+    """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
     nbytes: int
     header_bytes: int
     header_checksum: str
-    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,9 +190,6 @@ def to_save(manifest: Manifest) -> bytes:
 def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
     """The head, and what follows it."""
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
-    head["writer"] = None if manifest.head.writer is None else manifest.head.writer.fields()
-    if not head["hosts"]:
-        del head["hosts"]
     tensors = {
         name: {
             "dtype": str(fact.dtype).removeprefix("torch."),
@@ -212,10 +200,7 @@ def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, fact in manifest.tensors.items()
     }
     files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
-    body: dict[str, Any] = {"files": files, "tensors": tensors, "state": manifest.state}
-    if manifest.head.hosts:
-        body = {"file_hosts": [fact.host for fact in manifest.files], **body}
-    return head, body
+    return head, {"files": files, "tensors": tensors, "state": manifest.state}
 
 
 def _last_line(content: bytes) -> bytes:
@@ -265,11 +250,7 @@ def _dtype(name: object, where: str) -> torch.dtype:
 
 
 def _head(data: dict[str, Any]) -> Head:
-    hosts = data.get("hosts", [])
-    if not isinstance(hosts, list) or any(type(name) is not str or len(name) > MOST_NAME for name in hosts):
-        raise ValueError(f"hosts {hosts!r:.80} where a list of names belongs")
-    writer = Writer.read(data.get("writer"))
-    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]), writer, tuple(hosts))
+    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
 
 
 def _count(number: object) -> int:
@@ -284,12 +265,9 @@ def _piece(fields: list[Any]) -> PieceFact:
 
 
 def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
-    facts, hosts = [], max(len(data.get("hosts", [])), 1)
-    by_file = data.get("file_hosts", [0] * len(data["files"]))
-    for (name, nbytes, header_bytes, digits), host in zip(data["files"], by_file, strict=True):
-        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits), _count(host))
-        if not 0 <= fact.host < hosts:
-            raise ValueError(f"host number {fact.host} of {hosts}")
+    facts = []
+    for name, nbytes, header_bytes, digits in data["files"]:
+        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
         if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
         facts.append(fact)

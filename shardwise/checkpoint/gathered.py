@@ -16,8 +16,7 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.contents import describe_optimizers, merge_optimizers, own_state, pieces_of
-from shardwise.checkpoint.directory import describe
-from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.files import CheckpointError, describe
 from shardwise.checkpoint.formats.lazy import BLOCK_BYTES
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Reader, Run

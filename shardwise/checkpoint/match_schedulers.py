@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import numbers
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.match import Match
-from shardwise.checkpoint.next_step import why_no_step
 from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.run import Run, Trainer
 from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, read_lr_scheduler, regrouped
 from shardwise.checkpoint.source import StateTensors
 from shardwise.printable import printable
 
-__all__ = ["SchedulerMatch", "fitting_state", "saved_schedulers"]
+__all__ = ["SchedulerMatch", "fitting_state", "saved_schedulers", "why_no_step"]
 
 
 def saved_schedulers(match: Match) -> list[SavedScheduler]:
@@ -112,3 +116,67 @@ def _trainer_of(run: Run, scheduler: Any) -> Trainer | None:
     """The optimizer whose rates it sets: they have the list of groups in common, whatever is around it."""
     groups = getattr(getattr(inner_scheduler(scheduler), "optimizer", None), "param_groups", None)
     return next((each for each in run.optimizers if each.param_groups is groups), None)
+
+
+# [Note: The next step is tried]
+# A value can be of the right kind and still end training in the next step, after the weights were replaced: 0 for
+# `step_size`. What a scheduler divides by, or looks up, only the scheduler itself knows, so a copy takes a step.
+
+KNOWN = ("torch.optim.", "shardwise.deepspeed.schedules", "shardwise.nn.lr_scheduler")
+"""Modules of schedulers whose step sets options of param groups and does nothing else: a user's own may print."""
+FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")
+"""Attributes that hold functions of the user's, which may count their calls."""
+
+
+class _Groups(torch.optim.Optimizer):
+    """The options of an optimizer's param groups, without its parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        groups = []
+        for each in optimizer.param_groups:
+            options = {key: value for key, value in each.items() if key not in ("params", "param_names")}
+            groups.append({**copy.deepcopy(options), "params": [torch.zeros(1, device="cpu")]})
+        super().__init__(groups, copy.deepcopy(dict(optimizer.defaults)))
+
+
+def why_no_step(scheduler: Any, state: Mapping[str, Any]) -> str:
+    """Why the next step of ``scheduler`` would fail with ``state``; empty if it would not, or that cannot be tried.
+
+    A ``ValueError`` is the scheduler's own word, as at the end of ``OneCycleLR``, and no fault of the state.
+    """
+    real = inner_scheduler(scheduler)
+    owners: dict[int, Any] = {}
+    if not _are_known([real], owners):
+        return ""
+    try:
+        groups = {key: _Groups(optimizer) for key, optimizer in owners.items()}
+        trial, given = copy.deepcopy(real, dict(groups)), copy.deepcopy(dict(state))
+    except Exception:  # something of the user's own that cannot be copied
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trial.load_state_dict(given)
+            trial.step(*[1.0] if isinstance(trial, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])
+    except ValueError:
+        return ""
+    except Exception as error:
+        return f"its next step would raise {type(error).__name__}: {error!s:.80}"
+    rates = [group["lr"] for each in groups.values() for group in each.param_groups]
+    wrong = [type(rate).__name__ for rate in rates if not isinstance(rate, numbers.Real | torch.Tensor)]
+    return f"its next step would set a learning rate to a {wrong[0]}" if wrong else ""
+
+
+def _are_known(schedulers: list[Any], owners: dict[int, Any]) -> bool:
+    """Whether a step of each and of those inside it does nothing else; their optimizers are put into ``owners``."""
+    for each in schedulers:
+        functions = (getattr(each, name, None) for name in FUNCTIONS)
+        if not type(each).__module__.startswith(KNOWN) or any(functions):
+            return False
+        optimizer = getattr(each, "optimizer", None)
+        if optimizer is not None:
+            owners[id(optimizer)] = optimizer
+        second = [each.after_scheduler] if hasattr(each, "after_scheduler") else []
+        if not _are_known([*getattr(each, "_schedulers", ()), *second], owners):
+            return False
+    return True

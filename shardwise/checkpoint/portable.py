@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.find import opening_at
+from shardwise.checkpoint.find import opening
 from shardwise.checkpoint.fitting import Fit
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
@@ -20,7 +20,6 @@ from shardwise.checkpoint.gathered import Portion, stream
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.numbered import with_names
 from shardwise.checkpoint.options import Options
-from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import put_back, read_others
@@ -117,8 +116,7 @@ class PortableFiles:
         with run.doing(_doing(what)):
             self.wait_for_saves()
             run.settle()
-            peers = Peers(run)
-            with opening_at(peers, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
+            with opening(run, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
                 (match, others, options), _ = agree(run.gather, run.rank, what, look, share=False)
 
                 def rest() -> None:
@@ -128,7 +126,6 @@ class PortableFiles:
                         options.put_back()
 
                 put_back(run, match, f"the {part} from {path}", rest)
-            peers.close()
         return match
 
     def on_rank_zero(self, run: Run, action: Callable[[], object], what: str) -> None:

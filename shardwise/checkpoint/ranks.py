@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from shardwise.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.comm.control import Control
-from shardwise.comm.link import Link
 from shardwise.comm.open_files import make_room
 
 __all__ = ["Ranks"]
@@ -80,12 +79,6 @@ class Ranks:
         """What ``rank`` sends, into ``tensor``."""
         dist.recv(tensor, group=self._group, group_src=rank)
         return tensor
-
-    def link(self, name: str) -> Link:
-        """Messages between these ranks in any thread; of the communicator itself, so only where it is ``own``."""
-        if self._group is None:
-            raise RuntimeError(f"{name}: {self.size} rank has nobody to talk to; report this")
-        return Link(self._group, name)
 
     def close(self) -> None:
         """Give it back. Safe to call twice."""

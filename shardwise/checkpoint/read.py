@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,37 +23,15 @@ from shardwise.disk.checksum import checksum
 from shardwise.tensor import Part as TensorPart
 from shardwise.tensor.order import read_logical, read_part
 
-__all__ = ["Far", "NativeSource", "verify"]
+__all__ = ["NativeSource", "verify"]
 
 CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
 MOST_CACHED = 64
 AHEAD_PIECES = 3  # read by the other thread while one is checked
 THREAD_BYTES = 1 << 18  # smaller pieces are not worth handing over
-FAR = -1  # in the place of a descriptor
 
 Part = tuple[str, PieceFact, Bytes]
 """A whole piece of the tensor of that name, and where its bytes go."""
-
-
-class Far(Protocol):
-    """Files of a checkpoint that other hosts have; see [Note: A checkpoint in parts]."""
-
-    def has(self, file: int) -> bool:
-        """Whether file number ``file`` of the manifest is read there and not here."""
-
-    def place_of(self, file: int) -> str:
-        """Where it lies, for messages."""
-
-    def read(self, file: int, place: Bytes, offset: int) -> None:
-        """Its bytes from ``offset``; any thread may ask.
-
-        Raises:
-            CheckpointDamage: they cannot be read there.
-            PeerError: that host is lost.
-        """
-
-    def close(self) -> None:
-        """No more is asked. Safe to call twice."""
 
 
 class NativeSource:
@@ -65,40 +43,22 @@ class NativeSource:
 
     Args:
         directory: where it is.
-        partly: files that another host wrote may be missing here, all of that host's; reading from one is damage then.
-        manifest: what was read of it already.
-        far: what reads the files that other hosts have.
-
-    Attributes:
-        elsewhere: by the number of a host, its files that are not here (``partly``).
 
     Raises:
         FileNotFoundError: no checkpoint there.
         CheckpointDamage: the manifest is damaged, or a file is missing or has another size.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        partly: bool = False,
-        manifest: Manifest | None = None,
-        far: Far | None = None,
-    ) -> None:
-        self.directory, self._far = os.fspath(directory), far
-        self.manifest: Manifest = manifest or read_manifest(self.directory)
-        self.elsewhere = self._elsewhere() if partly else {}
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = os.fspath(directory)
+        self.manifest: Manifest = read_manifest(self.directory)
         self._files: dict[int, int] = {}
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
         self._reader: ThreadPoolExecutor | None = None
         self.bytes_read = 0
         parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)  # each is read a bit at a time
         self._most_cached = min(CACHED_PIECES + parts, MOST_CACHED)
-        absent = {number for numbers in self.elsewhere.values() for number in numbers}
-        wrong = [
-            (self._wrong_size(fact), number)
-            for number, fact in enumerate(self.manifest.files)
-            if number not in absent and not self._is_far(number)
-        ]
+        wrong = [(self._wrong_size(fact), number) for number, fact in enumerate(self.manifest.files)]
         # To find what is in a file takes a look at all pieces.
         problems = [f"{problem} (it holds {self._first_in(number)})" for problem, number in wrong if problem]
         if problems:
@@ -163,11 +123,8 @@ class NativeSource:
             reader.shutdown()
         self._cache.clear()
         for fd in files.values():
-            if fd != FAR:
-                with contextlib.suppress(OSError):  # all that was read was checked; an error would be one rank's only
-                    os.close(fd)
-        if self._far is not None:
-            self._far.close()
+            with contextlib.suppress(OSError):  # all that was read was checked; an error would be one rank's only
+                os.close(fd)
 
     def __enter__(self) -> NativeSource:
         return self
@@ -177,33 +134,15 @@ class NativeSource:
 
     # ---- files
 
-    def _is_far(self, file: int) -> bool:
-        return self._far is not None and self._far.has(file)
-
     def _path(self, file: int) -> str:
-        if self._far is not None and self._far.has(file):
-            return self._far.place_of(file)
         return os.path.join(self.directory, self.manifest.files[file].name)
-
-    def _elsewhere(self) -> dict[int, list[int]]:
-        """Of hosts of which no file is here, while one of another host is: the numbers of their files."""
-        by_host: dict[int, list[int]] = {}
-        for number, fact in enumerate(self.manifest.files):
-            by_host.setdefault(fact.host, []).append(number)
-        here = {
-            host: any(os.path.lexists(os.path.join(self.directory, self.manifest.files[n].name)) for n in numbers)
-            for host, numbers in by_host.items()
-        }
-        return {host: numbers for host, numbers in by_host.items() if not here[host]} if any(here.values()) else {}
 
     def _wrong_size(self, fact: FileFact) -> str:
         path = os.path.join(self.directory, fact.name)
         try:
             there = os.stat(path)
         except OSError as error:
-            hosts = self.manifest.head.hosts
-            wrote = f" ({hosts[fact.host]} wrote it, into a directory of its own)" if hosts else ""
-            return f"{path} is missing or cannot be read: {error.strerror}{wrote}"
+            return f"{path} is missing or cannot be read: {error.strerror}"
         if not stat.S_ISREG(there.st_mode):
             return f"{path} is no regular file (its mode is {there.st_mode:o})"
         size = there.st_size
@@ -218,7 +157,7 @@ class NativeSource:
     def _open(self, file: int) -> int:
         if file not in self._files:
             path, fact = self._path(file), self.manifest.files[file]
-            fd = self._files[file] = FAR if self._is_far(file) else self._opened(file)
+            fd = self._files[file] = self._opened(file)
             header = np.empty(fact.header_bytes, dtype=np.uint8)
             self._fill(file, fd, header, 0, "its header")
             self.bytes_read += header.nbytes
@@ -230,9 +169,7 @@ class NativeSource:
         return self._files[file]
 
     def _opened(self, file: int) -> int:
-        path, host = self._path(file), self.manifest.files[file].host
-        if file in self.elsewhere.get(host, ()):
-            raise CheckpointDamage(f"{path} is not here: {self.manifest.head.hosts[host]} wrote it, and has it")
+        path = self._path(file)
         try:
             fd = open_regular(path)
         except OSError as error:
@@ -242,9 +179,6 @@ class NativeSource:
         return fd
 
     def _fill(self, file: int, fd: int, place: Bytes, offset: int, what: str) -> None:
-        if self._far is not None and fd == FAR:
-            self._far.read(file, place, offset)
-            return
         at = 0
         while at < place.nbytes:
             try:
@@ -323,11 +257,9 @@ class NativeSource:
     # ---- offline
 
     def problems(self) -> list[str]:
-        """Every damaged piece and header, read from the disk; empty if all of it (``partly``: what is here) is as
-        written."""
+        """Every damaged piece and header, read from the disk; empty if all of it is as written."""
         found = []
-        absent = {number for numbers in self.elsewhere.values() for number in numbers}
-        for number in sorted(set(range(len(self.manifest.files))) - absent):
+        for number in range(len(self.manifest.files)):
             try:
                 self._open(number)
             except CheckpointDamage as error:
@@ -336,7 +268,6 @@ class NativeSource:
             (name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
             for name, fact in self.manifest.tensors.items()
             for piece in self.manifest.pieces.get(name, ())
-            if piece.file not in absent
         )
         found += [str(problem) for problem in self._read_and_check(parts) if problem is not None]
         return found

@@ -12,14 +12,14 @@ from typing import Any
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.find import Candidate, find_checkpoints, opening
+from shardwise.checkpoint.find import find_checkpoints, opening
 from shardwise.checkpoint.fitting import Fit
-from shardwise.checkpoint.formats.detect import detect_format
+from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.match_optimizers import shortened
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import Options
-from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.randomness import check_generators, restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
@@ -69,17 +69,16 @@ class Restored:
 
 
 def restore(
-    peers: Peers, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
+    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
 ) -> Restored | None:
     """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
-    rank = peers.run.rank
-    found = find_checkpoints(peers, root, tag)
+    rank = run.rank
+    found = find_checkpoints(run, root, tag)
     skipped: list[str] = []
     begun: list[str] = []
-    for candidate in found:
-        path = candidate.path
+    for path in found:
         try:
-            return _restore_one(peers, candidate, strict, lr_schedulers, fit, check, skipped, begun)
+            return _restore_one(run, path, strict, lr_schedulers, fit, check, skipped, begun)
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
@@ -107,8 +106,8 @@ def _taken_from(begun: Sequence[str]) -> str:
 
 
 def _restore_one(
-    peers: Peers,
-    candidate: Candidate,
+    run: Run,
+    path: str,
     strict: bool,
     lr_schedulers: Sequence[Any],
     fit: Fit,
@@ -117,7 +116,6 @@ def _restore_one(
     begun: list[str],
 ) -> Restored:
     """Restore a checkpoint, which joins ``begun`` before the first value is replaced."""
-    run, path = peers.run, candidate.path
     opened: list[CheckpointSource] = []
 
     def look() -> tuple[Match, _Rest]:
@@ -133,7 +131,7 @@ def _restore_one(
             check(rest.user_state)
         return match, rest
 
-    with opening(peers, candidate) as open_it:
+    with opening(run, path, lambda: _open(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         begun.append(path)
         put_back(run, match, path, rest.put_back)
@@ -151,6 +149,11 @@ def _restore_one(
         tuple(skipped),
         tuple(getattr(match.source, "resized", ())),
     )
+
+
+def _open(path: str) -> CheckpointSource:
+    """Whichever format stands beside a native one: that holds all of it."""
+    return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
 def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:

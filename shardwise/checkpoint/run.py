@@ -98,6 +98,7 @@ class Holding(Protocol):
     ) -> None: ...
     def check_others(self, values: dict[str, Any]) -> None:
         """Before anything is changed: no module has a way to take some of them."""
+
     def put_others(self, values: dict[str, Any]) -> None: ...
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """The module's own hooks for loads, once everything of it is there; they may change the lists of names."""
@@ -113,14 +114,6 @@ class Run(Protocol):
     @property
     def data_rank(self) -> int:
         """Which of the ranks that see different data this is; those that hold one model together see the same."""
-
-    @property
-    def spreads(self) -> bool:
-        """Whether hosts may keep their parts of a checkpoint in directories of their own."""
-
-    @property
-    def subject(self) -> object:
-        """What is saved, the same for all runs of one model, which lives as long as they do; it may have ``closed``."""
 
     @property
     def members(self) -> Members | None: ...
@@ -167,16 +160,6 @@ class EngineRun:
             mesh.members,
         )
         self.data_rank = mesh.rank
-
-    @property
-    def spreads(self) -> bool:
-        """Its ranks are those that hold the whole model."""
-        return True
-
-    @property
-    def subject(self) -> Engine:
-        """The engine, of which sessions without optimizers are runs too."""
-        return self._session.engine
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:

@@ -131,14 +131,12 @@ def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
         TypeError: the state holds something that is neither a number, text, tensor nor a list or dictionary of such.
         OSError: the file cannot be written; what stood there is still there.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    encoded = tree.encode(scheduler.state_dict(), tensors)
+    encoded = tree.encode(scheduler.state_dict(), None)
     if Path(path).suffix in TORCH_SUFFIXES:
         with output_file(Path(path)) as unfinished:
-            write_torch(unfinished, tree.decode(encoded, tensors))
+            write_torch(unfinished, tree.decode(encoded, None))
         return
     content = {"kind": "lr_scheduler", "class": scheduler_class(scheduler), "state": encoded}
-    content["tensors"] = tree.inline(tensors)
     with saving(path):
         checked_tree(content, MOST_VALUES, "its state")
     text = json.dumps(content, indent=1, allow_nan=False)
@@ -167,7 +165,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
         raise CheckpointError(f"{source} is not a scheduler's file; give the one that save_lr_scheduler wrote")
     with reading(source):
         checked_tree(data, MOST_VALUES, source)
-        decoded = tree.decode(data["state"], tree.outline(data["tensors"]))
+        decoded = tree.decode(data["state"], None)
     if not isinstance(decoded, dict):
         raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state")
     return SavedScheduler(decoded, str(data.get("class", "")))

@@ -13,16 +13,12 @@ from shardwise.checkpoint.contents import Contents, Given, Scheduler
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.fitting import Fit, Rows
-from shardwise.checkpoint.folders import Folder, Folders
 from shardwise.checkpoint.format import Head
-from shardwise.checkpoint.owners import Owners, this_process
-from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.restore import Check, Restored, restore
 from shardwise.checkpoint.run import Run, Trained, as_run
 from shardwise.checkpoint.snapshot import Lane
-from shardwise.checkpoint.write import SaveJob
-from shardwise.remarks import warn_user
+from shardwise.checkpoint.write import SaveJob, begin
 
 __all__ = ["Checkpointer"]
 
@@ -39,16 +35,10 @@ class Checkpointer:
         self._run, self._files = as_run(session), files
         self._lane = Lane(self._run.members)
         self._damaged: set[str] = set()
-        self._owners = Owners(self._run.subject)
-        self._peers = Peers(self._run)
-        self._told: set[str] = set()
         self.steps = 0
         """Updates so far, those before a restored checkpoint included."""
         self.latest = True
         """Whether saving leaves a file ``latest`` beside the checkpoints, which names the newest."""
-        self.apart: bool | None = None
-        """Whether hosts may keep their parts in directories of their own, where they do not share one: ``None`` warns
-        where that is so, ``True`` does not, ``False`` makes it an error."""
         if self._run.optimizers:
             self._run.optimizers[0].optimizer.register_step_post_hook(self._count)
 
@@ -74,8 +64,7 @@ class Checkpointer:
         The checkpoint is ``root/tag``: not there, or complete. A tag that exists is replaced in one step.
 
         Args:
-            root: a directory of checkpoints; made where it is missing. Where hosts do not share it, each keeps its
-                part: see :attr:`apart`.
+            root: a directory of checkpoints that all ranks see; made where it is missing.
             tag: name of this one; ``step-<step>`` if not given.
             step: how far training is; by default the number of updates.
             lr_schedulers: anything with ``state_dict``.
@@ -91,9 +80,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
-                asynchronous save before this one failed; earlier checkpoints are as they were, training can go on.
+                asynchronous save before this one failed; or some ranks do not see the directory, and are named. Earlier
+                checkpoints are as they were, training can go on.
             ValueError: a tag that is no plain name, ``keep`` < 1, a step < 0, or something that a checkpoint
-                cannot hold; on every rank, another tag on another rank, or another root on one of the same host.
+                cannot hold; on every rank, another tag on another rank, or another save into ``root`` is under way.
             TypeError: ``keep`` or ``step`` is no whole number.
         """
         if keep is not None:
@@ -107,11 +97,12 @@ class Checkpointer:
             run = self._run
             run.settle()
             given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-            folder = self._folder(os.fspath(root), tag)
+            there = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged)
+            begun = begin(run, there, tag)
             contents: Contents | None = None
             failure: Exception | None = None
             try:
-                contents = Contents(run, given, folder.digests)
+                contents = Contents(run, given, begun.digests)
             except Exception as error:  # the others learn of it when they agree on what was written
                 failure = error
 
@@ -120,34 +111,16 @@ class Checkpointer:
                     raise failure or RuntimeError(f"no contents ({contents}); report this")
                 return contents.values()
 
-            head = Head(tag, folder.serial, step, this_process(), folder.hosts)
-            job = SaveJob(run.rank, folder.owner, self._files, folder.hidden, head, contents, keep, folder.of)
+            job = SaveJob(run.rank, begun, self._files, Head(tag, begun.serial, step), contents, keep)
             if use_async:
                 self._lane.start(
                     self._run.device.type == "cuda",
                     lambda image: image.take(job.layout, values()),
-                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather, ranks if folder.of else None),
+                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
                 )
             else:
-                job.run(lambda: map(as_bytes, values()), run.gather, self._peers.messages() if folder.of else None)
+                job.run(lambda: map(as_bytes, values()), run.gather)
             return os.path.join(os.fspath(root), tag)
-
-    def _folder(self, root: str, tag: str) -> Folder:
-        """What the next save is written into. Collective."""
-        run = self._run
-
-        def make() -> CheckpointRoot:
-            return CheckpointRoot(root, self._files, self.latest, self._damaged, self._owners)
-
-        folder = Folders(run, self._peers.hosts(), make, root, tag).prepare(self.apart)
-        if folder.hosts and self.apart is None and run.rank == 0 and root not in self._told:
-            warn_user(
-                f"{root} is not one directory on all hosts: each of {', '.join(folder.hosts)} keeps its part of the "
-                "checkpoints there, and a load needs all of them. To say that this is meant set "
-                "session.checkpoints.apart=True, or False to have an error instead"
-            )
-            self._told.add(root)
-        return folder
 
     @property
     def saving(self) -> bool:
@@ -164,15 +137,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait, and give back memory and communicators. Raises as :meth:`wait_for_saves` does."""
-        try:
-            self._lane.close()
-        finally:
-            self._owners.close()
-            self._peers.close()
-
-    def go_on(self) -> None:
-        """What other models of this process have saved before now may be replaced, as after :meth:`load`."""
-        self._owners.go_on()
+        self._lane.close()
 
     # ---- restoring
 
@@ -213,18 +178,18 @@ class Checkpointer:
         Raises:
             CheckpointDamage: bytes are missing or wrong (file and tensor are named), on every rank; where some values
                 were replaced already, the message says so.
-            CheckpointError: a file may not be read; or ``"auto"`` has replaced values by those of a damaged checkpoint,
-                and the next older one does not fit or (``strict=False``) would leave some of them.
+            CheckpointError: a file may not be read; some ranks do not see the checkpoint, and are named; or ``"auto"``
+                has replaced values by those of a damaged checkpoint, and the next older one does not fit or
+                (``strict=False``) would leave some of them.
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """
         root = as_path("root", root, "the directory of checkpoints")
         self.wait_for_saves()
         with self._run.doing(f"loading checkpoint {tag!r} of {root}"):
-            restored = restore(self._peers, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
+            restored = restore(self._run, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:
             self.steps = restored.updates
-            self.go_on()
             self._damaged.discard(os.path.realpath(restored.path))
             self._damaged.update(map(os.path.realpath, restored.skipped))
         return restored

@@ -92,7 +92,7 @@ def _group(value: object) -> bool:
         return False
     entry: Mapping[str, Any] = value  # type: ignore[assignment]
     params = entry.get("params")
-    return isinstance(params, list) and all(_is_text(name) for name in params) and _by_name(entry.get("tensors", {}))
+    return isinstance(params, list) and all(_is_text(name) for name in params)
 
 
 _FORMS: dict[str, Callable[[object], bool]] = {

@@ -109,17 +109,6 @@ class TorchRun:
         self._activity = Activity() if ranks is None else ranks.activity
 
     @property
-    def spreads(self) -> bool:
-        """Its ranks are all of them."""
-        return True
-
-    @property
-    def subject(self) -> object:
-        """The module, or the optimizer where there is none."""
-        module = None if self._module is None else self._module()
-        return module if module is not None or not self.optimizers else self.optimizers[0].optimizer
-
-    @property
     def members(self) -> None:
         """All ranks."""
         return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["decode", "encode", "inline", "outline"]
+__all__ = ["decode", "encode"]
 
 
 def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "") -> Any:
@@ -111,19 +111,6 @@ def _key(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
 
 
 # ---- tensors in the data
-
-
-def inline(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Small tensors as JSON."""
-    return {
-        name: {"dtype": _dtype(tensor), "shape": list(tensor.shape), "values": _values(tensor)}
-        for name, tensor in tensors.items()
-    }
-
-
-def outline(data: Any) -> dict[str, torch.Tensor]:
-    """The tensors that :func:`inline` was given."""
-    return {name: _tensor(item, item["values"]) for name, item in data.items()}
 
 
 def _in_place(tensor: torch.Tensor) -> dict[str, Any]:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.directory import CheckpointRoot, describe
-from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.contents import Contents, buffer_digests
+from shardwise.checkpoint.directory import CheckpointRoot
+from shardwise.checkpoint.files import CheckpointError, describe
 from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, merge_pieces, to_save
-from shardwise.checkpoint.parts import DAMAGED, OTHERS, Part, Version, versions_of
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
-from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.run import Run
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.engine.fragments import Fragment, TensorShape
 from shardwise.printable import printable
 from shardwise.tensor.order import StoredCut
 
-__all__ = ["Gather", "SaveJob", "agree", "saves_in"]
+__all__ = ["Begun", "Gather", "SaveJob", "agree", "begin", "check_seen"]
 
+SHOWN = 8  # ranks in a message
+PATIENCE_S = 2.0
+"""Seconds in which a directory that one rank made is seen by all others that share the storage."""
 T = TypeVar("T")
 Gather = Callable[[object], list[Any]]
 """Every rank's JSON-able object, by rank. Collective."""
@@ -67,87 +69,130 @@ def _kind(error: Exception) -> str:
     return "value" if isinstance(error, ValueError) else ""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A save of which rank 0 has made the directory.
+
+    Attributes:
+        root: what makes it visible, on rank 0; elsewhere ``None``.
+        hidden: the directory to write into.
+        serial: the save's number.
+        digests: of rank 0's buffers.
+    """
+
+    root: CheckpointRoot | None
+    hidden: str
+    serial: int
+    digests: dict[str, int]
+
+
+def begin(run: Run, root: CheckpointRoot, tag: str) -> Begun:
+    """Make the directory that a save is written into. Collective.
+
+    Raises:
+        ValueError: on every rank: another tag on another rank, or rank 0 cannot save under this one.
+        CheckpointError: on every rank: it cannot be made, or some ranks do not see it; they are named.
+    """
+    what = f"prepare checkpoint {tag!r} in {root.path}"
+
+    def make() -> list[Any]:
+        if run.rank != 0:
+            return [tag]
+        serial = root.prepare(tag)
+        return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.held())]
+
+    try:
+        told = agree(run.gather, run.rank, what, make)[1]
+        _, serial, name, digests = told[0]
+        hidden = os.path.join(root.path, name)
+
+        def look() -> bool:
+            _check_tags([row[0] for row in told])
+            return appears(hidden)
+
+        seen = agree(run.gather, run.rank, what, look)[1]
+        agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
+    except BaseException:
+        root.discard()
+        raise
+    return Begun(root if run.rank == 0 else None, hidden, serial, digests)
+
+
+def _check_tags(tags: Sequence[str]) -> None:
+    for rank, tag in enumerate(tags):
+        if tag != tags[0]:
+            raise ValueError(
+                f"tag={tag!r} on rank {rank}, and {tags[0]!r} on rank 0: give the same on every rank (of a time stamp "
+                "rank 0's, by torch.distributed.broadcast_object_list)"
+            )
+
+
+def appears(directory: str) -> bool:
+    """Whether this rank sees a directory that another one has just made: at once, or after what a file system over a
+    network may take."""
+    end = time.monotonic() + PATIENCE_S
+    while not os.path.isdir(directory):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def check_seen(seen: Sequence[bool], path: str) -> None:
+    """Raises CheckpointError where some ranks do not see at ``path`` what others see: they are named."""
+    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        more = f" and {len(blind) - SHOWN} more" if len(blind) > SHOWN else ""
+        who = f"{'ranks' if len(blind) > 1 else 'rank'} {', '.join(blind[:SHOWN])}{more} of {len(seen)}"
+        raise CheckpointError(
+            f"{who} {'do' if len(blind) > 1 else 'does'} not see {path} as the others do: give the same directory on "
+            "every rank, on storage that all of them share"
+        )
+
+
 @dataclass
 class SaveJob:
-    """One save of one rank, after the hidden directory was made; it touches files and agrees, nothing else.
+    """One save of one rank, after :func:`begin`; it touches files and agrees, nothing else.
 
     Attributes:
         rank: of this process.
-        root: the directory of checkpoints, on the rank that makes it visible (rank 0; where hosts have their own, one
-            of each); elsewhere ``None``.
-        hidden: the directory to write into.
+        begun: where to write.
         head: of the manifest.
         contents: what this rank writes; ``None`` where it could not be put together.
         keep: how many checkpoints remain; ``None``: all.
-        of: where hosts write into directories of their own, the number of its host by rank; see
-            [Note: A checkpoint in parts].
     """
 
     rank: int
-    root: CheckpointRoot | None
+    begun: Begun
     files: Any
-    hidden: str
     head: Head
     contents: Contents | None
     keep: int | None
-    of: tuple[int, ...] = ()
 
     @property
     def layout(self) -> PieceLayout:
         """Of this rank's file."""
         return self.contents.layout if self.contents is not None else PieceLayout([])
 
-    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather, ranks: Ranks | None = None) -> None:
+    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
         """Write, agree, commit. Collective.
 
         Args:
             values: gives the bytes of each fragment of the layout, in order.
             gather: among all ranks.
-            ranks: sends to them; where hosts write into directories of their own.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are as they were.
         """
-        tag, manifest = self.head.tag, b""
+        tag, rank = self.head.tag, self.rank
         try:
-            _, parts = agree(gather, self.rank, f"write its part of checkpoint {tag!r}", lambda: self._write(values()))
-            if ranks is not None:
-                what = f"describe checkpoint {tag!r}"
-                manifest = self._spread(ranks, agree(gather, self.rank, what, lambda: self._describe(parts), False)[0])
+            parts = agree(gather, rank, f"write its part of checkpoint {tag!r}", lambda: self._write(values()))[1]
+            agree(gather, rank, f"commit checkpoint {tag!r}", lambda: self._commit(parts))
         except BaseException:
-            self._discard()
+            if self.begun.root is not None:
+                self.begun.root.discard()
             raise
-        if self.of:
-            what = f"write what checkpoint {tag!r} is"
-            self._together(gather, what, lambda: self._seal(manifest), self._discard)
-        self._together(gather, f"commit checkpoint {tag!r}", lambda: self._commit(parts), lambda: self._undo(gather))
-        agree(gather, self.rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
-        if self.of and self.keep is not None:
-            self._purge(gather, self.keep)
-
-    def _together(self, gather: Gather, what: str, action: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Agree. Where a rank could not, all ``undo``; where one is lost, nobody knows what it has done."""
-        try:
-            agree(gather, self.rank, what, action)
-        except (CheckpointError, ValueError, FileNotFoundError):
-            undo()
-            raise
-        except BaseException:
-            if self.root is not None:
-                self.root.leave() if self.of else self.root.discard(self.hidden)
-            raise
-
-    def _discard(self) -> None:
-        if self.root is not None:
-            self.root.discard(self.hidden)
-
-    def _undo(self, gather: Gather) -> None:
-        """What was there before is there again, on all hosts; where that fails on one, nothing is removed."""
-        root = self.root
-        if self.of:
-            back = (lambda: None) if root is None else (lambda: root.take_back(self.head.tag))
-            agree(gather, self.rank, f"take back its part of checkpoint {self.head.tag!r}", back)
-        self._discard()
+        agree(gather, rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
 
     def _write(self, values: Iterable[Bytes]) -> dict[str, Any]:
         if self.contents is None:
@@ -157,12 +202,7 @@ class SaveJob:
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
-        if not os.path.isdir(self.hidden):
-            raise CheckpointError(
-                f"rank 0 has made {self.hidden}, which is not there on this rank's host ({socket.gethostname()}): "
-                "give a directory on storage that all hosts share"
-            )
-        file = PieceFile(self.files, os.path.join(self.hidden, f"pieces-{self.rank}.safetensors"), layout)
+        file = PieceFile(self.files, os.path.join(self.begun.hidden, f"pieces-{self.rank}.safetensors"), layout)
         try:
             for index, value in enumerate(values):
                 file.write_bytes(index, value)
@@ -176,19 +216,17 @@ class SaveJob:
         return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
 
     def _describe(self, parts: list[dict[str, Any]]) -> bytes:
-        """The manifest, on rank 0."""
-        if self.rank != 0 or self.contents is None:
-            return b""
+        """The manifest."""
+        if self.contents is None:
+            raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
         files: list[FileFact] = []
         pieces: list[dict[str, list[PieceFact]]] = []
         shapes = _agreeing([part["shapes"] for part in parts])
         tensors = {n: TensorFact(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
-        for rank, part in enumerate(parts):
+        for part in parts:
             if part["file"] is not None:
                 number = len(files)
-                name, nbytes, header_bytes, digits = part["file"]
-                host = self.of[rank] if self.of else 0
-                files.append(FileFact(name, nbytes, header_bytes, digits, host))
+                files.append(FileFact(*part["file"]))
                 found = part["pieces"].items()
                 pieces.append({name: [PieceFact(number, *piece) for piece in each] for name, each in found})
         state = self.contents.assemble([part["own"] for part in parts])
@@ -196,57 +234,17 @@ class SaveJob:
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
         return to_save(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
 
-    def _spread(self, ranks: Ranks, manifest: bytes) -> bytes:
-        """Rank 0's manifest, on the ranks that write one. Collective."""
-        first = {host: rank for rank, host in reversed(list(enumerate(self.of)))}
-        owners = [first[host] for host in range(1, len(self.head.hosts))]
-        if self.rank == 0:
-            for owner in owners:
-                ranks.send(torch.tensor([len(manifest)], device="cpu"), owner)
-                ranks.send(torch.frombuffer(bytearray(manifest), dtype=torch.uint8), owner)
-        elif self.rank in owners:
-            size = int(ranks.receive(torch.empty(1, dtype=torch.int64, device="cpu"), 0))
-            manifest = ranks.receive(torch.empty(size, dtype=torch.uint8, device="cpu"), 0).numpy().tobytes()
-        return manifest
-
-    def _seal(self, manifest: bytes) -> None:
-        if self.root is not None:
-            self.root.seal(self.hidden, self.head.tag, manifest)
-
     def _commit(self, parts: list[dict[str, Any]]) -> None:
-        if self.root is not None:
-            if not self.of:
-                self._seal(self._describe(parts))
-            self.root.commit(self.hidden, self.head.tag)
+        if self.begun.root is not None:
+            self.begun.root.commit(self._describe(parts))
 
     def _tidy(self) -> None:
-        if self.root is not None:
-            self.root.point_latest(self.head.tag)
-            self.root.finish(self.head.tag)
-            if self.keep is not None and not self.of:
-                self.root.purge(self.keep)
-
-    def _purge(self, gather: Gather, keep: int) -> None:
-        """What :meth:`CheckpointRoot.purge` does, on all hosts: whole is what they have together."""
-        tag, mine = self.head.tag, self.of[self.rank]
-        what = f"finish: {tag!r} is saved and complete, but what is older"
-        whole, doomed = 0, []
-        for save in saves_in(gather, self.rank, self.root, self.head.hosts, what):
-            spared = {part.spared for part in save.parts.values()}
-            if save.damage or spared & {OTHERS}:
-                continue
-            if whole < keep:
-                whole += not save.problem(self.head.hosts) and not spared & {DAMAGED}
-            elif mine in save.parts and save.parts[mine].shown:
-                doomed.append(save.parts[mine])
-        root = self.root
-        agree(gather, self.rank, what, (lambda: None) if root is None else (lambda: root.remove(doomed)))
-
-
-def saves_in(gather: Gather, rank: int, owner: CheckpointRoot | None, hosts: Sequence[str], what: str) -> list[Version]:
-    """The saves in the directories of several hosts, newest first. Collective; ``what`` completes "could not ..."."""
-    _, rows = agree(gather, rank, what, lambda: None if owner is None else [vars(part) for part in owner.parts()])
-    return versions_of([[Part.read(each) for each in row] for row in rows if row is not None], hosts)
+        root = self.begun.root
+        if root is not None:
+            root.point_latest(self.head.tag)
+            root.finish()
+            if self.keep is not None:
+                root.purge(self.keep)
 
 
 def _tensors(contents: Contents) -> Iterator[tuple[str, Fragment | TensorShape]]:

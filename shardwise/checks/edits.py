@@ -2,8 +2,8 @@
 
 A parameter shows memory of the engine: the gathered array, or one NaN where it is not gathered. ``param.data = x``
 takes it away from there, which its address tells. What is written to a gathered copy ends with the copy, and what is
-written to a NaN goes nowhere: the version counter tells, and where it was written through ``.data``, the NaN itself
-(torch lets ``zero_`` and ``fill_`` write to expanded memory) or a comparison of the copy with the shard.
+written to a NaN goes nowhere: the version counter tells, or the NaN itself (torch lets ``zero_`` and ``fill_`` write
+to expanded memory).
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ __all__ = ["Edits"]
 # * ``param.data = x``: the parameter's address is not where the engine put it (Chunk.misplaced).
 # * In place, through the parameter: its version counter, which views of it share (Chunk.written).
 # * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
-#   of a dtype, so that a single look tells.
-# * Through ``.data`` of a gathered one: no counter tells. Where the ranks' shards are seen as one array the system
-#   knows of every page that was written to, and those are compared (Chunk.overwritten). Elsewhere on a CPU this rank's
-#   part of the copy is compared with its shard when the copy ends, a sample of the long ones; on a GPU it is not.
+#   of a dtype, so that a single look tells. In steps and states.
+# * Through ``.data`` of a gathered one: nothing tells, and it is lost.
 # This is looked at in passes, steps and states. A write that is found is dropped, and with it all gathered copies, so
-# that no half of it stays. While the engine itself writes shards comparisons are off (allow).
+# that no half of it stays.
 class Edits:
     """Watches the parameters of ``chunks``.
 
@@ -58,19 +56,10 @@ class Edits:
         """Everything (of these chunks) is as it should be: what is written from here on counts."""
         for chunk in self._chunks if among is None else among:
             chunk.note_versions()
-            chunk.comparable, chunk.lost = True, None
+            chunk.lost = None
 
-    def allow(self, among: Sequence[Chunk] | None = None) -> None:
-        """Shards or gathered arrays (of these chunks) are about to be written, until :meth:`accept`."""
-        for chunk in self._transient if among is None else among:
-            chunk.comparable = False
-
-    def check_placed(self, values: bool) -> None:
+    def check_placed(self) -> None:
         """Every parameter is where the engine put it, and none was given other data before it was moved.
-
-        Args:
-            values: look at the values that stand for parameters that are not gathered as well; on a GPU at those of
-                the last time that this was called so, which do not hold up the host.
 
         Raises:
             RuntimeError: one is not; it is named, and all are put back.
@@ -87,7 +76,15 @@ class Edits:
                     "sharded, which is dropped; do that before boost/build, write to it inside `with "
                     "model.gathered(write_back=True)` of what boost/build returned, or load a state"
                 )
-        if values and self._changed():
+
+    def check_absent(self) -> None:
+        """Nothing was written to what stands for parameters that are not gathered.
+
+        Raises:
+            RuntimeError: it was; as :meth:`check_written`. On a GPU, of the last time that this was called, so that the
+                host does not wait.
+        """
+        if self._changed():
             where = next(c for c in self._transient if not all(map(_is_untouched, c.absent)))
             self._refuse_write(where, next(i for i, each in enumerate(where.absent) if not _is_untouched(each)))
 
@@ -106,11 +103,10 @@ class Edits:
         self._asked = [Later(is_absent(values).all()) for values in self._absent.values()]
         return not all(later.value() for later in asked)
 
-    def check_written(self, held: bool, writable: Callable[[int], bool]) -> None:
+    def check_written(self, writable: Callable[[int], bool]) -> None:
         """Nothing was written to a parameter that would be lost.
 
         Args:
-            held: also compare what is gathered now with the shards.
             writable: units whose parameters may be written to now.
 
         Raises:
@@ -118,8 +114,6 @@ class Edits:
         """
         for chunk in self._transient:
             wrong = chunk.lost if chunk.lost is not None else chunk.written()
-            if wrong is None and held:
-                wrong = chunk.overwritten()
             if wrong is not None and not writable(chunk.spec.unit):
                 self._refuse_write(chunk, wrong)
 

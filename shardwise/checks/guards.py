@@ -15,7 +15,6 @@ from shardwise.checks.overlaps import check_apart
 from shardwise.checks.structure import Structure
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
-from shardwise.device import runs_ahead
 from shardwise.gather.pool import ChunkPool
 from shardwise.sparse import SPARSE
 from shardwise.torch_internals import running_ddp
@@ -137,7 +136,6 @@ class Guards:
         self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
         self._structure = Structure(model, params, self._name)
         self.edits = Edits(chunks, self._name, pool.drop_changed)
-        self._reads_cost = any(runs_ahead(chunk.device) for chunk in chunks)
         self.given_back = False
         """The parameters are the user's again, with their values in them: what the engine has is old."""
         for module in model.modules():
@@ -171,7 +169,7 @@ class Guards:
         if not torch.compiler.is_compiling():
             self._check_alone()
             self._structure.check_children()
-            self.check_edits(values=not self._reads_cost, held=False)
+            self.check_edits()
 
     def _check_alone(self) -> None:
         outer = running_ddp()
@@ -185,15 +183,21 @@ class Guards:
     def after_forward(self) -> None:
         """After one: nothing was written to copies that end; see :meth:`check_edits`."""
         if not torch.compiler.is_compiling():
-            self.check_edits(values=False, held=False)
+            self.check_edits()
 
-    def check_edits(self, values: bool, held: bool) -> None:
-        """See :meth:`Edits.check_placed`; inside ``gathered()`` what it holds may be written to."""
+    def check_edits(self, absent: bool = False) -> None:
+        """See :class:`Edits`; inside ``gathered()`` what it holds may be written to.
+
+        Args:
+            absent: also look at what stands for parameters that are not gathered.
+        """
         with self._pool.lock:  # another thread may be gathering
-            everything = self._pool.blocks.all_held
-            self.edits.check_placed(values and not everything)
-            if not everything:
-                self.edits.check_written(held, self._pool.blocks.holds)
+            self.edits.check_placed()
+            if self._pool.blocks.all_held:
+                return
+            if absent:
+                self.edits.check_absent()
+            self.edits.check_written(self._pool.blocks.holds)
 
     def check(self) -> None:
         """Every parameter is still the one that was sharded, where the engine put it.
@@ -203,7 +207,7 @@ class Guards:
         """
         self.check_held()
         self._structure.check()
-        self.check_edits(values=True, held=True)
+        self.check_edits(absent=True)
         for chunk in self._chunks:
             if chunk.spec.trainable:
                 continue

@@ -18,9 +18,8 @@ from shardwise.names import StateNames
 __all__ = ["OwnState"]
 
 SAVE = (
-    "call it, on every rank, on the object that boost/build returned (under Lightning: the strategy's "
-    "lightning_module_state_dict(); with a DeepSpeed configuration: engine.module_state_dict() or "
-    "engine.save_16bit_model()), or inside its gathered() block"
+    "call it, on every rank, on the object that boost/build returned (a strategy's lightning_module_state_dict(), an "
+    "engine's module_state_dict() or save_16bit_model()), or inside its gathered() block"
 )
 LOAD = (
     "call it, on every rank, on the whole model or the object that boost/build returned, or inside its "

@@ -14,7 +14,7 @@ __all__ = ["Unheld"]
 class Unheld(torch.Tensor):
     """Has the shape, dtype and device of a value, and is an error as soon as that is read, copied or saved.
 
-    Programs ask a layer for its state to see its names (peft's ``modules_to_save``), which one rank can tell.
+    Programs ask a layer for its state to see its names (adapters do), which one rank can tell.
     """
 
     why: str

@@ -8,21 +8,21 @@ themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
 import torch
 from torch import nn
 
-from shardwise.chunk.absent import absent_value
+from shardwise.chunk.absent import absent_value, is_absent
 from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
-from shardwise.comm import Buffer, Group, Handle
+from shardwise.comm import Buffer, Handle
 from shardwise.memory.tier import Tier
 from shardwise.states import Table
-from shardwise.torch_internals import point, version_of, versions_of
+from shardwise.torch_internals import point, versions_of
 
 __all__ = ["RESIDENCY", "Chunk", "Residency"]
 
@@ -133,9 +133,6 @@ class Chunk:
         self._holders: list[int] | None = None
         self._versions: list[int] | None = None
         self.lost: int | None = None
-        self.comparable = False
-        """The own part of a gathered array has to be what the shard is: no update is under way, and writing is not
-        allowed."""
 
     @property
     def state(self) -> Residency:
@@ -222,13 +219,11 @@ class Chunk:
         self.allow_holders()
         self._become(Residency.GATHERED)
 
-    def evict(self, group: Group) -> torch.Tensor | None:
+    def evict(self) -> torch.Tensor | None:
         """Have the parameters show NaN again, when nothing writes to the array any more. The array, for its owner;
         ``None``: it was the ranks' shards. Called again after an interrupt."""
         self._withdraw()
         full = None if self.joined else self.full
-        if self.joined:
-            self.source.disjoin(group)
         self.full, self.joined = None, False
         self._become(Residency.SHARDED)
         return full
@@ -302,11 +297,36 @@ class Chunk:
         self._versions = versions_of(self.params)
 
     def written(self) -> int | None:
-        """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted."""
-        if self._versions is None or self._versions == versions_of(self.params):
+        """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted.
+
+        Its version tells. As some calls move that and change no value (``p.set_(p)``), what has another one is compared
+        with what the chunk shows there.
+        """
+        if self._versions is None or self._versions == (versions := versions_of(self.params)):
             return None
-        pairs = zip(self.params, self._versions, strict=True)
-        return next((i for i, (p, noted) in enumerate(pairs) if not p.is_inference() and version_of(p) != noted), None)
+        moved = [i for i, (now, noted) in enumerate(zip(versions, self._versions, strict=True)) if now != noted]
+        for index in moved:
+            if self._differs(index):
+                return index
+        self._versions = versions
+        return None
+
+    def _differs(self, index: int) -> bool:
+        """Whether a parameter of a transient chunk shows something else than was put there, as far as this rank knows
+        that: of its own part, and of its peers' where they share their memory."""
+        slot, shown, source = self.spec.slots[index], self._shown, self.source
+        if shown is None:
+            # torch lets a single element be computed with, and NaN stays NaN.
+            return slot.numel == 1 or not bool(is_absent(self.absent[index]).all())
+        if source.tier is Tier.DISK:
+            return True  # the shard is not in memory
+        shards = source.exchange.peers if self.joined else [source.brought(source.exchange.local)]
+        starts = self.spec.bounds if self.joined else [self.shard_start]
+        for first, shard in zip(starts, shards, strict=False):
+            at, end = max(slot.start, first), min(slot.end, first + shard.numel())
+            if at < end and not _same_bits(shown[at:end], shard[at - first : end - first]):
+                return True
+        return False
 
     def _note_lost(self) -> None:
         """What was done to the parameters is about to be lost, where they are not our own memory."""
@@ -314,43 +334,6 @@ class Chunk:
             self.lost = self.misplaced()
             if self.lost is None and not self.resident:
                 self.lost = self.written()
-            if self.lost is None:
-                self.lost = self.overwritten()
-
-    def overwritten(self) -> int | None:
-        """Index of the first parameter whose part of a gathered array is not what the shards are.
-
-        That tells writes through ``.data``: of shards that are seen as one array all that this rank has made, where
-        the system says whether it has made any; otherwise those to its own part, of long ones by a sample. On a GPU,
-        where it would have to wait for the answer, and for shards elsewhere it is not known.
-        """
-        full, source = self._shown, self.source
-        if full is None or self.resident or not self.comparable or source.tier is Tier.DISK:
-            return None
-        exchange = source.exchange
-        shard, own = exchange.local, full[self.shard_start : self.shard_end]
-        if shard.device.type != "cpu" or own.device.type != "cpu":
-            return None
-        written = exchange.written() if self.joined else None
-        if written:
-            bounds = self.spec.bounds
-            return self._differing(full, zip(bounds, exchange.peers, strict=False))
-        if written is False:
-            return None
-        brought = source.brought(shard)
-        if same_bits(own, brought):
-            return None
-        return self._differing(full, [(self.shard_start, brought)])
-
-    def _differing(self, full: torch.Tensor, shards: Iterable[tuple[int, torch.Tensor]]) -> int | None:
-        """Index of the first parameter of which ``full`` has something else than ``shards``, each with its start."""
-        for first, shard in shards:
-            end = first + shard.numel()
-            for index, slot in enumerate(self.spec.slots):
-                at, to = max(slot.start, first), min(slot.end, end)
-                if at < to and not same_bits(full[at:to], shard[at - first : to - first], every=True):
-                    return index
-        return None
 
     def _note_addresses(self, full: torch.Tensor) -> None:
         base = full.data_ptr()
@@ -403,19 +386,6 @@ class Chunk:
         return [slot.view(full) for slot in self.spec.slots]
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor, every: bool = False) -> bool:
-    """Whether two 1-D tensors of one dtype on the CPU are equal, NaN to NaN.
-
-    Of long ones, unless ``every`` word is wanted, one of eight bytes in :data:`STRIDE` is compared: whoever edits a
-    parameter changes more than that at a time, and reading all of it at each eviction took a seventh of a step.
-    """
-    aligned = one.data_ptr() % 8 == 0 and other.data_ptr() % 8 == 0 and one.nbytes % 8 == 0
-    offsets = (one.storage_offset() * one.itemsize) % 8 == 0 and (other.storage_offset() * other.itemsize) % 8 == 0
-    as_integers = torch.int64 if aligned and offsets else _INTEGERS[one.itemsize]
-    step = STRIDE if one.nbytes > WHOLE_BYTES and not every else 1
-    return torch.equal(one.view(as_integers)[::step], other.view(as_integers)[::step])
-
-
-STRIDE = 251  # a prime, so that no column of a matrix stays unseen
-WHOLE_BYTES = 1 << 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype are equal, NaN to NaN."""
+    return torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))

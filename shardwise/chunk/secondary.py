@@ -95,9 +95,6 @@ class SecondarySource:
     def joined(self, group: Group) -> torch.Tensor | None:
         return None
 
-    def disjoin(self, group: Group) -> None:
-        """Nothing to do."""
-
 
 class _Arriving:
     """A gather by the whole group, of which this rank keeps its part."""

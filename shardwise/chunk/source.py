@@ -50,10 +50,7 @@ class ShardSource(Protocol):
         """Every rank's shard in rank order into ``out`` (1-D, on the device)."""
 
     def joined(self, group: Group) -> torch.Tensor | None:
-        """The same without a copy, where the group can; :meth:`disjoin` when it is read no more."""
-
-    def disjoin(self, group: Group) -> None:
-        """See :meth:`joined`."""
+        """The same without a copy, where the group can."""
 
 
 class MemorySource:
@@ -121,9 +118,6 @@ class MemorySource:
 
     def joined(self, group: Group) -> torch.Tensor | None:
         return (self._over or group).joined(self._exchange)
-
-    def disjoin(self, group: Group) -> None:
-        group.disjoin(self._exchange)
 
 
 class _Keeping:
@@ -306,9 +300,6 @@ class DiskSource:
 
     def joined(self, group: Group) -> torch.Tensor | None:
         return None
-
-    def disjoin(self, group: Group) -> None:
-        """Nothing to do."""
 
 
 class _FromDisk:

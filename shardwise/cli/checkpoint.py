@@ -69,9 +69,6 @@ def add_parser(commands: Any) -> None:
     convert.set_defaults(action_main=_convert)
     verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
     _add_source(verify, "path", "", rename=False)
-    verify.add_argument(
-        "--part", action="store_true", help="where hosts keep their parts: compare what is here, and say what is not"
-    )
     verify.set_defaults(action_main=_verify)
     diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values")
     _add_source(diff, "first", "-a")
@@ -122,10 +119,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _opened(options: argparse.Namespace, name: str, partly: bool = False) -> Iterator[CheckpointSource]:
+def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource]:
     from shardwise.checkpoint.files import CheckpointError
 
-    source = _open(options, name, partly)
+    source = _open(options, name)
     for note in getattr(source, "notes", ()):
         _say(f"note: {note}", sys.stderr)
     try:
@@ -138,7 +135,7 @@ def _opened(options: argparse.Namespace, name: str, partly: bool = False) -> Ite
         source.close()
 
 
-def _open(options: argparse.Namespace, name: str, partly: bool) -> CheckpointSource:
+def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
     from shardwise.checkpoint.files import CheckpointError
     from shardwise.checkpoint.formats.detect import open_checkpoint
     from shardwise.checkpoint.source import CheckpointDamage
@@ -149,7 +146,7 @@ def _open(options: argparse.Namespace, name: str, partly: bool) -> CheckpointSou
     try:
         names = listed.read_text("utf-8").split() if listed is not None else None
         rules = dict(_rule(each) for each in getattr(options, f"{name}_rename"))
-        return open_checkpoint(path, format, optimizer, names, rules, partly)
+        return open_checkpoint(path, format, optimizer, names, rules)
     except (OSError, ValueError, CheckpointError, CheckpointDamage) as problem:
         raise BadInput(str(problem)) from None
 
@@ -222,7 +219,7 @@ def _kind(name: str) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    with _opened(options, "path", partly=True) as source:
+    with _opened(options, "path") as source:
         facts, state = source.tensors(), source.state()
         kinds: dict[str, list[int]] = {}
         for name, fact in facts.items():
@@ -230,8 +227,7 @@ def _inspect(options: argparse.Namespace) -> int:
         state_bytes = len(json.dumps(state))
         if options.json:
             listed = {n: {"shape": list(f.shape), "dtype": _dtype_text(f)} for n, f in facts.items()}
-            told = {"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}
-            json.dump(told | ({"hosts": hosts} if (hosts := _hosts_of(source)) else {}), sys.stdout)
+            json.dump({"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout)
             print()
             return 0
         _say(f"{_place_of(source, options.path)}: {_format_of(source)}")
@@ -247,28 +243,7 @@ def _inspect(options: argparse.Namespace) -> int:
             _say(f"optimizer {number} {optimizer.get('class', '')}: groups of {groups or 'no'} parameters")
         for name, kept in state.get("aliases", {}).items():
             _say(f"tied: {name} is {kept}")
-        for each in _hosts_of(source):
-            where = "here" if each["here"] else "not here: it is on that host"
-            _say(f"{each['host']} wrote {', '.join(each['files'])} ({size_text(each['bytes'])}), {where}")
     return 0
-
-
-def _hosts_of(source: CheckpointSource) -> list[dict[str, Any]]:
-    """Where hosts wrote into directories of their own, what each wrote, and whether it is here."""
-    from shardwise.checkpoint.read import NativeSource
-
-    if not isinstance(source, NativeSource):
-        return []
-    files = source.manifest.files
-    return [
-        {
-            "host": name,
-            "files": [fact.name for fact in files if fact.host == number],
-            "bytes": sum(fact.nbytes for fact in files if fact.host == number),
-            "here": number not in source.elsewhere,
-        }
-        for number, name in enumerate(source.manifest.head.hosts)
-    ]
 
 
 def _format_of(source: CheckpointSource) -> str:
@@ -334,7 +309,7 @@ def _verify(options: argparse.Namespace) -> int:
     if not options.path.exists():
         raise BadInput(f"{options.path}: no such file or directory")
     try:
-        source = open_checkpoint(options.path, options.path_format, options.path_optimizer, partly=options.part)
+        source = open_checkpoint(options.path, options.path_format, options.path_optimizer)
     except CheckpointDamage as damage:
         _say(str(damage))
         return 1
@@ -349,8 +324,6 @@ def _verify(options: argparse.Namespace) -> int:
         _say(found)
     if not problems:
         how = "every byte is as written" if native else "everything can be read (no checksums in this format)"
-        left = [each["host"] for each in _hosts_of(source) if not each["here"]]
-        how += f" of what is here; {', '.join(left)} wrote the rest, and has it" if left else ""
         _say(f"{_place_of(source, options.path)}: {_format_of(source)}, {how}")
     return 1 if problems else 0
 

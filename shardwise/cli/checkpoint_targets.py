@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["WRITTEN", "add_options", "notes_of", "write"]
 
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
+LAYOUTS = {"dcp": "fsdp2", "torchtitan": "torchtitan"}
+"""Of DCP."""
 TAKEN_BY = {
     "max_shard_size": ("huggingface", "colossalai"),
     "safetensors": ("colossalai",),
@@ -57,41 +59,35 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     Raises:
         CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is half-done.
     """
-    from shardwise.checkpoint import formats
-    from shardwise.checkpoint.formats.native import write_native
+    from shardwise.checkpoint.formats import write_checkpoint
 
     for name, kinds in TAKEN_BY.items():
         given = getattr(options, name)
         if given is not None and given is not False and options.to not in kinds:
             takers = f"--to {' and '.join(kinds)} alone {'takes' if len(kinds) == 1 else 'take'} it"
             raise ValueError(f"--{name.replace('_', '-')}: {takers}; leave it out")
-    target: Path = options.target
-    if options.to == "native":
-        write_native(source, target, dtype)
-    elif options.to == "huggingface":
-        config, generation = (_config_beside(options.source, name) for name in ("config", "generation_config"))
-        config = config if options.config is None else _given(options.config, "config.json")
-        formats.write_huggingface(source, target, megabytes, dtype, config, generation)
-    elif options.to == "single":
-        formats.write_single(source, target, dtype)
-    elif options.to in ("dcp", "torchtitan"):
-        formats.write_dcp(source, target, "fsdp2" if options.to == "dcp" else "torchtitan", dtype)
+    more: dict[str, Any] = {}
+    if options.to in TAKEN_BY["max_shard_size"]:
+        more["size_per_shard"] = megabytes
+    if options.to == "huggingface":
+        more |= {name: _config_beside(options.source, name) for name in ("config", "generation_config")}
+        if options.config is not None:
+            more["config"] = _given(options.config, "config.json")
+    elif options.to in LAYOUTS:
+        more["layout"] = LAYOUTS[options.to]
     elif options.to == "peft":
-        _write_peft(source, options, dtype)
-    else:
-        has_optimizer = any(group["params"] for each in _optimizers(source)[:1] for group in each.get("groups", []))
-        place = target / "model" if has_optimizer else target
-        formats.write_colossalai_model(source, place, megabytes, None, options.safetensors, dtype)
-        if has_optimizer:
-            formats.write_colossalai_optimizer(source, target / "optimizer", megabytes)
+        more |= _adapter(source, options)
+    elif options.to == "colossalai":
+        more["safetensors"] = options.safetensors
+    write_checkpoint(source, options.target, "dcp" if options.to in LAYOUTS else options.to, dtype=dtype, **more)
 
 
 def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
     return list(source.state().get("optimizers") or [])
 
 
-def _write_peft(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None) -> None:
-    from shardwise.checkpoint import formats
+def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
+    """Which one is written, and its configuration."""
     from shardwise.checkpoint.formats.peft_config import deduced_config, the_adapter
 
     if options.lora_alpha is not None and not 0 < options.lora_alpha < float("inf"):
@@ -109,7 +105,7 @@ def _write_peft(source: CheckpointSource, options: argparse.Namespace, dtype: to
         config = state.get("peft") or (state.get("adapters") or {}).get(adapter)
     if config is not None and options.base is not None:
         config = {**config, "base_model_name_or_path": options.base}
-    formats.write_peft(source, options.target, config, adapter, dtype=dtype)
+    return {"config": config, "adapter": adapter}
 
 
 def _given(path: Path, name: str) -> dict[str, Any]:

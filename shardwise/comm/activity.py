@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from shardwise.interrupts import deferred_interrupts
 from shardwise.torch_internals import default_store
 
 __all__ = ["Activity"]
@@ -88,16 +89,17 @@ class Activity:
 
     @contextlib.contextmanager
     def doing(self, what: str, advice: str = "") -> Iterator[None]:
-        """Inside the block this rank does ``what`` ("saving checkpoint 'x'")."""
-        self._inside.append((what, advice))
-        self._tell()
-        try:
-            yield
-        finally:
-            self._inside.pop()
-            if not self._inside:
-                self._last = what
+        """Inside the block this rank does ``what`` ("saving checkpoint 'x'"). Ctrl-C waits for its end."""
+        with deferred_interrupts(what):
+            self._inside.append((what, advice))
             self._tell()
+            try:
+                yield
+            finally:
+                self._inside.pop()
+                if not self._inside:
+                    self._last = what
+                self._tell()
 
     def gave_up(self, what: str) -> None:
         """This rank waited in vain in ``what``, and will not come to anything else."""

@@ -69,10 +69,6 @@ class CompressedGroup(Group):
         """See :meth:`Group.joined`; ``shard`` is rounded."""
         return None if self.on_the_way else self._inner.joined(shard)
 
-    def disjoin(self, shard: Buffer) -> None:
-        """See :meth:`Group.disjoin`."""
-        self._inner.disjoin(shard)
-
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self._inner.barrier()

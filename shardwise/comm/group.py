@@ -73,10 +73,6 @@ class Buffer:
         self.local = self.local[:own]
         self._whole = (self.local, self.peers)
 
-    def written(self) -> bool | None:
-        """Whether this rank has written to what :meth:`Group.joined` gave, since it was given; ``None``: not known."""
-        return None
-
     def writable(self) -> bool:
         """Whether :meth:`wait_writable` would return at once."""
         return True
@@ -192,13 +188,9 @@ class Group(Meeting):
         """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
 
         Unlike a gathered copy it shows what the shards become: it must not be read after the next :meth:`fence`. What
-        is written to it is this rank's alone, and lost with :meth:`disjoin` and the next call.
+        is written to it is this rank's alone, and lost with the next call.
         """
         return None
-
-    def disjoin(self, shard: Buffer) -> None:
-        """What :meth:`joined` gave is read no more."""
-        return
 
     # Collectives
 

@@ -7,7 +7,6 @@ import mmap
 import torch
 from torch import Tensor
 
-from shardwise.comm import pages
 from shardwise.comm.group import Buffer, Group
 
 __all__ = ["JointBuffer", "tensor_in"]
@@ -29,42 +28,16 @@ class JointBuffer(Buffer):
         self._private: mmap.mmap | None = private
         self._start = start
         self._nbytes = sum(peer.nbytes for peer in peers)
-        self._address = tensor_in(private, start, self._nbytes, torch.uint8).data_ptr()
-        self._tells: bool | None = None
 
     def whole(self) -> Tensor:
-        """The array, in a storage of its own; see [Note: A storage that moves]."""
+        """The array, in a storage of its own; see [Note: A storage that moves]. What this rank has written to it before
+        is dropped."""
         if self._private is None:
             raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
-        return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)
-
-    def written(self) -> bool | None:
-        """See :meth:`Buffer.written`."""
-        if self._private is None:
-            return None
-        if self._tells is None:
-            self._tells = self._try()
-        return pages.written(self._address, self._nbytes) if self._tells else None
-
-    def _try(self) -> bool:
-        """Whether the system tells of a page that is written to here, and of the same one when that is dropped."""
-        if self._private is None or not self._nbytes:
-            return False
-        self._private[self._start] = self._private[self._start]
-        told = pages.written(self._address, self._nbytes)
-        self._drop()
-        self._private[self._start]  # the page is there again
-        return told is True and pages.written(self._address, self._nbytes) is False
-
-    def drop_private(self) -> None:
-        """Forget what this rank has written to the array."""
-        if self._nbytes and self.written() is not False:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._private is not None:
-            page = mmap.PAGESIZE
+        page = mmap.PAGESIZE
+        if self._nbytes:
             self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self._nbytes // page) * page)
+        return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""

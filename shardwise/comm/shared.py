@@ -224,13 +224,7 @@ class SharedGroup(Group):
         if not isinstance(shard, JointBuffer):
             return None
         self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
-        shard.drop_private()  # somebody may have kept a view, and written to it
         return shard.whole()
-
-    def disjoin(self, shard: Buffer) -> None:
-        """See :meth:`Group.disjoin`."""
-        if isinstance(shard, JointBuffer):
-            shard.drop_private()
 
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]

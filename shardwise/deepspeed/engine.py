@@ -62,8 +62,7 @@ class DeepSpeedEngine(Steps):
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
         self._apart = PassesApart(session, settings.stage, lambda: 0 if self._stepping else self._passes)
-        apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
-        self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
+        self._saving = Saving(session, settings["checkpoint.load_universal"])
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None

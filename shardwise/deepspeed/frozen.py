@@ -26,7 +26,7 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all")
     if not held.left_out:
         return False
     try:
-        source = open_checkpoint(path, partly=True)
+        source = open_checkpoint(path)
     except (CheckpointError, OSError, ValueError):
         return False  # whoever loads it says what is wrong, on every rank
     try:

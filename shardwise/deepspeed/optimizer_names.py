@@ -27,6 +27,25 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return engine
 
     @property
+    def cur_scale(self) -> float:
+        """:attr:`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.scaler is not None and self.scaler.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, for which accelerate asks."""
+        return self.last_step_skipped
+
+    def needs_scaler(self) -> bool:
+        """Whether losses have to be multiplied by a scale."""
+        return self.scales_losses
+
+    @property
     def clip_grad(self) -> float:
         """What the next step clips the global norm to; 0 is none. May be set, on every rank the same; see
         :attr:`ShardedOptimizer.max_norm`."""

@@ -52,11 +52,6 @@ class PartRun(EngineRun):
         others = self._session.mesh.joined
         return self.rank == 0 and (others is None or others.rank == 0)
 
-    @property
-    def spreads(self) -> bool:
-        """Parts of the model agree on each call together, so none of them may make more than another."""
-        return self._session.mesh.joined is None
-
     def directory(self, root: str) -> str:
         """Where this part is saved: ``root`` itself, if it is the whole model."""
         others = self._session.mesh.joined
@@ -97,7 +92,7 @@ class PartRun(EngineRun):
         if others is None:
             _, places = agree(self.gather, self.rank, what, lambda: [_place(Path(own), tag, latest)])
             path: str | None = next((place for (place,) in places if place is not None), None)
-            return path  # of the first rank that has one: hosts may have directories of their own
+            return path  # of the first rank that sees one: whoever does not is named where it is opened
         if latest != LATEST and (Path(root) / latest).exists():
             raise NotImplementedError(
                 f"{root}: a universal checkpoint is not cut into the parts of an mpu; load it where the configuration "

@@ -14,7 +14,7 @@ from shardwise.checked import as_mapping, as_path
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.directory import LATEST
-from shardwise.checkpoint.find import opening_at
+from shardwise.checkpoint.find import opening
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.deepspeed import CLIENT_STATE
 from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
@@ -24,7 +24,6 @@ from shardwise.checkpoint.formats.param_groups import group_options
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import fitting
-from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.restore import put_back, read_others
 from shardwise.checkpoint.schedulers import SavedScheduler
@@ -55,18 +54,16 @@ class Saving:
     Args:
         session: what is saved, and loaded into.
         universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
-        apart: see :attr:`shardwise.checkpoint.session.Checkpointer.apart`.
 
     Attributes:
         doing: see :meth:`shardwise.checkpoint.run.Run.doing`.
     """
 
-    def __init__(self, session: Session, universal: bool = False, apart: bool | None = None) -> None:
+    def __init__(self, session: Session, universal: bool = False) -> None:
         self._session = session
         self._run = PartRun(session)
         self._latest = LATEST_UNIVERSAL if universal else LATEST
         self._native = Checkpointer(self._run)  # from the start: it counts the updates
-        self._native.apart = apart
         self._trained: Checkpointer | None = None
         self.doing = self._run.doing
 
@@ -110,7 +107,6 @@ class Saving:
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
             self._trained = Checkpointer(WithoutFrozen(self._session))
-            self._trained.apart = self._native.apart
         self._trained.steps = self._native.steps
         return self._trained
 
@@ -125,7 +121,6 @@ class Saving:
                 named = "" if tag is None else f" with tag {tag!r}"
                 warn_user(f"no checkpoint{named} in {root}: nothing was loaded")
             return None
-        # What a host sees of the path is its own where hosts keep their parts apart: all go one way.
         lacking = bool(optimizer_states and strict and frozen_ones_are_missing(self._session, path))
         there = self._run.everybody([(Path(path) / MANIFEST).is_file(), lacking])
         if optimizer_states and any(native for native, _ in there):
@@ -177,7 +172,6 @@ def take_over(
     """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective. ``check`` is called
     with the client state before anything is changed, and what it raises on one rank is raised on all."""
     run = PartRun(session)
-    peers = Peers(run)
     wanted: Wanted = "all" if optimizer_states else "model"
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
@@ -188,10 +182,9 @@ def take_over(
             check(rest.found.client_state)
         return match, rest
 
-    with opening_at(peers, path, lambda: open_checkpoint(path)) as open_it:
+    with opening(run, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         put_back(run, match, path, rest.put_back)
-    peers.close()
     return rest.found
 
 

@@ -266,17 +266,17 @@ class _Makers:
         self._slots = {module: list(own) for module, own in slots.items()}
         self._paths = {module: path or type(module).__name__ for path, module in model.named_modules()}
         self._done: set[nn.Module] = set()
-        self._hugging_face: dict[nn.Module, Callable[[nn.Module], None]] = {}
+        self._rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
         for module in model.modules():  # parents before children, so the innermost model's rule stays
             rule: Any = getattr(module, "_init_weights", None)
             if callable(rule) and hasattr(module, "config"):
-                self._hugging_face.update((child, rule) for child in module.modules())
+                self._rules.update((child, rule) for child in module.modules())
         for module in model.modules():
             self._refuse_second_pass(module)
 
     def _refuse_second_pass(self, module: nn.Module) -> None:
         """A module like nn.Transformer initialises its children again, which module by module would be left out."""
-        own_rule = hasattr(module, "reset_parameters") or module in self._hugging_face
+        own_rule = hasattr(module, "reset_parameters") or module in self._rules
         second_pass = hasattr(module, "_reset_parameters") and not self._slots[module]
         if second_pass and not own_rule and any(slot.bare for child in module.modules() for slot in self._slots[child]):
             raise RuntimeError(
@@ -303,8 +303,8 @@ class _Makers:
         own_rule = hasattr(module, "reset_parameters")
         if own_rule:
             steps.append(module.reset_parameters)  # type: ignore[arg-type]
-        if module in self._hugging_face:
-            rule = self._hugging_face[module]
+        if module in self._rules:
+            rule = self._rules[module]
             steps.append(lambda: rule(module))
         elif not own_rule and hasattr(module, "_reset_parameters"):
             # nn.MultiheadAttention: the constructor makes its children first, then initialises them and itself.

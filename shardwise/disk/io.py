@@ -94,7 +94,7 @@ class Operation:
             self.over.set()
 
     def abandon(self, error: DiskError) -> None:
-        """Whoever was to start it was interrupted, or could not: it is over, unless threads have it."""
+        """It could not be started: it is over, unless threads have it."""
         if not self._parts and not self.over.is_set():
             self.error = error
             self.over.set()
@@ -418,16 +418,9 @@ class DiskIO:
             first, last = segments * index // parts, segments * (index + 1) // parts
             part = _Part(operation, first, last, self._knobs.block_bytes, self.segment_bytes)
             work.append((self._workers[(self._turn + index) % len(self._workers)], part))
-        try:
-            operation.begin(parts)
-            for worker, part in work:
-                worker.post(part)
-        except BaseException as error:
-            operation.fail(DiskError(f"{operation.name} was interrupted: {error!r}"))
-            # Every part has to come to its end once it is counted; which ones were posted is not known.
-            for worker, part in work if operation._parts else ():
-                worker.post(part)
-            raise
+        operation.begin(parts)
+        for worker, part in work:
+            worker.post(part)
         self._turn += parts
 
     def handle(self, operation: Operation) -> Transfer:

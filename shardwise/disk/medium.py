@@ -24,7 +24,7 @@ _METHODS = ("reserve", "read", "write", "close")
 # [Note: What a medium is asked for]
 # A medium keeps blocks of bytes by offset, and nothing else. All that makes a tier of it stays in the store, the same
 # for a file and for any other medium: records in two versions and their commits, buffers, the threads that ask, the
-# order of what waits, checksums, and what an interrupt leaves. So a medium needs no locks for single blocks and no idea
+# order of what waits, and checksums. So a medium needs no locks for single blocks and no idea
 # of steps or failures: a write never touches what is committed, and what it loses or changes is found by the next read.
 # * Offsets are counted up from 0 as space is reserved, and never reused for another record.
 # * A block is read as it was written, by offset and size: records are cut the same way each time. It has block_bytes

@@ -46,8 +46,6 @@ __all__ = ["DiskError", "DiskStore", "Record", "Transfer"]
 #   parts.
 # * Commits are made by owner, an optimizer: what another one has written ahead of its step does not count yet.
 # * Checksums belong to a version and are in memory: a read compares what the disk gives with what was handed to it.
-# * An interrupt within commit() may come between two records. A step has noted its parts as unfinished until after it;
-#   see [Note: What an interrupt leaves half-done].
 @dataclass(eq=False)
 class _Version:
     offset: int
@@ -173,9 +171,7 @@ class DiskStore:
             RuntimeError: all that are large enough are out.
         """
         with self._lock:
-            buffer = self._buffers.take(nbytes)
-            self._end_transfers(buffer)  # whoever had it before may have been interrupted, and lost it
-            return buffer
+            return self._buffers.take(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Gives back what :meth:`buffer` returned (any view with the same start), once no transfer uses it any more.
@@ -183,7 +179,7 @@ class DiskStore:
         Raises:
             ValueError: it is not out.
         """
-        # Whoever was interrupted while it waited comes here, too, and the next user must not have it overwritten.
+        # After an error nobody may have waited for them, and the next user must not have it overwritten.
         self._end_transfers(buffer)
         with self._lock:
             self._buffers.give(buffer)
@@ -348,7 +344,6 @@ class DiskStore:
 
     def _start(self, version: _Version, operation: Operation) -> None:
         try:
-            # Noted down first: an interrupt in between must not leave a transfer that nobody knows of.
             self._unfinished().append((version, operation))
             self._io.start(operation)
         except BaseException as error:

@@ -45,7 +45,7 @@ class Aside:
         if self._moved:
             raise RuntimeError(
                 f"training with the masters and state of {len(self._moved)} tiles set aside in host memory: bring them "
-                "back first (bring_back() of a Session, reload_states() of a DeepSpeed engine)"
+                "back first (bring_back() of the session, or reload_states())"
             )
 
     def put(self, pin: bool) -> int:

@@ -15,7 +15,7 @@ __all__ = ["cast_floats", "each_tensor", "map_tensors"]
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with every tensor in it replaced by ``change(tensor)``.
 
-    Lists, tuples, named tuples, mappings (their own class kept, as Hugging Face's ``ModelOutput``) and dataclasses are
+    Lists, tuples, named tuples, mappings (their own class kept) and dataclasses are
     entered; anything else, and a container in which nothing changed, is returned as it is.
     """
     if isinstance(value, torch.Tensor):

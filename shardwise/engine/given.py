@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-
-from shardwise.remarks import called_by, warn_user
 
 __all__ = ["PieceState", "as_now", "hand_over", "loaded", "state_given", "state_taken", "state_wanted", "take_back"]
 
 FORWARDED = ("zero_grad", "state_dict", "load_state_dict")
 """Methods that are the sharded optimizer's once there is one."""
-ADAFACTOR = "transformers.optimization"
-"""Where Hugging Face's Adafactor and its schedule are."""
 REPLACED = ("step", "add_param_group", *FORWARDED)
 """Those, and what the stepper refuses."""
 
@@ -32,13 +28,12 @@ class PieceState(defaultdict[Any, Any]):
 
     names: Mapping[int, str] = {}
     """Of the parameters in the groups, by ``id``."""
-    groups: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
-    def of(cls, names: Mapping[int, str], groups: Sequence[Mapping[str, Any]]) -> PieceState:
-        """An empty one, where parameters have these names and are in these groups."""
+    def of(cls, names: Mapping[int, str]) -> PieceState:
+        """An empty one, where parameters have these names."""
         made = cls(dict)
-        made.names, made.groups = names, groups
+        made.names = names
         return made
 
     def _check(self, key: object) -> None:
@@ -51,26 +46,8 @@ class PieceState(defaultdict[Any, Any]):
             )
 
     def __missing__(self, key: Any) -> Any:
-        if id(key) in self.names and self._only_shown():
-            return {"step": 1, "RMS": 0.0}
         self._check(key)
         return super().__missing__(key)
-
-    def _only_shown(self) -> bool:
-        """Whether it is asked for by transformers' AdafactorSchedule, which makes a rate of it that no step uses: with
-        ``relative_step`` each makes its own. All ranks must have the same there, and one alone has the state.
-
-        Warns:
-            UserWarning: so.
-        """
-        shown = all(group.get("relative_step", False) for group in self.groups) and called_by(ADAFACTOR)
-        if shown:
-            warn_user(
-                "AdafactorSchedule reads the optimizer's state, which is by this rank's parts of parameters: the rates "
-                f"that get_last_lr() and {len(self.groups)} param groups show are not those of the steps, which "
-                "Adafactor makes from its own state as ever; log others"
-            )
-        return shown
 
     def __contains__(self, key: object) -> bool:
         self._check(key)
@@ -132,7 +109,7 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, 
     for name in FORWARDED:
         own[name] = getattr(sharded, name)
     if type(own.get("state")) is defaultdict:  # otherwise it is another's, or of a kind that the class needs
-        own["state"] = PieceState.of(names, optimizer.param_groups)
+        own["state"] = PieceState.of(names)
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:

@@ -7,16 +7,44 @@ import torch
 from shardwise.checked import as_tensor
 from shardwise.engine.engine import Engine
 from shardwise.engine.not_finite import LossWatch
-from shardwise.engine.scaled import Scaled
+from shardwise.reduce.scaler import LossScaler
+from shardwise.remarks import called_by
 
 __all__ = ["Losses"]
 
 
-class Losses(Scaled):
-    """Of a sharded optimizer."""
+class Losses:
+    """Of a sharded optimizer with a ``scaler``, which is ``None`` where losses are not scaled."""
 
     engine: Engine
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
     _loss_watch: LossWatch
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses have to be multiplied by a scale: there is one, and it is not 1 for good."""
+        return self.scaler is not None and not self.scaler.plan.min_scale == self.scaler.plan.max_scale == 1.0
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's ``GradScaler`` asks for before it scales in ``step()``, as it would by itself.
+
+        Raises:
+            RuntimeError: it asks. What it would divide by itself, or have the kernel divide, is each rank's part.
+        """
+        if called_by("torch.amp.grad_scaler"):
+            raise RuntimeError(
+                f"torch's GradScaler with {type(self).__name__}({type(self.optimizer).__name__}): gradients of a "
+                "sharded model are not its to divide. Leave it out: precision='fp16' brings a loss scale, which "
+                "backward(loss) multiplies by and step() divides by; bf16 and fp32 need none (or give enabled=False)"
+            )
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
         """Backward pass of ``loss`` (a scalar) times the loss scale; gradients are reduced as the plan says.
@@ -43,6 +71,6 @@ class Losses(Scaled):
         as_tensor(name, tensor, "the tensor that the model's forward pass led to")
         if self.engine.staging is not None:
             raise RuntimeError(
-                f"backward() of a model in {self.engine.staging.stages} stages: Booster.execute_pipeline (without a "
-                "Booster Session.pipeline.step) makes forward and backward passes"
+                f"backward() of a model in {self.engine.staging.stages} stages: execute_pipeline(), or pipeline.step() "
+                "of the session, makes forward and backward passes"
             )

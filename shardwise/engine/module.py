@@ -68,9 +68,8 @@ class ShardedModule(TransparentModule):
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
                     f"a sharded model of {probe.dtype} on {probe.device} cannot become {result.dtype} on "
-                    f"{result.device}; do that before boost/build, or choose the precision in the plugin. A setting "
-                    "keeps parameters in host memory between uses: GeminiPlugin(offload_param_frac=1.0), "
-                    "shard(offload='host'), offload_param in a DeepSpeed configuration"
+                    f"{result.device}; do that before boost/build, or choose the precision in the plan. A plan can "
+                    "keep parameters in host memory between uses (param_host_fraction=1.0, shard(offload='host'))"
                 )
         return self
 
@@ -92,13 +91,13 @@ class ShardedModule(TransparentModule):
                 obj=self,
             ) from error
 
-    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""
+    def unwrap(self) -> nn.Module:
+        """The user's module."""
         return self.__dict__["engine"].model  # type: ignore[no-any-return]
 
-    def _force_wait_all_gather(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Return when parameters that a step has left under way are there (``gather_on_use``), to be read without a
-        forward pass: the name that programs for ColossalAI call before ``unwrap().state_dict()``."""
+        forward pass."""
         self._engine.pool.settle()
 
     def gathered(self, write_back: bool = False) -> AbstractContextManager[None]:

@@ -75,7 +75,7 @@ class Norms(Limited):
 
     @property
     def _clip(self) -> float:
-        """A factor of the next step. The engine has it, so that wrappers that share our methods (Lightning's) do."""
+        """A factor of the next step. The engine has it, so that wrappers that share our methods do."""
         return self.engine.visible.clip.get(self.index, 1.0)
 
     def get_grad_norm(self, norm_type: float | None = None) -> float | None:

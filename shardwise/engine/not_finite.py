@@ -94,6 +94,6 @@ class NanWatch:
         warn_user(
             f"the loss of micro-batch {place} of {count} is NaN, and so is the batch's, while those of others are not. "
             "Where all labels of a micro-batch are ignored (-100) their mean is 0/0: put the number of labels that "
-            "count into the batch as num_items_in_batch, by which models of transformers, or a criterion of yours, "
-            "divide the sum of the losses, or make fewer micro-batches"
+            "count into the batch as num_items_in_batch, by which a model, or a criterion of yours, divides "
+            "the sum of the losses, or make fewer micro-batches"
         )

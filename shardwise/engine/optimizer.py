@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
+from shardwise.attributes import attribute_of
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
-from shardwise.engine.masters_asked import attribute_of_optimizer
 from shardwise.engine.norms import Norms
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.settings import compared_settings
 from shardwise.engine.updates import TileUpdates
+from shardwise.interrupts import deferred_interrupts
 from shardwise.memory.tier import Tier
 from shardwise.reduce.kept import TileNorm
 from shardwise.reduce.norm import LateNorm, clip_factor
@@ -43,8 +44,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         scaler: the loss scale, or ``None``.
 
     Attributes:
-        steps_ended: steps whose update was made, or skipped for overflow. It changes with that, so that an interrupt
-            behind a step does not hide it.
+        steps_ended: steps whose update was made, or skipped for overflow.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
@@ -66,11 +66,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         self.steps_ended = 0
-        self._skipping: int | None = None
-        """A step was skipped, whose gradients, of so many passes, are not all dropped yet."""
-        engine.events.backward_asked.listen(self._finish_skip)
-        engine.events.forward_began.listen(lambda trains: self._finish_skip() if trains else False)
-        if self.needs_scaler():
+        if self.scales_losses:
             engine.passes.scaled = True
 
     def foresee(self) -> None:
@@ -113,11 +109,6 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.optimizer.state.clear()
         self.optimizer.state.update(held)
 
-    @property
-    def optim(self) -> torch.optim.Optimizer:
-        """The user's own optimizer, under the name that ColossalAI's wrappers have for it."""
-        return self.optimizer
-
     def unwrap(self) -> torch.optim.Optimizer:
         """The user's own optimizer. Step this one instead."""
         return self.optimizer
@@ -130,7 +121,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return attribute_of_optimizer(self.optimizer, name, self)
+        return attribute_of(self.optimizer, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"
@@ -157,14 +148,20 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     # which is known from the norm: there they run between it and the update, and where any rank has some the norm is
     # made again, since they may have changed gradients: all ranks must make it, to learn what one of them has changed.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Every rank calls it.
+        """One update. Every rank calls it. Ctrl-C waits for its end.
 
         Args:
             closure: evaluated first, with gradients enabled; its value is returned.
         """
+        with deferred_interrupts("step()"):
+            try:
+                return self._step(closure)
+            except KeyboardInterrupt:  # the second one
+                self.engine.unfinished.begin("step()", *self._updates.parts)
+                raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
-        if self._finish_skip() and closure is None:
-            return None  # an interrupt came out of that step, and this is it
         if self.scaler is None:
             if closure is None and self.engine.passes.unreduced:
                 self.engine.passes.reduce_rest()  # hooks see what the step will be made of
@@ -198,7 +195,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor, failure)
         # Only now may the scale move: these gradients were made under the old one.
-        if self.scaler is not None and (norm or self._has_gradients()):
+        if self.scaler is not None:
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
@@ -289,36 +286,16 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             self._margin_used = True
             self._updates.promote(meter.margin_bytes())
 
-    # [Note: A skipped step]
-    # It leaves parameters and state as they are, moves the scale, and drops the gradients chunk by chunk. Without those
-    # of the chunks that an interrupt finds dropped, the rest may be finite: a second step() would update some of the
-    # parameters. So all that says that the step was skipped changes in one statement, in which no interrupt comes, and
-    # with it that its gradients are to go, which is struck off when they have. A step() before that is the same step
-    # once more, and drops the rest; so does a new pass. A step without any gradient, as one that is called again behind
-    # an interrupt, does not count for the scale.
     def _skip(self, scaler: LossScaler) -> None:
+        """Leave parameters and state as they are, move the scale, and drop the gradients."""
         name = first_non_finite(self.engine, self._states)
-        because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
-        after, passes, ended = scaler.after(overflow=True), self._passes(), self.steps_ended + 1
-        scaler.standing, self._skipping, self.steps_ended, self.last_step_skipped = after, passes, ended, True
-        self.skipped_because = because
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
+        scaler.update(overflow=True)
+        self.last_step_skipped = True
+        self.steps_ended += 1
         if self.engine.plan.verbose and self.engine.mesh.first:
-            print(f"step skipped: {because}", flush=True)
-        self._finish_skip()
-
-    def _finish_skip(self) -> bool:
-        """Whether gradients of a skipped step were still there, which are dropped."""
-        if (passes := self._skipping) is None:
-            return False
-        self._drop(passes)
-        self._skipping = None
-        return True
-
-    def _has_gradients(self) -> bool:
-        """Whether any rank has some for this step. Every rank calls it."""
-        own, parts = float(any(state.touched for state in self._states)), self.engine.mesh.model_parallel
-        most = own if parts is None else parts.total(own, "who has gradients", self.engine.party, largest=True)[0]
-        return most > 0.0
+            print(f"step skipped: {self.skipped_because}", flush=True)
+        self._drop()
 
     def _passes(self) -> int:
         return self.engine.counts.reduced.get(self.index, 0)
@@ -329,14 +306,10 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
         self.engine.visible.clear(self.index)
 
-    def _drop(self, passes: int | None = None) -> None:
-        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it.
-
-        Args:
-            passes: that the gradients were made of; ``None``: as many as are counted.
-        """
+    def _drop(self) -> None:
+        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
         self.engine.used.note(self.index, self._states)
-        passes = self._passes() if passes is None else passes
+        passes = self._passes()
         self.engine.drop_gradients(self.index)
         if self._early is not None:
             self._early.begin_step(passes)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
 
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
-"""Attributes of parameters, true where each rank has a part: Megatron-LM's, DeepSpeed's and ColossalAI's."""
+"""Attributes of parameters, true where each rank has a part, as libraries of tensor parallelism set them."""
 
 
 def is_divided(parameter: nn.Parameter) -> bool:

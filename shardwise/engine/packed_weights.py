@@ -3,7 +3,7 @@
 Any frozen parameter is sharded, whatever its dtype. What is special of packed ones is beside the parameter: scales in
 its attributes, other tensors that are the same memory, and layers that replace a weight or a bias in their forward
 pass. That is put right before values move, so that a layer finds what it expects in memory that comes and goes.
-Nothing of bitsandbytes is imported; its classes are told by the attributes that they have.
+No library is imported for that; classes are told by the attributes that they have.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_packed(model: nn.Module) -> None:
         if is_wrapper(param) and not isinstance(param, DTensor):
             raise ValueError(
                 f"{name} ({kind}, {tuple(param.shape)}) has its values in other tensors, which cannot be sharded: give "
-                "plain parameters, or weights that are one packed tensor, as bitsandbytes makes them"
+                "plain parameters, or weights that are one packed tensor each"
             )
 
 

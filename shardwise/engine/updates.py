@@ -447,7 +447,6 @@ class TileUpdates:
                 failure = failure or error
                 for piece in each.tile.pieces:
                     shard[piece.start : piece.end].fill_(float("nan"))
-        self._engine.master_edits.note(self._index)  # these changes are no program's
         return failure
 
     def close(self, given_back: bool) -> None:

@@ -84,7 +84,7 @@ class Values:
         if not self._writing or not engine.pool.blocks.any_open:
             return
         self._take_given()
-        engine.guards.check_edits(values=False, held=False)
+        engine.guards.check_edits()
         units = None if None in self._writing else frozenset[int]().union(*filter(None, self._writing))
         chunks = self._chunks_of(units)
         with engine.mesh.doing("gathered(write_back=True)"):
@@ -101,7 +101,7 @@ class Values:
 
     def take_edits(self, optimizer: int | None = None) -> None:
         """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
-        if self._engine.master_edits.changed(optimizer):
+        if self._engine.master_edits.moved(optimizer):
             self.undo_early("an update of changed parameters")
 
     def discard_early(self, whole: bool) -> None:
@@ -145,7 +145,6 @@ class Values:
                 if engine.plan.comm.gather_on_use:
                     engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
             opened = True
-            engine.guards.edits.allow(own)
             own_state.kept = write_back
             self._writing = (*writing, among) if write_back else writing
             yield
@@ -153,7 +152,7 @@ class Values:
                 return
             if write_back:
                 self._take_given()
-            engine.guards.check_edits(values=False, held=False)
+            engine.guards.check_edits()
             if write_back:
                 with engine.mesh.doing("gathered(write_back=True)"):
                     self._keep(self._chunks_of(among))
@@ -212,7 +211,7 @@ class Values:
         wrong = any(chunk.misplaced() is not None for chunk in engine.chunks)
         posts = engine.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
         if any(post[0] for post in posts):
-            engine.guards.check_edits(values=False, held=False)  # which raises, and says what was given
+            engine.guards.check_edits()  # which raises, and says what was given
             ranks = [rank for rank, post in enumerate(posts) if post[0]]
             raise RuntimeError(
                 f"parameters were moved, cast or given data of another shape on ranks {ranks}, and nothing was taken "
@@ -262,8 +261,8 @@ class Values:
                 chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
         self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
-        engine.master_edits.note()
         self._refuse_graphs(chunks)
+        engine.master_edits.note()
 
     def _commit(self, optimizer: int | None = None) -> None:
         """What was written to the disk is from here on what is read."""
@@ -340,4 +339,3 @@ class Values:
         if not engine.plan.tiers.all_on_device:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
         engine.mesh.shard.fence("before an update")
-        engine.guards.edits.allow()

@@ -464,8 +464,9 @@ class ChunkPool:
                 with ordinary_tensors():
                     try:
                         chunk.arrive()
-                    except Exception:  # an interrupt leaves it on its way
-                        chunk.pending = None  # it has been waited for
+                    except BaseException as error:
+                        if isinstance(error, Exception):
+                            chunk.pending = None  # otherwise the eviction waits for it
                         self._evict(unit)
                         raise
                 ended = True
@@ -483,7 +484,7 @@ class ChunkPool:
             full = chunk.full
             if full is not None:
                 self.by_storage.pop(storage_id(full.untyped_storage()), None)
-            if (array := chunk.evict(self.group)) is not None:
+            if (array := chunk.evict()) is not None:
                 self.copied_bytes -= chunk.spec.padded_bytes
                 self.arrays.give(array)
         self._kept.discard(unit)

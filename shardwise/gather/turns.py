@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from shardwise.interrupts import deferred_interrupts
+
 __all__ = ["in_turn"]
 
 
@@ -33,11 +35,11 @@ Result = TypeVar("Result")
 
 
 def in_turn(method: Callable[Concatenate[Self, Args], Result]) -> Callable[Concatenate[Self, Args], Result]:
-    """A method that holds its object's ``lock`` while it runs."""
+    """A method that holds its object's ``lock`` while it runs, and whose end Ctrl-C waits for."""
 
     @wraps(method)
     def locked(self: Self, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        with self.lock:
+        with self.lock, deferred_interrupts("a gather"):
             return method(self, *args, **kwargs)
 
     return locked

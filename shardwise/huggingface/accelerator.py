@@ -402,7 +402,6 @@ class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(prepared):
             session.checkpoints.latest = len(prepared) == 1  # none of several is the newest
-            session.checkpoints.go_on()  # a directory of accelerate's is written anew, whoever has that number now
             session.checkpoints.save(written, STATE.format(index))
         return written
 

@@ -15,7 +15,7 @@ REST = "activations and the rest"
 KEPT = "idle arrays"
 
 ADVICE = {
-    "parameter shards": "let parameters be at home on the host (param_host_fraction, Gemini's offload_param_frac)",
+    "parameter shards": "let parameters be at home on the host (param_host_fraction, offload_param_frac)",
     "gathered parameters": "keep less gathered (shard_param_frac=1.0), in smaller units, and prefetch less",
     "gradients": "use smaller chunks, and keep state, with it reduced gradients, on the host (state_host_fraction)",
     "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",

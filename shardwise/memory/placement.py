@@ -95,7 +95,7 @@ def missed_shares(
                 count = sum(w > 0 for w in weights)
                 found.append(
                     f"{name}={wanted:g}: it is {held:.2g}, because chunks are placed whole and there are {count} of "
-                    "them; make them smaller (min_chunk_size_m of GeminiPlugin, reduce_bucket_size_in_m of "
-                    "LowLevelZeroPlugin) to come closer"
+                    "them; make them smaller (min_chunk_size_m, reduce_bucket_size_in_m, or chunk_numel of a packing) "
+                    "to come closer"
                 )
     return found

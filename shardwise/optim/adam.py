@@ -142,7 +142,7 @@ class _Adam(torch.optim.Optimizer):
         if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"nvme_offload_fraction={self.nvme_offload_fraction} with parameters that fully_shard divides: "
-                "leave it 0 there, or use GeminiPlugin, which offloads divided moments"
+                "leave it 0 there, or shard the model by a plan, which offloads divided moments"
             )
 
     def _rule(self, group: dict[str, Any]) -> AdamRule:

@@ -438,8 +438,8 @@ class _Step:
         if self._backward is not None and not loss.requires_grad:
             raise RuntimeError(
                 f"the loss of micro-batch {microbatch} does not require grad, so nothing would be trained: "
-                "the criterion has to return it undetached; for forward passes alone use train=False "
-                "(Booster.execute_pipeline: torch.no_grad())"
+                "the criterion has to return it undetached; for forward passes alone use train=False, or "
+                "torch.no_grad() around execute_pipeline()"
             )
         share = loss.reshape(()) * part.share
         self._losses[microbatch] = share.detach()

@@ -233,8 +233,8 @@ class Staging:
         if not self._running:
             raise RuntimeError(
                 f"this rank has {len(self.own)} of the {self.stages} stages of the {type(self.model).__name__}, so it "
-                "cannot be called: make its passes with Booster.execute_pipeline (Session.pipeline.step without a "
-                "Booster), under torch.no_grad() forward ones alone"
+                "cannot be called: make its passes with execute_pipeline(), or pipeline.step() of the session, under "
+                "torch.no_grad() forward ones alone"
             )
         check_of_all_layers(kwargs, type(self.model).__name__)
         self._fresh = self.arrived

@@ -177,8 +177,8 @@ class BackwardPasses:
             return
         raise RuntimeError(
             "Loss scaling is required: a parameter got a gradient from loss.backward() under a loss scale "
-            f"(scaled={self.scaled}); call optimizer.backward(loss), engine.backward(loss) or "
-            "booster.backward(loss, optimizer), which multiply the loss by it, and set "
+            f"(scaled={self.scaled}); call backward(loss) of the optimizer, or of what "
+            "made it, which multiplies the loss by it, and set "
             "requires_grad False where gradients only flow through this model to another one"
         )
 

@@ -269,7 +269,7 @@ def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dic
 def _has_optimizers(path: str) -> bool:
     """Whether there is state of optimizers; also true of what cannot be read, of which loading tells more."""
     try:
-        source = open_checkpoint(path, partly=True)
+        source = open_checkpoint(path)
     except (OSError, ValueError, CheckpointError):
         return True
     try:

@@ -1,9 +1,9 @@
 """Changes that a program makes to parameters with separate masters are what the next update starts from, as in torch.
 
 Where the whole array stays on the device a parameter can be written to at any time (``zero_``, ``clamp_``, weights of
-a moving average), also through ``.data``, where no counter tells. The update would start from the master and undo it.
-So this rank's part is summed up in blocks after every update and again before the next. Two such sums cost a few
-percent of an update. Where they differ the new values go into the masters.
+a moving average). The update would start from the master and undo it. So before an update parameters whose version has
+moved since the last one are compared with their masters, and what differs goes into these. Writes that move no version
+(through ``.data``) are lost.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.layout import ChunkSpec
+from shardwise.chunk.layout import ChunkSpec, Slot
+from shardwise.torch_internals import versions_of
 from shardwise.update.states import ChunkState
 
 __all__ = ["MasterEdits", "take_over"]
 
-BLOCK = 128
-"""Words of eight bytes that are summed up to one."""
 PART = 1 << 22
 """Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
 Rounded = Callable[[torch.Tensor], torch.Tensor]
@@ -42,49 +41,53 @@ class MasterEdits:
         rounding: Callable[[ChunkSpec], Rounded | None],
     ) -> None:
         self._rounding = rounding
-        self._watched = {c.spec.index: (c, states[c.spec.index]) for c in chunks if c.spec.index in states}
-        self._sums: dict[int, torch.Tensor] = {}
+        self._watched = [(c, states[c.spec.index]) for c in chunks if c.resident and c.spec.index in states]
+        self._versions: dict[int, list[int]] = {}
+        """By chunk index, of its parameters."""
 
     def _separate(self, optimizer: int | None) -> list[tuple[Chunk, ChunkState]]:
-        found = [(c, s) for c, s in self._watched.values() if c.resident and s.dtype is not None]
-        return [(c, s) for c, s in found if optimizer is None or c.spec.optimizer == optimizer]
+        found = [(chunk, state) for chunk, state in self._watched if state.dtype is not None]
+        return [(chunk, state) for chunk, state in found if optimizer is None or chunk.spec.optimizer == optimizer]
 
     def note(self, optimizer: int | None = None) -> None:
         """The parameters of an optimizer (of all) are what their masters say."""
         for chunk, _ in self._separate(optimizer):
-            self._sums[chunk.spec.index] = _sums(chunk.shard)
+            self._versions[chunk.spec.index] = versions_of(chunk.params)
 
-    def changed(self, optimizer: int | None = None) -> list[Chunk]:
-        """Chunks whose part on this rank was changed since."""
-        pairs = [(chunk, self._sums.get(chunk.spec.index)) for chunk, _ in self._separate(optimizer)]
-        known = [(chunk, sums) for chunk, sums in pairs if sums is not None]
-        if not known:
-            return []
-        # One answer for all chunks: on a GPU each would hold up the host.
-        differ = torch.stack([(_sums(chunk.shard) != sums).any() for chunk, sums in known]).tolist()
-        return [chunk for (chunk, _), differs in zip(known, differ, strict=True) if differs]
+    def moved(self, optimizer: int | None = None) -> bool:
+        """Whether one of these parameters may have been written to since."""
+        return any(self._versions[c.spec.index] != versions_of(c.params) for c, _ in self._separate(optimizer))
 
     @torch.no_grad()
-    def take(self, optimizer: int | None = None) -> None:
+    def take(self) -> None:
         """Take changes over into the masters, this rank its part; what was not changed keeps its precision.
 
         Raises:
             RuntimeError: the masters are on a disk, which needs all ranks.
         """
-        for chunk in self.changed(optimizer):
-            state = self._watched[chunk.spec.index][1]
-            if state.on_disk:
+        for chunk, state in self._separate(None):
+            versions, noted = versions_of(chunk.params), self._versions[chunk.spec.index]
+            slots = [slot for slot, now, then in zip(chunk.spec.slots, versions, noted, strict=True) if now != then]
+            if not slots:
+                continue
+            with state.opened(write=not state.on_disk) as master:
+                changed = take_over(chunk, chunk.shard, master, self._rounding(chunk.spec), slots)
+            if changed and state.on_disk:
                 raise RuntimeError(
                     f"parameters of chunk {chunk.spec.index} ({chunk.shard_numel} elements) were written to, but "
                     "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of what "
                     "boost/build returned"
                 )
-            with state.opened(write=True) as master:
-                take_over(chunk, chunk.shard, master, self._rounding(chunk.spec))
-            self._sums[chunk.spec.index] = _sums(chunk.shard)
+            self._versions[chunk.spec.index] = versions
 
 
-def take_over(chunk: Chunk, shard: torch.Tensor, kept: torch.Tensor | None, rounded: Rounded | None) -> None:
+def take_over(
+    chunk: Chunk,
+    shard: torch.Tensor,
+    kept: torch.Tensor | None,
+    rounded: Rounded | None,
+    slots: Sequence[Slot] | None = None,
+) -> bool:
     """Changed values go into the master; what was not changed keeps the precision that the shard does not have.
 
     Args:
@@ -92,24 +95,38 @@ def take_over(chunk: Chunk, shard: torch.Tensor, kept: torch.Tensor | None, roun
         shard: what the program has left.
         kept: the master, or the shard itself where another one is shown.
         rounded: what ``kept`` shows, where that is rounded in blocks.
+        slots: of the parameters that may have changed; ``None``: all.
+
+    Returns:
+        Whether anything was.
     """
     if kept is None:
-        return
-    here = [chunk.overlap(slot) for slot in chunk.spec.slots] if rounded is not None else []
+        return False
+    here = [chunk.overlap(slot) for slot in (chunk.spec.slots if slots is None else slots)]
     spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
+    changed = False
     for first in range(0, len(shard), PART):
+        own = [(max(start - first, 0), end - first) for start, end in spans if first < end and start < first + PART]
+        if not own:
+            continue
         part = kept[first : first + PART]
         values = shard[first : first + PART].to(part.device)
         shows = part.to(values.dtype)
         shown = shows if rounded is None else rounded(shows)
         same = (values == shown) | (values.isnan() & shown.isnan())  # a block with an infinite number is all NaN
-        part.copy_(torch.where(same, part, values.to(part.dtype)))
+        differs = torch.zeros_like(same)
+        for start, end in own:
+            differs[start:end] = ~same[start:end]
+        if not differs.any():
+            continue
+        changed = True
+        part.copy_(torch.where(differs, values.to(part.dtype), part))
         if rounded is None:
             continue
-        for start, end in spans:
-            at = slice(max(start - first, 0), max(end - first, 0))
-            same[at] = same[at].all()
-        _show_as_written(values, part, ~same, rounded)
+        for start, end in own:
+            differs[start:end] = differs[start:end].any()
+        _show_as_written(values, part, differs, rounded)
+    return changed
 
 
 # [Note: Written to what is rounded]
@@ -126,22 +143,3 @@ def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Te
             return
         part.copy_(torch.where(differs, values.to(part.dtype), part))
         possible &= ~differs
-
-
-def _sums(shard: torch.Tensor) -> torch.Tensor:
-    """The sum of each block of its bits, and one of what is left over, each element by its place.
-
-    Only where whole words of one block change places nothing shows.
-    """
-    words = 8 // shard.itemsize
-    aligned = shard.storage_offset() % words == 0
-    whole = shard.numel() // (words * BLOCK) * words * BLOCK if aligned else 0
-    with torch.no_grad():
-        rest = shard[whole:].view(_INTEGERS[shard.itemsize])
-        # Odd factors: no change of a single element can vanish in 64 bits.
-        places = 2 * torch.arange(rest.numel(), device=rest.device) + 1  # also where nothing is left over
-        last = (rest * places).sum().view(1)
-        return torch.cat([shard[:whole].view(torch.int64).view(-1, BLOCK).sum(1), last]) if whole else last
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.checkpoint import directory, file_system, read
+from shardwise.checkpoint import atomic, directory, file_system, read
 from shardwise.checkpoint.formats import output
 
 SHORT = 0  # a write that takes only a part
@@ -75,7 +75,7 @@ class System:
 def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
     """Every module that touches a checkpoint's files calls it."""
     system, disk = System(), file_system.DISK
-    modules = (file_system, directory, read, output)
+    modules = (file_system, atomic, directory, read, output)
     renameat2 = disk._renameat2
 
     def exchange(*args: Any) -> int:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from shardwise.port import Program, rewritten, worlds
 from tests.foreign.cases import PROGRAMS, Case
+from tests.launcher_variables import without_launcher
 
 __all__ = ["RELATIVE", "Outcome", "outcome"]
 
@@ -22,8 +23,6 @@ RELATIVE = 1e-4
 """How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
 SECONDS = 600.0
 REPOSITORY = Path(__file__).parents[2]
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher around this process has told it is not for the programs."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ def _started(case: Case) -> list[str]:
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = without_launcher(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command,
         cwd=folder,

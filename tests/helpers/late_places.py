@@ -129,7 +129,7 @@ def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
 
 
 def _waited_for(session: Session) -> dict[str, Tensor]:
-    session.module._force_wait_all_gather()
+    session.module.wait_for_gathers()
     return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
 
 

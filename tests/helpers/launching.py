@@ -22,9 +22,9 @@ from typing import Any
 
 from shardwise.cli.follow import command_that_follows, end_with
 from shardwise.testing import pool
+from tests.launcher_variables import without_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
-UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 SECONDS = 120.0
 
 
@@ -134,8 +134,7 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
 
     ``whole``: every process is a new Python. ``fork_ranks=False``: only the ranks are.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = str(ROOT)  # of scripts too, which are elsewhere
     process: Started
     if whole:

@@ -23,7 +23,6 @@ SHORT_SET = (
     "tests/unit/test_testing_pool.py",  # processes
     "tests/unit/test_readers.py",  # references are counted
     "tests/unit/test_chunk_pool.py",
-    "tests/unit/test_chunk_edits.py",
     "tests/unit/test_deferred.py",  # factories of tensors, modes
     "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed
     "tests/unit/test_formats_single.py",  # pickles of torch.save
@@ -32,7 +31,7 @@ SHORT_SET = (
     "tests/unit/test_checked_arguments.py",
     "tests/ranks/gather/test_saved_parameters.py",  # who reads a parameter
     "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
-    "tests/ranks/engine/test_interrupts.py::test_messages_are_waited_for_again_after_an_interrupt",  # signals
+    "tests/unit/test_deferred_interrupts.py",  # signals
     "tests/ranks/gather/test_transforms.py",  # torch.func
     "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.formats import Format, Given
-from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.checkpoint.formats.output import output_file
+from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 
 __all__ = ["FORMAT"]
 
@@ -53,4 +54,14 @@ def _open(path: Path, given: Given) -> NpzSource:
     return NpzSource(path)
 
 
-FORMAT = Format("npz", lambda path: path.suffix == ".npz", _open, of_file=True)
+def _write(source: CheckpointSource, path: Path, dtype: torch.dtype | None = None) -> None:
+    arrays = {}
+    for name, fact in source.tensors().items():
+        if name.startswith("model/"):
+            values = source.read(name, 0, fact.numel).reshape(fact.shape)
+            arrays[name.removeprefix("model/")] = values.to(dtype or fact.dtype).numpy()
+    with output_file(Path(path)) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+FORMAT = Format("npz", lambda path: path.suffix == ".npz", _open, of_file=True, write=_write)

@@ -21,7 +21,7 @@ NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wi
 # Ends with its standard input, so also where this process is killed.
 HOLDS = (
     'mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$2" && '
-    'ip link set lo up && if [ -n "$3" ]; then mount -t tmpfs tmpfs "$3"; fi && echo ready && exec cat'
+    "ip link set lo up && echo ready && exec cat"
 )
 
 
@@ -34,7 +34,6 @@ class TwoHosts:
     Args:
         delay_s: seconds that a packet takes from one host to the other, beside what its bytes take.
         bits_per_s: how many the wire carries a second, in each direction; ``None``: as many as the kernel can.
-        apart: a folder that is there and in which each host has files of its own, in memory, empty at first.
 
     Raises:
         ValueError: a delay or a rate that is none.
@@ -59,12 +58,9 @@ class TwoHosts:
         except OSError as error:
             return str(error)
 
-    def __init__(self, delay_s: float = 0.0, bits_per_s: float | None = None, apart: Path | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, bits_per_s: float | None = None) -> None:
         _check(delay_s, bits_per_s)
-        if apart is not None and not Path(apart).is_dir():
-            raise ValueError(f"apart={str(apart)!r}: give a folder that is there")
         self._delay_s, self._bits_per_s = delay_s, bits_per_s or 0.0
-        self._apart = str(Path(apart).resolve()) if apart is not None else ""
         self._holders: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hosts-")
 
@@ -147,7 +143,7 @@ class TwoHosts:
         self.close()
 
     def _held(self, hosts: str, name: str) -> subprocess.Popen[str]:
-        return _ready(["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name, self._apart], "no namespaces")
+        return _ready(["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name], "no namespaces")
 
 
 def _check(delay_s: float, bits_per_s: float | None) -> None:

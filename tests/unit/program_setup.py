@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.launcher_variables import without_launcher
+
 __all__ = ["ROOT", "SECONDS", "forked_python", "python", "surroundings", "until"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +27,7 @@ SECONDS = 600.0
 
 def surroundings(*paths: Path, **changes: str) -> dict[str, str]:
     """The environment of a program: no launcher's words, the source tree and ``paths`` first, and text in UTF-8."""
-    from launching import UNSET  # imports torch, which a program that imports this one may not want
-
-    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
+    kept = without_launcher(os.environ)
     found = os.pathsep.join(filter(None, [str(ROOT), *map(str, paths), kept.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": found, "PYTHONUTF8": "1"} | changes
 

@@ -37,7 +37,7 @@ def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device(
     assert torch.equal(one.value(), before) and torch.equal(one.value(own=True), before.flatten())
     assert torch.equal(model.state_dict()["weight"], before)
     assert model.to("cpu") is model
-    with pytest.raises(RuntimeError, match=r"cannot become .*GeminiPlugin\(offload_param_frac=1.0\).*offload_param"):
+    with pytest.raises(RuntimeError, match=r"cannot become .*param_host_fraction=1.0.*offload='host'"):
         model.to("meta")
     booster.plugin.session(model).close()
 

@@ -65,7 +65,7 @@ def changed(directory: Path, change: Any, version: int = 2) -> None:
     """Another cut, with the right checksum."""
     file = directory / MANIFEST
     data = json.loads(file.read_bytes())
-    head = {key: data[key] for key in ("format", "tag", "serial", "step", "writer")} | {"version": version}
+    head = {key: data[key] for key in ("format", "tag", "serial", "step")} | {"version": version}
     body = {key: data[key] for key in ("files", "tensors", "state")}
     body["tensors"]["model/w"]["cut"] = change
     content = (json.dumps(head)[:-1] + ",\n" + json.dumps(body)[1:-1] + ",\n").encode()

@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interrupts import Interrupts
-from sets import campaign, full
 from torch import nn
 
-from shardwise.chunk import arrays as arrays_module
-from shardwise.chunk import chunk as chunk_module
 from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
@@ -20,7 +16,6 @@ from shardwise.comm import Buffer, Handle
 from shardwise.comm.group import Group
 from shardwise.comm.local import LocalGroup
 from shardwise.events import Events
-from shardwise.gather import pool as pool_module
 from shardwise.gather.policy import GatherLimits
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError, Ledger
@@ -297,33 +292,3 @@ def test_arrays_are_kept_up_to_the_limit() -> None:
         assert arrays.idle_bytes() <= 2 * NBYTES
     arrays.drop()
     assert arrays.idle_bytes() == 0 == arrays.read_bytes()
-
-
-@pytest.mark.parametrize("stride", [37, *full(5), *campaign(1)])
-def test_an_interrupt_anywhere_leaves_nothing_half_gathered(stride: int) -> None:
-    inside = Interrupts([arrays_module, chunk_module, pool_module])
-
-    def act(each: Setup) -> None:
-        each.use(0, 1, 2, 0)
-        each.pool.enter_block(each)
-        each.pool.leave_block(each)
-        each.pool.enter_block(each, {each.of[1], each.of[2]})
-        each.pool.leave_block(each)
-        each.pool.drop_idle({each.of[1], each.of[2]})
-        each.use(3)
-        each.pool.invalidate()
-        each.use(4, 3)
-
-    assert not inside.run(lambda: act(Setup(2 * NBYTES, prefetch=1)))
-    assert inside.passed > 300
-    for at in range(0, inside.passed, stride):
-        each = Setup(2 * NBYTES, prefetch=1)
-        came = inside.run(lambda: act(each), at)  # noqa: B023
-        assert came or not inside.where, (
-            inside.where
-        )  # which arrays are used again may differ, and with them the points
-        each.pool.leave_block(each)
-        each.use(0, 1, 2, 3, 4, 1, 2)
-        each.pool.invalidate(everything=True)
-        left = (each.held, each.pool.gathered_bytes, each.pool.copied_bytes, any(each.pool._pins.values()))
-        assert left == ([], 0, 0, False), f"{inside.where}: {left}"

@@ -206,8 +206,6 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "wall_clock_breakdown": ("true", True),
     "dataloader_drop_last": (True, True),
     "checkpoint.load_universal": (True, True),
-    "checkpoint.use_node_local_storage": (True, True),
-    "use_node_local_storage": (True, True),
     **dict.fromkeys(("fp16.consecutive_hysteresis", ZERO + "ignore_unused_parameters"), (True, True)),
     **{f"torch_autocast.{key}": row for key, row in (("enabled", (True, True)), ("dtype", ("bf16", torch.bfloat16)))},
     "torch_autocast.lower_precision_safe_modules": (["torch.nn.Linear"], ["torch.nn.Linear"]),
@@ -483,7 +481,9 @@ def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
     assert three(stage3_param_persistence_threshold=0).shard.prefetch == len(NUMELS)
     assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=2050).shard.prefetch == 2
     assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=20).shard.prefetch == 1
-    assert three(stage3_param_persistence_threshold=100, stage3_model_persistence_threshold=159).shard.packing == ByTensor(persist_numel=99)
+    assert three(
+        stage3_param_persistence_threshold=100, stage3_model_persistence_threshold=159
+    ).shard.packing == ByTensor(persist_numel=99)
     assert three(stage3_param_persistence_threshold=100).shard.packing == ByTensor(persist_numel=100)
     tiers = three(offload_param={"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}).tiers
     assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))

@@ -212,12 +212,6 @@ def parts(tree: Tree, *_: Any) -> int:
     return to_plan(tree, 4)[0].mesh.tp
 
 
-def apart(tree: Tree, *_: Any) -> bool | None:
-    """What is said of hosts that do not share a directory."""
-    with Started(tree) as engine:
-        return engine._saving._native.apart
-
-
 def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
@@ -282,8 +276,6 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "wall_clock_breakdown": (times, {}, True, 0, 2),
     "dataloader_drop_last": (batches, {}, True, 2, 1),
     "checkpoint.load_universal": (loaded, {}, True, "second", "first"),
-    "checkpoint.use_node_local_storage": (apart, {}, True, None, True),
-    "use_node_local_storage": (apart, {}, True, None, True),
     "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
     "fp16.consecutive_hysteresis": (
         last_scale,

@@ -171,15 +171,6 @@ def test_files_of_optimizers(tmp_path: Path) -> None:
     assert [re.findall(r"rank_(\d+)_", each)[0] for each in files(str(tmp_path))] == ["2", "10"]
 
 
-def test_options_of_the_conversion_to_universal_checkpoints() -> None:
-    parse_arguments = found("checkpoint.ds_to_universal", "parse_arguments")
-    given = parse_arguments(["--input_folder", "a", "--output_folder", "b", "--no_strict", "--num_merge_workers", "3"])
-    assert (given.input_folder, given.output_folder, given.strict, given.num_merge_workers) == ("a", "b", False, 3)
-    assert not given.keep_temp_folder and given.num_extract_workers == 4
-    with pytest.raises(SystemExit):
-        parse_arguments(["--input_folder", "a"])
-
-
 def test_a_table_of_memory_for_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     stage3 = importlib.import_module("shardwise.deepspeed.runtime.zero.stage3")
     stage3.estimate_zero3_model_states_mem_needs_all_cold(1_000_000, 10_000, 8, 2)

@@ -18,8 +18,7 @@ from torch.optim import lr_scheduler as plain
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.checkpoint import write_lr_scheduler
-from shardwise.checkpoint.match_schedulers import fitting_state
-from shardwise.checkpoint.next_step import why_no_step
+from shardwise.checkpoint.match_schedulers import fitting_state, why_no_step
 from shardwise.checkpoint.schedulers import regrouped
 from shardwise.nn import lr_scheduler as own
 

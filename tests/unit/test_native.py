@@ -221,7 +221,7 @@ def test_state_of_the_optimizer_may_be_replaced() -> None:
     optimizer.step()
     assert len(optimizer.state) == 2
     optimizer.state = {}
-    assert not optimizer.state and optimizer.optim.state is optimizer.state
+    assert not optimizer.state and optimizer.unwrap().state is optimizer.state
 
 
 NOTHING = """

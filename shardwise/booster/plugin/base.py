@@ -248,6 +248,7 @@ class ShardedPlugin(Plugin):
         return self._mesh
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        from shardwise.booster.boosted import give_names
         from shardwise.build import build
 
         mesh = self.mesh()
@@ -264,6 +265,7 @@ class ShardedPlugin(Plugin):
         if getattr(self, "use_fp8", False):  # of layers as they are now, cut and in their dtypes
             multiply_in_8_bits(model)
         self.prepare(session)
+        give_names(session)
         remember_session(session)
         if session.optimizer is not None:
             self._module_of[session.optimizer] = session.module

@@ -7,7 +7,7 @@ from shardwise.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.checkpoint.formats.deepspeed import open_deepspeed
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.formats.huggingface import open_huggingface, write_huggingface
-from shardwise.checkpoint.formats.known import Format, Given, known_formats, register_format
+from shardwise.checkpoint.formats.known import Format, Given, known_formats, register_format, write_checkpoint
 from shardwise.checkpoint.formats.peft import open_peft, write_peft
 from shardwise.checkpoint.formats.single import open_single, write_single, write_single_optimizer
 from shardwise.checkpoint.formats.torch_file import RefusedPickle
@@ -26,6 +26,7 @@ __all__ = [
     "open_peft",
     "open_single",
     "register_format",
+    "write_checkpoint",
     "write_colossalai_model",
     "write_colossalai_optimizer",
     "write_dcp",

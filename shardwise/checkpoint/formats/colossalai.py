@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import checked_name
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import HEADER, extra_entries, named_entries
@@ -34,7 +35,7 @@ from shardwise.checkpoint.formats.optimizer_state import (
     numbered_state,
     to_numbered,
 )
-from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size, write_text, write_torch
+from shardwise.checkpoint.formats.output import sizes_of, split_by_size, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
@@ -207,7 +208,7 @@ def write_colossalai_model(
     named = zip(("config.json", "generation_config.json"), configurations, strict=False)
     given = {name: as_dict(content) for name, content in named if content is not None}
     written = []
-    with output_directory(target, lambda name: name in given or earlier.fullmatch(name) is not None) as directory:
+    with atomic_directory(target, lambda name: name in given or earlier.fullmatch(name) is not None) as directory:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(split_by_size(sizes_of(entries), size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{number:05d}.{ending}"
@@ -254,7 +255,7 @@ def write_colossalai_optimizer(
     earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
     index_name = _index_name("pytorch_optim.bin", prefix)
     written = []
-    with output_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
+    with atomic_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
         weight_map: dict[str, str] = {}
         for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{place:05d}.{ending}"

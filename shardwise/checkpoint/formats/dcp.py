@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, optimizer_entries, records_of
-from shardwise.checkpoint.formats.output import output_directory
 from shardwise.checkpoint.formats.param_groups import group_options, group_record
 from shardwise.checkpoint.formats.torch_file import load_value
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
@@ -284,7 +284,7 @@ def write_dcp(
         raise CheckpointError(f"nothing to write to {path}: the checkpoint holds no tensors")
     entries: dict[str, Entry] = {}
     planned = _without_memory(state, (), entries)
-    with output_directory(Path(path), lambda name: name == ".metadata" or name.endswith(".distcp")) as directory:
+    with atomic_directory(Path(path), lambda name: name == ".metadata" or name.endswith(".distcp")) as directory:
         writer = _StreamingWriter(directory)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose: one process

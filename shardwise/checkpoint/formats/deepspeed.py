@@ -31,7 +31,7 @@ from shardwise.checkpoint.formats.deepspeed_flat import (
     spread_entry,
     sub_groups,
 )
-from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL, SCALE, Universal, is_universal
+from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL, Universal, is_universal
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
 from shardwise.checkpoint.formats.param_groups import group_record
@@ -321,8 +321,6 @@ def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
     if isinstance(files.common.get("loss_scaler"), _Record):
         kept["loss_scaler"] = dict(vars(files.common["loss_scaler"]))
-    elif isinstance(files.common.get(SCALE), Mapping):  # of a universal checkpoint that was written here
-        kept["loss_scaler"] = dict(files.common[SCALE])
     counted = ("lr_scheduler", "global_samples", "skipped_steps")
     values: dict[str, Any] = {name: files.model.get(name) for name in counted}
     values |= {f"{CLIENT_STATE}{key}": value for key, value in files.model.items() if key not in KEPT}

@@ -23,12 +23,12 @@ from shardwise.checkpoint.formats.param_groups import group_record
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.printable import in_a_line
 
-__all__ = ["COMMON", "LATEST_UNIVERSAL", "MASTER", "SCALE", "STEP", "ZERO", "Universal", "is_universal"]
+__all__ = ["LATEST_UNIVERSAL", "Universal", "is_universal"]
 
 ZERO, COMMON = "zero", "optimizer_state.pt"
 LATEST_UNIVERSAL = "latest_universal"
 """Beside the checkpoints: the name of the newest universal one."""
-MASTER, STEP, SCALE = "fp32", "step", "loss_scaler_fields"
+MASTER, STEP = "fp32", "step"
 
 
 def is_universal(directory: Path) -> bool:

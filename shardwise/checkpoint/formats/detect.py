@@ -76,7 +76,6 @@ def open_checkpoint(
     optimizer: str | Path | None = None,
     parameter_names: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    partly: bool = False,
 ) -> OpenSource:
     """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
 
@@ -88,7 +87,6 @@ def open_checkpoint(
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
         rename: names in it, or regular expressions, and what they become; see
             :func:`~shardwise.checkpoint.formats.renamed.renamed`.
-        partly: open what a host keeps of a native checkpoint without what other hosts keep; reading that is damage.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -100,7 +98,7 @@ def open_checkpoint(
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:
         raise ValueError(f"format={format!r}: known are {', '.join(names)}")
-    source = _opened(path, format, Given(optimizer, parameter_names, partly))
+    source = _opened(path, format, Given(optimizer, parameter_names))
     if not rename:
         return source
     try:
@@ -118,7 +116,7 @@ def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
         place = place.parent
     known = next(each for each in known_formats() if each.name == name)
     if name == "native":
-        return known.open(place, Given(partly=given.partly))
+        return known.open(place, Given())
     if optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
     if given.parameter_names is not None and "parameter_names" not in known.takes:

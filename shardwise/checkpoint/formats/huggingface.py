@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import read_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
 from shardwise.checkpoint.formats.lazy import LazySource, model_entries
-from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size, write_text
+from shardwise.checkpoint.formats.output import sizes_of, split_by_size, write_text
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import CheckpointSource
 
@@ -113,7 +114,7 @@ def write_huggingface(
     def replaced(name: str) -> bool:
         return weights.fullmatch(name) is not None or name in given
 
-    with output_directory(target, replaced) as directory:
+    with atomic_directory(target, replaced) as directory:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             numbered = f"-{number:05d}-of-{len(shards):05d}" if indexed else ""

@@ -1,26 +1,35 @@
-"""The formats that can be read: how each is recognised and opened, and the register where others are added."""
+"""The formats: how each is recognised, opened and written, and the register where others are added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST, has_pieces
-from shardwise.checkpoint.formats.colossalai import find_parts, open_colossalai
-from shardwise.checkpoint.formats.dcp import open_dcp
+from shardwise.checkpoint.formats.colossalai import (
+    find_parts,
+    open_colossalai,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+)
+from shardwise.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
-from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface, write_huggingface
 from shardwise.checkpoint.formats.indexed import read_index
-from shardwise.checkpoint.formats.peft import CONFIG, open_peft
-from shardwise.checkpoint.formats.single import open_single
+from shardwise.checkpoint.formats.native import write_native
+from shardwise.checkpoint.formats.peft import CONFIG, open_peft, write_peft
+from shardwise.checkpoint.formats.single import open_single, write_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.formats.trainer import kind_of, open_trainer
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.source import CheckpointDamage, OpenSource
+from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, OpenSource
 
-__all__ = ["Format", "Given", "formats_at", "known_formats", "loose_files", "register_format"]
+__all__ = ["Format", "Given", "formats_at", "known_formats", "loose_files", "register_format", "write_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +39,10 @@ class Given:
     Attributes:
         optimizer: the optimizer's own directory.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
-        partly: a host's part of a native checkpoint will do; see :class:`~shardwise.checkpoint.read.NativeSource`.
     """
 
     optimizer: str | Path | None = None
     parameter_names: Sequence[str] | None = None
-    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class Format:
         of_run: a directory with a model of another format among its files.
         of_file: it is one file; ``is_at`` is asked of files, and never of a directory.
         needs: the file that a directory of it has, for the message where none is found.
+        write: puts a source at a path, whole or not at all; ``None``: it is read only.
+        options: the keyword arguments that ``write`` takes.
     """
 
     name: str
@@ -61,6 +70,8 @@ class Format:
     of_run: bool = False
     of_file: bool = False
     needs: str = ""
+    write: Callable[..., object] | None = None
+    options: frozenset[str] = frozenset({"dtype"})
 
 
 def _is_native(path: Path) -> bool:
@@ -109,20 +120,50 @@ def _native_directory(path: Path) -> Path:
 
 
 def _open_native(path: Path, given: Given) -> OpenSource:
-    return NativeSource(_native_directory(path), given.partly)
+    return NativeSource(_native_directory(path))
 
 
 def _open_run(path: Path, given: Given) -> OpenSource:
     return open_trainer(path, given.parameter_names)
 
 
+def _write_colossalai(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 1024.0,
+    safetensors: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The model in ``path``; beside an optimizer, in two directories below it."""
+    optimizers = source.state().get("optimizers") or []
+    has_optimizer = any(group["params"] for each in optimizers[:1] for group in each.get("groups", []))
+    place = Path(path, "model") if has_optimizer else Path(path)
+    write_colossalai_model(source, place, size_per_shard, None, safetensors, dtype)
+    if has_optimizer:
+        write_colossalai_optimizer(source, Path(path, "optimizer"), size_per_shard)
+
+
 NUMBERED = frozenset({"parameter_names"})
 _FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
-        Format("native", _is_native, _open_native, needs=MANIFEST),
-        Format("dcp", _is_dcp, lambda path, given: open_dcp(path), needs=".metadata"),
-        Format("peft", lambda path: (path / CONFIG).is_file(), lambda path, given: open_peft(path), needs=CONFIG),
+        Format("native", _is_native, _open_native, needs=MANIFEST, write=write_native),
+        Format(
+            "dcp",
+            _is_dcp,
+            lambda path, given: open_dcp(path),
+            needs=".metadata",
+            write=write_dcp,
+            options=frozenset({"dtype", "layout"}),
+        ),
+        Format(
+            "peft",
+            lambda path: (path / CONFIG).is_file(),
+            lambda path, given: open_peft(path),
+            needs=CONFIG,
+            write=write_peft,
+            options=frozenset({"dtype", "config", "adapter"}),
+        ),
         Format(
             "deepspeed",
             lambda path: find_step(path) is not None,
@@ -135,14 +176,23 @@ _FORMATS: dict[str, Format] = {
             lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
             takes=NUMBERED | {"optimizer"},
             needs="an index",
+            write=_write_colossalai,
+            options=frozenset({"dtype", "size_per_shard", "safetensors"}),
         ),
-        Format("huggingface", _is_huggingface, lambda path, given: open_huggingface(path)),
+        Format(
+            "huggingface",
+            _is_huggingface,
+            lambda path, given: open_huggingface(path),
+            write=write_huggingface,
+            options=frozenset({"dtype", "size_per_shard", "config", "generation_config"}),
+        ),
         Format(
             "single",
             lambda path: False,  # whatever stands alone where nothing else is
             lambda path, given: open_single(path, given.parameter_names),
             takes=NUMBERED,
             needs="a single .safetensors or torch file",
+            write=write_single,
         ),
         Format("trainer", lambda path: kind_of(path) == "trainer", _open_run, takes=NUMBERED, of_run=True),
         Format("accelerate", lambda path: kind_of(path) == "accelerate", _open_run, takes=NUMBERED, of_run=True),
@@ -161,8 +211,32 @@ def formats_at(path: Path) -> Iterator[Format]:
     return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
 
 
+def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **options: Any) -> None:
+    """Write ``source`` at ``path``; what stood there is replaced in one step, or still there where this raises.
+
+    Args:
+        source: any checkpoint.
+        path: a directory or a file, as the format has it.
+        format: the name of one of :func:`known_formats` that has a writer.
+        options: the writer's own, such as ``dtype`` (of the model's floating-point tensors).
+
+    Raises:
+        ValueError: no such format, or an option that it does not have.
+        CheckpointError: the source does not have what the format needs.
+        OSError: it cannot be written.
+    """
+    known = {each.name: each for each in known_formats() if each.write is not None}
+    chosen = known.get(format)
+    if chosen is None or chosen.write is None:
+        raise ValueError(f"format={format!r}: {', '.join(known)} can be written")
+    for name, value in options.items():
+        if name not in chosen.options:
+            raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
+    chosen.write(source, path, **options)
+
+
 def register_format(format: Format) -> Callable[[], None]:
-    """Have checkpoints of another ``format`` recognised and opened wherever one of ours would be.
+    """Have checkpoints of another ``format`` recognised, opened and written wherever one of ours would be.
 
     Returns:
         What takes it back.

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.directory import CheckpointRoot, check_tag
+from shardwise.checkpoint.directory import CheckpointRoot
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import PIECE_BYTES, Head, Manifest, PieceFact, merge_pieces, to_save
 from shardwise.checkpoint.formats.lazy import Entry, entries_of
-from shardwise.checkpoint.owners import this_process
 from shardwise.checkpoint.pieces import PieceFile, PieceLayout
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Fragment, split
@@ -56,14 +55,14 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
     state = {**_EMPTY, **source.state()}
     state.setdefault("updates", state["step"])
     root = CheckpointRoot(str(target.parent), DISK)
-    hidden, serial = root.prepare(check_tag(target.name))
+    serial = root.prepare(target.name)
     try:
         parts = [
             piece
             for name, entry in entries.items()
             for piece in split(Fragment(name, entry.fact.shape, entry.fact.dtype, 0, entry.fact.numel), PIECE_BYTES)
         ]
-        file = PieceFile(DISK, os.path.join(hidden, "pieces-0.safetensors"), PieceLayout(parts))
+        file = PieceFile(DISK, os.path.join(root.hidden, "pieces-0.safetensors"), PieceLayout(parts))
         try:
             for index, part in enumerate(parts):
                 file.write(index, entries[part.name].read(part.start, part.numel).contiguous())
@@ -72,13 +71,12 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
             file.abandon()
         facts = {name: entries[name].fact for name in sorted(entries)}
         pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
-        head = Head(target.name, serial, int(state["step"]), this_process())
-        root.seal(hidden, target.name, to_save(Manifest(head, (fact,), facts, pieces, state)))
-        root.commit(hidden, target.name)
+        head = Head(target.name, serial, int(state["step"]))
+        root.commit(to_save(Manifest(head, (fact,), facts, pieces, state)))
     except BaseException:
-        root.discard(hidden)
+        root.discard()
         raise
-    root.finish(target.name)
+    root.finish()
     return target
 
 

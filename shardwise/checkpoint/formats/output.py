@@ -1,7 +1,5 @@
-"""Files and directories that appear whole: written beside their place under a hidden name, then renamed.
-
-Files of another origin in a directory that is replaced (a tokenizer, a README) are taken along.
-"""
+"""Files that appear whole: written beside their place under a hidden name, then renamed; directories of them are
+:func:`~shardwise.checkpoint.atomic.atomic_directory`'s."""
 
 from __future__ import annotations
 
@@ -16,24 +14,20 @@ from typing import IO, Any, cast
 
 import torch
 
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
-from shardwise.checkpoint.directory import describe
-from shardwise.checkpoint.file_system import DISK
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.foreign import settle, take_along
+from shardwise.checkpoint.file_system import DISK, sync_path, sync_tree
+from shardwise.checkpoint.files import CheckpointError, describe
 from shardwise.checkpoint.formats.lazy import Entry
 
 __all__ = [
     "OutputFile",
-    "checked_directory",
     "new_file",
     "one_at_a_time",
-    "output_directory",
     "output_file",
     "output_files",
     "sizes_of",
     "split_by_size",
-    "sync_path",
     "write_text",
     "write_torch",
 ]
@@ -131,108 +125,8 @@ def write_torch(path: Path, content: object) -> None:
         torch.save(content, cast(IO[bytes], file))
 
 
-def sync_path(path: Path) -> None:
-    """Flush a file or directory; a file system that cannot flush directories is left alone.
-
-    Raises:
-        OSError: what was written may not survive a power failure.
-    """
-    if path.is_dir():
-        DISK.sync_directory(os.fspath(path))
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        DISK.sync(handle)
-    finally:
-        DISK.close(handle)
-
-
-def checked_directory(path: Path) -> Path:
-    """``path``, made absolute.
-
-    Raises:
-        NotADirectoryError: it is an existing file.
-    """
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; give a directory to write to")
-    return path.absolute()
-
-
-@contextmanager
-def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
-    """A fresh directory to write into; when the block ends without an error it takes the place of ``path``.
-
-    Args:
-        path: the directory to make or replace.
-        ours: says of a file name whether this format writes it; such files of an earlier save are not kept.
-
-    Raises:
-        NotADirectoryError: ``path`` is a file.
-        OSError: nothing can be written there; what stood at ``path`` is still there.
-    """
-    target = checked_directory(path)
-    os.makedirs(target.parent, exist_ok=True)
-    fresh = target.with_name(f".{target.name}.partial")
-    old = target.with_name(f".{target.name}.replaced")
-    if _is_folder(old) and not os.path.lexists(target):  # a replacement that was cut off between its two renames
-        DISK.rename(str(old), str(target))
-    _remove(fresh)
-    _clear(old, target, ours)
-    DISK.make_directory(str(fresh))
-    written: set[str] = set()
-    try:
-        yield fresh
-        written = set(os.listdir(fresh))
-        if target.is_dir():
-            take_along(DISK, str(target), str(fresh), lambda path: ours(os.path.basename(path)))
-        for file in fresh.rglob("*"):
-            if not file.is_symlink():
-                sync_path(file)
-        sync_path(fresh)
-        _take_place(fresh, target, old)
-    except BaseException:
-        if _is_folder(old) and not os.path.lexists(target):
-            old.rename(target)
-        _remove(fresh)
-        raise
-    if fresh.is_dir():  # they were exchanged; this name would tell the next save that nothing in it counts
-        with contextlib.suppress(OSError):
-            fresh.rename(old)
-    for leftover in (fresh, old):
-        _clear(leftover, target, lambda name: name in written or ours(name))
-
-
-def _is_folder(path: Path) -> bool:
-    """A directory of its own: a link to one was put there by somebody else."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def _clear(old: Path, target: Path, ours: Callable[[str], bool]) -> None:
-    """Remove what ``target`` has replaced; files of another origin that appeared in it meanwhile move there."""
-    if target.is_dir() and _is_folder(old):
-        settle(DISK, str(old), str(target), lambda path: ours(os.path.basename(path)))
-    else:
-        _remove(old)
-
-
-def _take_place(fresh: Path, target: Path, old: Path) -> None:
-    exchanged = target.is_dir() and DISK.exchange(str(fresh), str(target))
-    if not exchanged:
-        if target.is_dir():
-            DISK.rename(str(target), str(old))
-        DISK.rename(str(fresh), str(target))
-    try:
-        sync_path(target.parent)
-    except BaseException:  # the new name may not survive a power failure: what was there before is put back
-        if exchanged:
-            DISK.exchange(str(fresh), str(target))
-        else:
-            DISK.rename(str(target), str(fresh))
-        raise
-
-
 def _remove(path: Path) -> None:
-    if os.path.lexists(path) and not _is_folder(path):  # of a link only the name is ours, not what it points to
+    if os.path.islink(path) or not path.is_dir():  # of a link only the name is ours, not what it points to
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
@@ -242,11 +136,11 @@ def _remove(path: Path) -> None:
 def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
     """A fresh directory to write into; when the block ends without an error what is in it is in ``path``.
 
-    As :func:`output_directory` where there is no ``path`` yet. One that is there stays the directory that it is, since
-    it may be where a volume is mounted or where somebody works, and hold files that are being written: each entry of
-    the fresh one takes its place by one rename, weights after all others, their index last. Weights of an earlier save
-    that are not among them are removed afterwards. A kill in between leaves each file whole and never weights of both
-    under one index; at most the index is missing.
+    As :func:`~shardwise.checkpoint.atomic.atomic_directory` where there is no ``path`` yet. One that is there stays the
+    directory that it is, since it may be where a volume is mounted or where somebody works, and hold files that are
+    being written: each entry of the fresh one takes its place by one rename, weights after all others, their index
+    last. Weights of an earlier save that are not among them are removed afterwards. A kill in between leaves each file
+    whole and never weights of both under one index; at most the index is missing.
 
     Args:
         path: the directory to make or to write into.
@@ -256,9 +150,9 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
         NotADirectoryError: ``path`` is a file.
         OSError: nothing can be written there; every file that was there is still there.
     """
-    target = checked_directory(path).resolve()
-    if not target.exists():
-        with output_directory(target, weights) as fresh:
+    target = path.resolve()
+    if not target.is_dir():
+        with atomic_directory(target, weights) as fresh:
             yield fresh
         return
     fresh = target / ".shardwise.partial"
@@ -267,9 +161,7 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
     done: list[tuple[Path, Path, bool]] = []
     try:
         yield fresh
-        for file in fresh.rglob("*"):
-            if not file.is_symlink():
-                sync_path(file)
+        sync_tree(fresh)
         for old, new in _moves(fresh, target, weights):
             exchanged = os.path.lexists(new) and DISK.exchange(str(old), str(new))
             if os.path.lexists(new) and not exchanged:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.bounds import read_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.indexed import Shards
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
-from shardwise.checkpoint.formats.output import output_directory, write_text, write_torch
+from shardwise.checkpoint.formats.output import write_text, write_torch
 from shardwise.checkpoint.formats.peft_embeddings import embedding_weights
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.settings import plain
@@ -137,7 +138,7 @@ def write_peft(
     if not any("lora_" in name for name in entries):
         raise CheckpointError(f"nothing to write to {path}: the checkpoint has no parameters of an adapter {adapter!r}")
     file = WEIGHTS[0] if use_safetensors else WEIGHTS[1]
-    with output_directory(Path(path), lambda name: name in (*WEIGHTS, CONFIG)) as directory:
+    with atomic_directory(Path(path), lambda name: name in (*WEIGHTS, CONFIG)) as directory:
         if use_safetensors:
             write_safetensors_stream(directory / file, entries, {"format": "pt"})
         else:

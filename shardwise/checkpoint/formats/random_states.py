@@ -1,7 +1,7 @@
-"""Random number generators as Hugging Face's Trainer (``rng_state*.pth``) and accelerate (``random_states_*.pkl``) save
-them, made into what :mod:`shardwise.checkpoint.randomness` restores.
+"""Random number generators as Hugging Face's Trainer saves them (``rng_state*.pth``), made into what
+:mod:`shardwise.checkpoint.randomness` restores.
 
-Both are files of ``torch.save`` with an array of numpy; records without behaviour stand in for its three functions.
+They are files of ``torch.save`` with an array of numpy; records without behaviour stand in for its three functions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage
 
 __all__ = ["read_random_states"]
-
-NAMES = {  # ours: Trainer's, accelerate's
-    "python": ("python", "random_state"),
-    "numpy": ("numpy", "numpy_random_seed"),
-    "torch": ("cpu", "torch_manual_seed"),
-    "cuda": ("cuda", "torch_cuda_manual_seed"),
-}
 
 
 class _Array:
@@ -83,11 +76,8 @@ def read_random_states(path: Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise CheckpointDamage(f"{path} holds a {type(content).__name__}, not random number generators")
     with reading(path):
-        given: dict[str, Any] = {
-            ours: next((content[n] for n in names if n in content), None) for ours, names in NAMES.items()
-        }
-        version, words, gauss = given["python"]
-        kind, keys, position, has_gauss, cached = given["numpy"]
+        version, words, gauss = content["python"]
+        kind, keys, position, has_gauss, cached = content["numpy"]
         array = keys.words() if isinstance(keys, _Array) else np.asarray(keys, dtype=np.uint32)
         state: dict[str, Any] = {
             "python": {
@@ -102,13 +92,13 @@ def read_random_states(path: Path) -> dict[str, Any]:
                 "has_gauss": int(has_gauss),
                 "cached": float(cached),
             },
-            "torch": given["torch"],
+            "torch": content["cpu"],
         }
         # Tried on generators of our own: what is refused later would be refused after weights were loaded.
         random.Random().setstate((version, tuple(words), gauss))
         np.random.RandomState().set_state((str(kind), array, int(position), int(has_gauss), float(cached)))
-        torch.Generator().set_state(given["torch"])
-        gpu = given["cuda"]
+        torch.Generator().set_state(content["cpu"])
+        gpu = content.get("cuda")
         if isinstance(gpu, list | tuple) and gpu:  # one process with all GPUs: it trains on the first
             gpu = gpu[0]
         if isinstance(gpu, torch.Tensor) and gpu.dtype == torch.uint8 and gpu.dim() == 1:

@@ -2,7 +2,7 @@
 
 Beside a model of another format (``model.safetensors``, an adapter, DCP of FSDP, a step of DeepSpeed's) there are
 ``optimizer.pt`` or ``optimizer.bin`` (``optimizer_1.bin``, ...; ``optimizer_0/`` in DCP), ``scheduler.pt`` or ``.bin``,
-``rng_state*.pth`` or ``random_states_*.pkl``, ``scaler.pt`` and ``trainer_state.json``. The optimizers number their
+``rng_state*.pth``, ``scaler.pt`` and ``trainer_state.json``. The optimizers number their
 parameters in the order of their groups, Trainer's those with weight decay first.
 """
 
@@ -37,7 +37,8 @@ _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_(\d+)")
 _OPTIMIZER_OF_RANK = re.compile(r"optimizer(_\d+)?_rank\d+\.bin|pytorch_model_fsdp(_\d+)?_rank\d+\.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_(\d+))?\.(?:pt|bin)")
-_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth|random_states_(\d+)\.pkl")
+_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_RANDOM_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 _OTHER_MODEL = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_([1-9]\d*)(?:\.safetensors|\.bin)?")
 _LEFT_OUT = re.compile(r"training_args\.bin|custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 _CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
@@ -49,7 +50,8 @@ def kind_of(path: Path) -> str | None:
     if (path / STATE).is_file():
         return "trainer"
     names = [item.name for item in path.iterdir()]
-    beside = [name for name in names if _OPTIMIZER.fullmatch(name) or _RANDOM.fullmatch(name)]
+    files = (_OPTIMIZER, _RANDOM, _RANDOM_OF_ACCELERATE)
+    beside = [name for name in names if any(each.fullmatch(name) for each in files)]
     beside += [name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()]
     if not beside or _model_reader(path) is None:
         return None
@@ -73,7 +75,7 @@ def scheduler_files(path: Path) -> list[Path]:
 
 
 def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None) -> LazySource:
-    """Model, optimizers, schedulers, loss scale and random number generators.
+    """Model, optimizers, schedulers, loss scale and, of Trainer's, random number generators.
 
     Args:
         path: one checkpoint's directory.
@@ -145,6 +147,8 @@ def _with_state(
     for item in sorted(directory.iterdir()):
         if _OTHER_MODEL.fullmatch(item.name):
             notes.append(f"{item} is another model than the first: open it by itself")
+        elif _RANDOM_OF_ACCELERATE.fullmatch(item.name):
+            notes.append(f"{item} holds a rank's random number generators, and was left out: seed them")
         elif _LEFT_OUT.fullmatch(item.name):
             notes.append(f"{item} holds objects of Python's, or a place in the data, and was left out")
 
@@ -237,7 +241,7 @@ def _add_generators(directory: Path, state: dict[str, Any], entries: dict[str, E
     files: dict[int, Path] = {}
     for item in directory.iterdir():
         if match := _RANDOM.fullmatch(item.name):
-            files[int(match[1] or match[2] or 0)] = item
+            files[int(match[1] or 0)] = item
     if not files:
         return
     if sorted(files) != list(range(len(files))):

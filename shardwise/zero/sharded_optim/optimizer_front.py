@@ -21,7 +21,7 @@ class OptimizerFront(torch.optim.Optimizer):
 
     # Optimizer.__init__ is not called: it would build param groups of its own.
     def __init__(self, inner: ShardedOptimizer) -> None:
-        self._inner = inner
+        self._inner, self.optim = inner, inner.unwrap()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -41,7 +41,7 @@ class OptimizerFront(torch.optim.Optimizer):
         return attribute_of(self._inner, name, self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._inner.optim!r})"
+        return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{self!r:.80} lives on several ranks and cannot be pickled; use state_dict()")

@@ -88,7 +88,7 @@ class ShardedOptimizerV2(OptimizerFront):
         if inner is None:
             raise RuntimeError(f"the session has no optimizer ({inner}); report this")
         super().__init__(inner)
-        self.model, self.optim = sharded_model, optimizer
+        self.model = sharded_model
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""

@@ -120,7 +120,7 @@ def _write_tree(before: bytes, kind: str, tree: Any, texts: _Text) -> bytes:
         return buffer.getvalue()
     if kind == "manifest" and isinstance(tree, dict):
         tree = {key: value for key, value in tree.items() if key != "checksum"}
-        head = {k: v for k, v in tree.items() if k in ("format", "version", "tag", "serial", "step", "writer")}
+        head = {k: v for k, v in tree.items() if k in ("format", "version", "tag", "serial", "step")}
         body = {key: value for key, value in tree.items() if key not in head}
         text = texts.write(head)[:-1] + ",\n" + texts.write(body)[1:-1] + ",\n"
         return _with_checksum(text.encode("utf-8", "surrogatepass"))

@@ -211,14 +211,9 @@ def _directories_of_others(place: Path) -> None:
     subject.step()
     numpy_state, schedule = np.random.get_state(), subject.scheduler.state_dict()
     states = {"python": random.getstate(), "numpy": numpy_state, "cpu": torch.get_rng_state()}
-    seeds = {"step": 1, "random_state": states["python"], "numpy_random_seed": numpy_state}
     for folder, files in {
         "trainer": {"optimizer.pt": None, "scheduler.pt": schedule, "rng_state.pth": states},
-        "accelerate": {
-            "optimizer.bin": None,
-            "scheduler.bin": schedule,
-            "random_states_0.pkl": {**seeds, "torch_manual_seed": states["cpu"]},
-        },
+        "accelerate": {"optimizer.bin": None, "scheduler.bin": schedule},
     }.items():
         (place / folder).mkdir()
         model = {n: v.clone() for n, v in subject.model.state_dict().items() if isinstance(v, torch.Tensor)}

@@ -22,8 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardwise.port import Program, rewritten, worlds
-from tests.foreign.running import OF_LAUNCHERS, REPOSITORY
+from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
+from tests.launcher_variables import without_launcher
 
 PAGE = REPOSITORY / "docs" / "porting.md"
 START, END = "<!-- what ran of ColossalAI -->\n", "<!-- end of what ran of ColossalAI -->\n"
@@ -124,8 +125,7 @@ def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> lis
     report.unlink(missing_ok=True)
     llama = folder / "llama"
     path = [str(Path(__file__).parent / "without_gpu"), str(folder), str(REPOSITORY)]
-    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
-    environment |= {
+    environment = without_launcher(os.environ) | {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "FAST_TEST": str(int(not zoo)),

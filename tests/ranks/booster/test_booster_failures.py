@@ -16,9 +16,9 @@ import torch.distributed as dist
 from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
 from sets import full
 
-from shardwise.checkpoint import CheckpointError, gathered
+from shardwise.checkpoint import CheckpointError, atomic, gathered
 from shardwise.checkpoint.file_system import FileSystem
-from shardwise.checkpoint.formats import huggingface, output
+from shardwise.checkpoint.formats import huggingface
 from shardwise.testing import run_ranks
 
 RANKS = 2
@@ -110,7 +110,7 @@ def _beside(folder: str) -> None:
     between the copy of what is there and the exchange would be lost."""
     run = Run(PLUGINS["gemini"]())
     run.steps(0, 1)
-    create, take_along = FileSystem.create, output.take_along
+    create, take_along = FileSystem.create, atomic.take_along
 
     def later(self: FileSystem, path: str) -> int:
         time.sleep(0.02)
@@ -120,7 +120,7 @@ def _beside(folder: str) -> None:
         take_along(*given)
         time.sleep(0.1)
 
-    with mock.patch.object(FileSystem, "create", later), mock.patch.object(output, "take_along", slow):
+    with mock.patch.object(FileSystem, "create", later), mock.patch.object(atomic, "take_along", slow):
         for tag, write in (("a", run.booster.save_model), ("b", run.booster.save_optimizer)):
             run.booster.save_checkpoint(folder, run.model, run.optimizer, tag=tag, use_async=True)
             write(run.model if tag == "a" else run.optimizer, folder, shard=True)

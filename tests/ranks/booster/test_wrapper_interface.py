@@ -58,7 +58,7 @@ def test_the_published_methods_are_there(name: str) -> None:
         assert found["norm"] == pytest.approx(0.1 if name in ENGINE else found["clipped"], rel=1e-4)
         norm, optimizer, model = found["said"]
         assert norm.startswith("norm_type=3.0: ") and "p=2" in norm
-        outer = "ShardedOptimizer" if name in ENGINE else "Optimizer"
+        outer = "BoostedOptimizer" if name in ENGINE else "Optimizer"
         assert outer in optimizer and "nor has the AdamW in it" in optimizer and "'nothing_like_it'" in optimizer
         assert "Net in it" in model and not model.startswith("'Net'"), model
 

@@ -14,7 +14,7 @@ from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.build import build
-from shardwise.checkpoint import find
+from shardwise.checkpoint import restore
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import PIECE_BYTES
@@ -141,14 +141,14 @@ def large(root: str, load: bool) -> tuple[int, int, int]:
                 super().__init__(path)
                 sources.append(self)
 
-        find.NativeSource = Counting  # type: ignore[misc]
+        restore.NativeSource = Counting  # type: ignore[misc]
         try:
             is_new = _forget_peak()
             before = _resident("VmRSS")
             saver.load(root)
             rise = _resident("VmHWM") - before if is_new else 0
         finally:
-            find.NativeSource = NativeSource  # type: ignore[misc]
+            restore.NativeSource = NativeSource  # type: ignore[misc]
         session.close()
         return sources[0].bytes_read, rise, own
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from shardwise import deepspeed
 from shardwise.build import build
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.directory import CheckpointRoot, scan
-from shardwise.checkpoint.file_system import FileSystem
+from shardwise.checkpoint.file_system import FileSystem, sync_path
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.output import output_directory, sync_path
 from shardwise.checkpoint.read import verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.lightning import to_single_file
@@ -79,17 +79,17 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     Checkpointer(session).save(root, "same", user_state=1)
     owner = CheckpointRoot(root, Dying())
     owner._files.renames = 0
-    hidden, _ = owner.prepare("same")
-    (Path(hidden) / "x").write_text("x")
-    owner.seal(hidden, "same", b"{}")
+    owner.prepare("same")
+    (Path(owner.hidden) / "x").write_text("x")
     with pytest.raises(KeyboardInterrupt):
-        owner.commit(hidden, "same")
+        owner.commit(b"{}")
     assert not (tmp_path / "same").exists()
     (found,) = scan(root)
     assert found.tag == "same" and verify(found.path) == []
     restored = Checkpointer(session).load(root)
     assert restored is not None and restored.user_state == 1
-    owner.discard("nowhere")  # the lock of the dead process
+    assert owner._directory is not None and owner._directory._lock is not None
+    os.close(owner._directory._lock)  # as the system does it with what a dead process had open
     Checkpointer(session).save(root, "other", user_state=2)
     assert sorted(os.listdir(root)) == ["latest", "other", "same"]
     assert verify(tmp_path / "same") == []
@@ -149,7 +149,7 @@ def test_a_link_to_a_model_is_replaced_and_what_it_points_to_stays(tmp_path: Pat
     (tmp_path / "best" / "notes").write_text("mine")
     (tmp_path / "model").symlink_to(tmp_path / "best")
     for text in ("one", "two"):
-        with output_directory(tmp_path / "model", lambda name: name == "weights") as fresh:
+        with atomic_directory(tmp_path / "model", lambda name: name == "weights") as fresh:
             (fresh / "weights").write_text(text)
     assert sorted(os.listdir(tmp_path)) == ["best", "model"] and not (tmp_path / "model").is_symlink()
     assert sorted(os.listdir(tmp_path / "model")) == ["notes", "weights"]

@@ -19,12 +19,12 @@ from sets import full
 from torch import nn
 
 from shardwise.build import Session, build
+from shardwise.checkpoint.atomic import atomic_directory
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.formats.output import output_directory
 from shardwise.checkpoint.read import verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
@@ -216,18 +216,18 @@ def test_a_kill_at_any_call_loses_neither_checkpoint_nor_files(
 
 
 def test_what_a_killed_save_left_goes_without_what_is_the_users(session: Session, tmp_path: Path) -> None:
-    """What appeared in the old directory just before a kill is in the hidden one, and comes back."""
+    """What appeared in the old directory just before a kill is in the one that stepped aside, and comes back."""
     saver = Checkpointer(session)
     saver.save(tmp_path, "best", user_state=1)
-    hidden = tmp_path / f".best.saving-{'0' * 16}"
-    (tmp_path / "best").rename(hidden)
-    (hidden / "late").write_text("late")
-    (hidden / "logs").mkdir()
-    (hidden / "logs" / "late").write_text("late")
+    aside = tmp_path / f".best.replaced-{'0' * 16}"
+    (tmp_path / "best").rename(aside)
+    (aside / "late").write_text("late")
     saver.save(tmp_path, "other", user_state=2)
-    assert sorted(os.listdir(hidden)) == ["late", "logs", "manifest.json"], "their tag was moved away"
-    saver.save(tmp_path, "best", user_state=3)
-    saver.save(tmp_path, "best", user_state=4)
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"] and verify(tmp_path / "best") == []
+    shutil.copytree(tmp_path / "best", aside)
+    (aside / "logs").mkdir()
+    (aside / "logs" / "late").write_text("late")
+    saver.save(tmp_path, "other", user_state=3)
     assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
     assert (tmp_path / "best" / "logs" / "late").read_text() == (tmp_path / "best" / "late").read_text() == "late"
     unfinished = tmp_path / f".new.saving-{'1' * 16}"  # of a tag that never was
@@ -324,7 +324,7 @@ def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp
     before = put(model)
 
     def write(more: Callable[[], object]) -> None:
-        with output_directory(model, lambda name: name == "weights") as fresh:
+        with atomic_directory(model, lambda name: name == "weights") as fresh:
             (fresh / "weights").write_text("new")
             (fresh / "config").write_text("new")
             more()

@@ -36,7 +36,7 @@ OTHERS = {
 """What was there and what is written, where names can be exchanged and where not: every change once, and the rest."""
 NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
 NAMES = {"mkdir", "link", "rename", "renameat2", "unlink", "rmdir"}
-HARMLESS = {"link", "unlink", "rmdir", "close of a directory"}
+HARMLESS = {"flock", "link", "unlink", "rmdir", "close of a directory"}
 
 
 def _is_weights(name: str) -> bool:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import PLANS, loss_of, one_mesh, seeded, sgd, sharded, told
+from engine_setup import PLANS, data, loss_of, one_mesh, seeded, sgd, sharded, told
 from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from shardwise.build import Session
 from shardwise.plan import Plan, zero
@@ -75,10 +76,6 @@ def zeroed(model: nn.Module) -> None:
     model[2].weight.zero_()
 
 
-def zeroed_data(model: nn.Module) -> None:
-    model[2].weight.data.zero_()
-
-
 def initialized(model: nn.Module) -> None:
     nn.init.constant_(model[2].weight, 1.0)
 
@@ -88,8 +85,9 @@ def one_element(model: nn.Module) -> None:
     model[3].scale.copy_(torch.full((1,), 2.0))
 
 
+@torch.no_grad()
 def one_number(model: nn.Module) -> None:
-    model[3].shift.data.fill_(2.0)
+    model[3].shift.mul_(2.0)
 
 
 @torch.no_grad()
@@ -101,7 +99,6 @@ LOST: list[tuple[Callable[[nn.Module], None], str]] = [
     (assigned, "2.weight"),
     (cast, "2.weight"),
     (zeroed, "2.weight"),
-    (zeroed_data, "2.weight"),
     (initialized, "2.weight"),
     (one_element, "3.scale"),
     (one_number, "3.shift"),
@@ -208,6 +205,121 @@ def test_data_given_in_a_block_that_writes_back_is_written(name: str, frozen: bo
         assert_close(found, same, 0.0, "what is trained after it")
 
 
+def by_data(plan: Plan) -> tuple[str, State]:
+    """What a step says of a write through ``.data``, and the state when training went on."""
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        train(session)
+        model[2].weight.data.zero_()
+        session.backward(loss_of(session, 1))
+        message = told(session.optimizer.step)
+        session.optimizer.step()
+        return message, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["zero3", *full("zero3_gloo")])
+def test_what_is_written_through_data_of_absent_parameters_is_refused_by_the_step(name: str) -> None:
+    expected = run_ranks(2, undisturbed, PLANS[name], net)[0]
+    for message, state in run_ranks(2, by_data, PLANS[name]):
+        assert "2.weight" in message and "gathered(write_back=True)" in message
+        assert_close(state, expected, 0.0, "after it was refused")
+
+
+# ---- versions that move without a write
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * x
+
+
+class Parametrized(nn.Module):
+    """Its weight is computed with for the time of a forward pass, as adapters of single parameters do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.unsafe = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        register_parametrization(self.base, "weight", Doubled(), unsafe=self.unsafe)
+        try:
+            out: Tensor = self.base(x)
+        finally:
+            remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return out
+
+
+def parametrized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Parametrized(), nn.Linear(6, 6))
+
+
+def set_to_itself(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.set_(param)
+
+
+def trained_plainly(unsafe: bool) -> State:
+    model = seeded(parametrized)
+    model[1].unsafe = unsafe
+    optimizer = sgd(model)
+    for index in range(2):
+        sum(model(data(rank, 0, index)).square().mean() for rank in range(2)).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def trained_parametrized(plan: Plan, unsafe: bool) -> State:
+    model = seeded(parametrized)
+    model[1].unsafe = unsafe
+    with sharded(model, sgd(model), plan) as session:
+        for index in range(2):
+            with torch.no_grad():
+                loss_of(session, index)
+            session.backward(loss_of(session, index))
+            set_to_itself(model)
+            session.optimizer.step()
+            set_to_itself(model)
+        return session.module.state_dict()
+
+
+def moved_plans() -> dict[str, Plan]:
+    return {
+        **{name: PLANS[name] for name in ("zero1", "zero2", "zero3", "zero3_gloo", "zero3_tensor", "half")},
+        "zero3-host": PLANS["zero3_gloo"].but(param_host_fraction=1.0, state_host_fraction=1.0),
+        "zero2-host": PLANS["zero2"].but(state_host_fraction=1.0),
+        "zero3-int8": PLANS["zero3"].but(compress_frozen="int8"),
+    }
+
+
+QUICK_MOVES = ("zero2-host", "zero3")
+
+
+@pytest.mark.parametrize("name", [*QUICK_MOVES, *full(*(name for name in moved_plans() if name not in QUICK_MOVES))])
+def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
+    for unsafe in (False, True):
+        expected = trained_plainly(unsafe)
+        for state in run_ranks(2, trained_parametrized, moved_plans()[name], unsafe):
+            assert_close(state, expected, 1e-11, name)
+
+
+def moved_in_16_bits(plan: Plan) -> tuple[State, State]:
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        train(session, 2)
+        before = session.module.state_dict()
+        set_to_itself(model)
+        return before, session.module.state_dict()
+
+
+def test_masters_keep_their_precision_where_only_a_version_moves() -> None:
+    for before, after in run_ranks(2, moved_in_16_bits, PLANS["zero2"].but(precision=PRECISIONS["bf16"])):
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+        assert_close(after, before, 0.0, "after set_")
+
+
 # ---- edits between steps, with and without masters
 
 
@@ -215,11 +327,6 @@ def test_data_given_in_a_block_that_writes_back_is_written(name: str, frozen: bo
 def clamp(model: nn.Module) -> None:
     for param in model.parameters():
         param.clamp_(-0.05, 0.05)
-
-
-def clamp_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.clamp_(-0.05, 0.05)
 
 
 @torch.no_grad()
@@ -234,12 +341,13 @@ def average(model: nn.Module) -> None:
         param.lerp_(torch.full_like(param, 0.125), 0.5)
 
 
+@torch.no_grad()
 def reverse(model: nn.Module) -> None:
     for param in model.parameters():
-        param.data.copy_(param.data.flatten().flip(0).view_as(param))
+        param.detach().copy_(param.flatten().flip(0).view_as(param))
 
 
-EDITS = [clamp, clamp_data, reset, average, reverse]
+EDITS = [clamp, reset, average, reverse]
 PRECISIONS = {
     "fp64": zero(2).precision,
     "bf16": zero(2, torch.bfloat16).precision,
@@ -247,7 +355,6 @@ PRECISIONS = {
 
 
 def wide() -> nn.Module:
-    """Parts of ranks are longer than what is summed up at once, and not a multiple of it."""
     return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1031), nn.Linear(1031, 6))
 
 
@@ -319,10 +426,10 @@ def swapped(plan: Plan) -> tuple[State, State]:
         before = session.module.state_dict()
         kept = [param.detach().clone() for param in model.parameters()]
         for param in model.parameters():
-            param.data.fill_(0.5)
+            param.fill_(0.5)
         loss_of(session)
         for param, value in zip(model.parameters(), kept, strict=True):
-            param.data.copy_(value)
+            param.copy_(value)
         return before, session.module.state_dict()
 
 
@@ -385,7 +492,8 @@ def of_rank_0(plan: Plan) -> State:
     with sharded(model, sgd(model), plan) as session:
         train(session)
         if session.mesh.rank == 0:
-            model[0].weight.data.zero_()
+            with torch.no_grad():
+                model[0].weight.zero_()
         train(session)
         return session.module.state_dict()
 

@@ -45,15 +45,6 @@ class Replacing(Codebook):
         return x + self.codes.sum(0)
 
 
-class ByData(Codebook):
-    """The same, where no counter tells."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.codes.data.mul_(0.75).add_(0.25)
-        return x + self.codes.sum(0)
-
-
 class Bounded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,63 +84,6 @@ def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> No
     for messages in run_ranks(2, write_in_forward, PLANS[name]):
         for message, (_, parameter) in zip(messages, WRITERS, strict=True):
             assert parameter in message and "gathered(write_back=True)" in message, message
-
-
-def write_by_data(plan: Plan) -> tuple[str, State]:
-    """The message of the first step, and the state after a step without such writes."""
-    model = writing(ByData)
-    with sharded(model, sgd(model), plan) as session:
-        message = told(lambda: train(session))
-        model.eval()
-        session.optimizer.zero_grad()
-        train(session)
-        return message, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", SHARDED_SETS)
-def test_what_it_writes_through_data_is_refused_by_the_step(name: str) -> None:
-    expected = [run_ranks(2, write_by_data_never, PLANS[name])[0]] * 2
-    results = run_ranks(2, write_by_data, PLANS[name])
-    assert all("1.codes" in message and "forward pass" in message for message, _ in results), results
-    for (_, state), want in zip(results, expected, strict=True):
-        assert_close(state, want, 0.0, name)
-
-
-class OneNumberOfMany(nn.Module):
-    """Writes one element of a long parameter, where no counter tells; in another rank's part, for one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.randn(600, 200), requires_grad=False)
-        self.at = (0, 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.codes.data[self.at] += 1.0
-        return x + self.codes.mean()
-
-
-def write_one_number(plan: Plan) -> list[str]:
-    messages = []
-    with one_mesh(plan) as mesh:
-        for at in ((0, 1), (17, 3), (450, 77), (599, 198)):
-            model = writing(OneNumberOfMany)
-            model[1].at = at
-            with sharded(model, sgd(model), plan, mesh) as session:
-                messages.append(told(lambda: train(session)))
-    return messages
-
-
-def test_one_number_written_through_data_is_seen_by_every_rank_that_sees_the_shards_themselves() -> None:
-    for messages in run_ranks(2, write_one_number, PLANS["zero3"]):
-        assert all("1.codes" in message and "write was dropped" in message for message in messages), messages
-
-
-def write_by_data_never(plan: Plan) -> State:
-    model = writing(ByData).eval()
-    with sharded(model, sgd(model), plan) as session:
-        train(session)
-        return session.module.state_dict()
 
 
 def write_where_kept(plan: Plan) -> list[State]:

@@ -37,7 +37,6 @@ def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> N
     assert torch.equal(full.local, everything)
     joined = group.joined(shard)
     assert joined is None or (joint and torch.equal(joined, everything))
-    group.disjoin(shard)
     group.fence()
     for reduced in (torch.empty(shard.local.numel(), dtype=dtype), full.local[own]):
         full.wait_writable()

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, UNSET, forked, start
+from launching import SECONDS, forked, start
 from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import run_ranks
+from tests.launcher_variables import without_launcher
 
 RANKS = 2
 
@@ -88,8 +89,8 @@ def test_groups_of_an_engine() -> None:
 def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
     """A process of its own that no launcher has started."""
     comm = importlib.import_module("shardwise.deepspeed.comm")
-    for name in UNSET:
-        os.environ.pop(name, None)
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        del os.environ[name]
     os.environ.update(variables)
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60), rank=rank, world_size=2, **given)
     total = torch.ones(1) * (1 + comm.get_rank())

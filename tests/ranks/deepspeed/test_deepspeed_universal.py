@@ -1,14 +1,10 @@
-"""Universal checkpoints through an engine: training goes on as without the stop, at another stage and number of ranks.
-
-On as many ranks nothing differs in any bit. On another number of them sums over ranks are rounded otherwise.
-"""
+"""Universal checkpoints that DeepSpeed made are taken over by an engine, at another stage; none is written here."""
 
 from __future__ import annotations
 
 import tarfile
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +15,8 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import run_ranks
 
-main = deepspeed.checkpoint.ds_to_universal.main
 RANKS = 2
 STEPS = 3
 LIMIT = 1e-5  # one rank's sums of four samples against two ranks' sums of two
@@ -75,74 +70,6 @@ def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
 
 def facts(engine: deepspeed.DeepSpeedEngine) -> list[Any]:
     return [engine.global_steps, engine.global_samples, engine.optimizer.loss_scale, engine.get_lr()]
-
-
-def goes_on(folder: str, stages: tuple[int, int], precision: str) -> tuple[dict[str, Tensor], list[Any]]:
-    root = f"{folder}/{stages[0]}-{stages[1]}-{precision}"
-    engine = engine_at(stages[0], precision)
-    train(engine, 0)
-    engine.save_checkpoint(root, client_state={"epoch": 4, "values": torch.arange(3.0)})
-    if dist.get_rank() == 0:
-        with pytest.warns(UserWarning, match="random number generators"):
-            main(SimpleNamespace(input_folder=f"{root}/global_step3", output_folder=f"{root}/global_step3_universal"))
-    train(engine, STEPS)  # and nothing is read from the newest of the plain ones
-    engine.save_checkpoint(root)
-    expected, counted = close(engine), facts(engine)
-    engine = engine_at(stages[1], precision, seed=1)
-    deepspeed.checkpoint.enable_universal_checkpoint(engine.module.parameters())
-    path, client = engine.load_checkpoint(root)
-    assert path == f"{root}/global_step3_universal" and client is not None and set(client) == {"epoch", "values"}
-    assert client["epoch"] == 4 and torch.equal(client["values"], torch.arange(3.0))
-    train(engine, STEPS)
-    assert facts(engine) == counted, "steps, samples, loss scale and rate"
-    assert_close(close(engine), expected, 0.0, f"stages {stages}, {precision}")
-    return expected, counted
-
-
-def continued(root: str, stage: int, precision: str) -> tuple[dict[str, Tensor], list[Any]]:
-    engine = engine_at(stage, precision, seed=1)
-    assert engine.load_checkpoint(root)[0] is not None
-    train(engine, STEPS)
-    return close(engine), facts(engine)
-
-
-@pytest.mark.parametrize(
-    ("stages", "precision"), [((1, 3), "fp32"), *full(((3, 2), "bf16"), ((2, 3), "fp16"), ((0, 1), "fp32"))]
-)
-def test_training_goes_on_bit_for_bit(stages: tuple[int, int], precision: str, tmp_path: Path) -> None:
-    expected, counted = run_ranks(RANKS, goes_on, str(tmp_path), stages, precision)[0]
-    assert counted[2] == (64.0 if precision == "fp16" else 1.0), "the scale has moved"
-    if precision == "fp32":
-        root = str(tmp_path / f"{stages[0]}-{stages[1]}-{precision}")
-        alone, same = run_ranks(1, continued, root, stages[1], precision)[0]
-        assert same == counted
-        assert_close(alone, expected, LIMIT, "one rank after two")
-
-
-def latest(folder: str) -> None:
-    """``load_universal`` asks for ``latest_universal`` and falls back on the newest save; a tag is taken as it is."""
-    engine = engine_at(2, "fp32")
-    train(engine, 0)
-    engine.save_checkpoint(folder, "plain")
-    assert engine.load_checkpoint(folder)[0] == f"{folder}/plain", "there is no universal one yet"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            main(SimpleNamespace(input_folder=f"{folder}/plain", output_folder=f"{folder}/other"))
-    dist.barrier()
-    assert engine.load_checkpoint(folder)[0] == f"{folder}/other"
-    assert engine.load_checkpoint(folder, "plain")[0] == f"{folder}/plain"
-    close(engine)
-    engine = engine_at(2, "fp32", seed=1, universal=False)
-    assert engine.load_checkpoint(folder)[0] == f"{folder}/plain"
-    assert engine.load_checkpoint(folder, "other", load_module_only=True)[0] == f"{folder}/other"
-    assert engine.global_steps == STEPS, "counters are not the module's"
-    close(engine)
-
-
-def test_which_checkpoint_is_loaded(tmp_path: Path) -> None:
-    run_ranks(RANKS, latest, str(tmp_path))
 
 
 class Recorded(nn.Module):
@@ -205,3 +132,10 @@ def test_one_that_deepspeed_made_is_taken_over(
     expected = {n.removeprefix("model/"): v for n, v in truth.items() if n.startswith("model/")}
     assert len(expected) == 8
     assert all(torch.equal(state[name].float(), value.float()) for name, value in expected.items()), case
+
+
+@pytest.mark.parametrize("name", ["main", "parse_arguments"])
+def test_none_is_written_and_the_names_say_so(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"ds_to_universal\.{name}: .* zero_to_fp32 writes the model"):
+        getattr(deepspeed.checkpoint.ds_to_universal, name)()
+    deepspeed.checkpoint.enable_universal_checkpoint([])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.deepspeed.ds_to_universal import main
 from shardwise.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     load_state_dict_from_zero_checkpoint,
@@ -93,16 +90,8 @@ def at_once(folder: str, rounds: int) -> None:
         convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/fp32")
         written = torch.load(f"{folder}/fp32/pytorch_model.bin", weights_only=True)
         assert_close(written, dict(expected), 0.0, "written by either")
-    for _ in range(rounds):
-        dist.barrier()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            main(SimpleNamespace(input_folder=f"{folder}/one", output_folder=f"{folder}/one_universal"))
-        dist.barrier()
-        source = open_checkpoint(f"{folder}/one_universal")
-        value = source.read("model/0.weight", 0, 45)
-        assert torch.equal(value, expected["0.weight"].reshape(-1))
-    assert not [each.name for each in Path(folder).iterdir() if "partial" in each.name or "replaced" in each.name]
+    dist.barrier()
+    assert not [each.name for each in Path(folder).iterdir() if each.name.startswith(".")]
 
 
 @pytest.mark.parametrize("rounds", [2, *full(10)])

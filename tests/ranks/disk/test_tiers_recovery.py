@@ -1,13 +1,9 @@
-"""Going on after an interrupt or a failure around a disk: nothing is applied twice, and no rank is left alone."""
+"""Going on after a failure around a disk: nothing is applied twice, and no rank is left alone."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,63 +24,11 @@ from tier_setup import (
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.disk.store import DiskError
-from shardwise.engine import updates
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
-from shardwise.update.disk_tiles import DiskTile
 
 BF16 = torch.bfloat16
-
-
-# ---- interrupts
-
-
-@contextlib.contextmanager
-def interrupted(where: str) -> Iterator[None]:
-    """Ctrl-C on every rank: before the second tile is written back, or while the ranks agree."""
-    if where == "update":
-        real, count = DiskTile.save, itertools.count()
-
-        def save(self: DiskTile) -> None:
-            if next(count) == 1:
-                raise KeyboardInterrupt
-            real(self)
-
-        patch: Any = mock.patch.object(DiskTile, "save", save)
-    else:
-        patch = mock.patch.object(updates, "disk_failures", mock.Mock(side_effect=KeyboardInterrupt))
-    with patch:
-        yield
-
-
-def interrupted_steps(plan: Plan, where: str) -> bool:
-    """Each step is interrupted once and made again: whether that makes no difference."""
-    with small_tiles(), one_mesh(plan) as mesh:
-        expected = undisturbed(plan.but(update="step"), "adamw", mesh, 3)
-        with session_of(plan, "adamw", mesh) as session:
-            for step in range(3):
-                backward(session, step)
-                with interrupted(where), pytest.raises(KeyboardInterrupt):
-                    session.optimizer.step()
-                session.optimizer.step()
-            return everything(session) == expected
-
-
-@pytest.mark.parametrize(
-    ("mix", "plan", "where"),
-    [
-        ("s_disk", zero(2, BF16), "update"),
-        ("p_disk_s_host", zero(3, BF16), "agreement"),
-        *full(
-            ("all_disk", zero(3, BF16), "update"),
-            ("s_disk", zero(2, BF16), "agreement"),
-            ("s_disk", zero(2).but(update="backward", **LOOSE), "agreement"),
-        ),
-    ],
-)
-def test_an_interrupted_step_changes_nothing(mix: str, plan: Plan, where: str, tmp_path: Path) -> None:
-    assert run_ranks(2, interrupted_steps, with_tiers(plan, mix, str(tmp_path)), where) == [True, True]
 
 
 # ---- a disk that stays dead

@@ -347,7 +347,6 @@ PAGES: dict[str, list[Block]] = {
             before=_training,
             after=_restored,
         ),
-        Block(first="session.checkpoints.apart", before=_session, after=_exists("local/step-0/manifest.json")),
         Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
         Block(
             first='booster.save_checkpoint("runs/generator"',

@@ -14,6 +14,7 @@ import pytest
 from page_blocks import ROOT, fences
 
 from shardwise.mesh.launch import LaunchFacts
+from tests.launcher_variables import without_launcher
 
 PROGRAM = """
 import json, os
@@ -61,9 +62,6 @@ STAND_INS = {
     "srun": f'{PYTHON} "$(dirname "$0")/srun.py" "$@"',
     "mpirun": f'{PYTHON} "$(dirname "$0")/mpirun.py" "$@"',
 }
-OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "GROUP_", "ROLE_", "GLOO_", "NCCL_")
-OF_LAUNCHERS += ("RANK", "WORLD_", "LOCAL_", "NODE_RANK", "MASTER_", "TASKS")
-"""How variables begin that tell a program of its ranks: a shell may have some already."""
 SMALLER = (("node-0", "127.0.0.1"), ("--nproc 8", "--nproc 2"), ("per-node 8", "per-node 1"), ("-np 16", "-np 2"))
 
 
@@ -78,7 +76,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in STAND_INS.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n", "utf-8")
         (folder / name).chmod(stat.S_IRWXU)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    inherited = without_launcher(os.environ)
+    outside = {name: value for name, value in inherited.items() if not name.startswith(("GLOO_", "NCCL_"))}
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return outside | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

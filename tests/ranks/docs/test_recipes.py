@@ -20,7 +20,13 @@ from torch import nn
 from shardwise.booster import Booster
 from shardwise.build import Session, build
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import detect_format, known_formats, open_checkpoint, register_format
+from shardwise.checkpoint.formats import (
+    detect_format,
+    known_formats,
+    open_checkpoint,
+    register_format,
+    write_checkpoint,
+)
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.comm import register_backend
 from shardwise.disk import DiskError, Medium, register_medium
@@ -100,6 +106,11 @@ def test_a_format_is_known_until_it_is_taken_back(tmp_path: Path) -> None:
     assert detect_format(path) == "npz"
     with open_checkpoint(path) as source:
         assert source.tensors()["model/0.weight"].shape == (5, 6)
+        write_checkpoint(source, tmp_path / "copy.npz", "npz", dtype=torch.float64)
+        with pytest.raises(ValueError, match="format npz has no such option"):
+            write_checkpoint(source, tmp_path / "copy.npz", "npz", layout="fsdp2")
+    with open_checkpoint(tmp_path / "copy.npz") as copied:
+        assert copied.tensors()["model/0.weight"].dtype == torch.float64
     with pytest.raises(CheckpointError, match=r"cut\.npz"):
         open_checkpoint(tmp_path / "cut.npz")
     with pytest.raises(ValueError, match="'npz' already"):

@@ -111,7 +111,7 @@ def wrong_uses(session: Session, model: nn.Module) -> list[str]:
     """A write to what is not gathered, and numbers of another kind."""
     state = session.module.state_dict()
     with torch.no_grad():
-        model[1].codes.data.zero_()
+        model[1].codes.zero_()
     errors = [told(lambda: session.module(data(0, 0)))]
     given = {name: value.float() if "codes" in name else value for name, value in state.items()}
     return [*errors, told(lambda: session.module.load_state_dict(given))]

@@ -1,354 +1,282 @@
-"""Ctrl-C anywhere in a backward pass or a step: what follows is right, or an error that says what to load."""
+"""Ctrl-C: step(), loads and saves end first; zero_grad() drops a pass; what a second one stops has to be loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
+import random
+import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from early_setup import LOOSE
-from interrupts import Interrupts
 from sets import campaign, full
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
+from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.checks import unfinished
-from shardwise.comm import batch as batches
-from shardwise.disk import buffers as disk_buffers
-from shardwise.disk import io as disk_io
-from shardwise.disk import store as disk
-from shardwise.engine import engine, norms, optimizer, optimizer_state, updates, used_grads, visible_grads
+from shardwise.checkpoint.run import EngineRun
+from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.values import Values
 from shardwise.plan import Plan, ScalerPlan, zero
-from shardwise.reduce import counts, grads, passes, reducer, scaler
 from shardwise.testing import run_ranks
-from shardwise.update import copies, disk_tiles, early, early_disk, tiles
 
-WATCHED = [
-    copies,
-    counts,
-    early,
-    early_disk,
-    disk_tiles,
-    engine,
-    grads,
-    norms,
-    optimizer,
-    optimizer_state,
-    passes,
-    reducer,
-    scaler,
-    tiles,
-    unfinished,
-    updates,
-    used_grads,
-    visible_grads,
-]
-WATCHED += [disk, disk_buffers, disk_io]
+STEPS = 4
+HALF: dict[str, Any] = {
+    "param_dtype": torch.float16,
+    "buffer_dtype": torch.float16,
+    "cast_inputs": True,
+    # Steps are skipped and made in turn.
+    "scaler": ScalerPlan(
+        initial_scale=2.0**8,
+        min_scale=1.0,
+        growth_factor=2.0**12,
+        backoff_factor=2.0**-12,
+        growth_interval=1,
+        hysteresis=1,
+        max_scale=2.0**20,
+    ),
+}
+PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "stage 1": (1, "device", {}),
+    "stage 2, fp16": (2, "device", HALF),
+    "stage 3": (3, "device", {}),
+    "stage 3, host": (3, "all_host", {}),
+    "stage 3, disk": (3, "all_disk", {}),
+}
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def plan_of(name: str, directory: str) -> Plan:
+    stage, mix, changes = PLANS[name]
+    return with_tiers(zero(stage), mix, directory).but(**changes)
+
+
+def started(plan: Plan) -> Session:
+    model = make_net()
+    return build(model, OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad]), plan)
 
 
 def backward(session: Session, step: int) -> None:
     session.backward(session.module(batch(0, step)).float().square().mean())
 
 
+def train(session: Session, first: int = 0) -> None:
+    for step in range(first, STEPS):
+        backward(session, step)
+        session.optimizers[0].step()
+        session.optimizers[0].zero_grad()
+
+
 def values(session: Session) -> str:
-    """Digest of masters and optimizer state, the loss scale included."""
     return digest([session.module.state_dict(), session.optimizers[0].state_dict()])
 
 
-def step(session: Session) -> None:
-    session.optimizers[0].step()
+def states(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
+    return session.module.state_dict(), session.optimizers[0].state_dict()
 
 
-def start(plan: Plan) -> Session:
-    model = make_net()
-    made = build(model, OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad]), plan)
-    backward(made, 0)
-    step(made)
-    return made
+def undisturbed(plan: Plan) -> str:
+    with contextlib.closing(started(plan)) as session:
+        train(session)
+        return values(session)
 
 
-@dataclass
-class Run:
-    """What an undisturbed run has: values after each step, whether the second was skipped, free buffers at its end, and
-    a state after the first."""
+@contextlib.contextmanager
+def pressed(at: nn.Module, times: int = 1, backward: bool = False) -> Iterator[None]:
+    """Ctrl-C in the forward pass of ``at``, or in the backward pass of its output."""
 
-    after: list[str]
-    skipped: bool
-    idle: int
-    saved: tuple[dict[str, Any], dict[str, Any]]
-    points: int
+    def in_backward(grad: torch.Tensor) -> None:
+        press()
 
+    def in_forward(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        if backward:
+            output.register_hook(in_backward)
+        for _ in range(0 if backward else times):
+            press()
 
-def idle(session: Session) -> int:
-    """Free buffers when nothing is read ahead."""
-    store = session.engine.storage.store
-    for each in session.engine.chunks:
-        each.source.forget()
-    session.optimizers[0].state_dict()
-    return store.idle_buffers(1) if store is not None else 0
-
-
-def undisturbed(plan: Plan, inside: Interrupts, during: str) -> Run:
-    with contextlib.closing(start(plan)) as session:
-        after = ["", values(session)]
-        saved = session.module.state_dict(), session.optimizers[0].state_dict()
-        if during == "backward":
-            inside.run(lambda: backward(session, 1))
-            points = inside.passed
-            step(session)
-        else:
-            backward(session, 1)
-            inside.run(lambda: step(session))
-            points = inside.passed
-        after.append(values(session))
-        skipped = session.optimizers[0].last_step_skipped
-        backward(session, 2)
-        step(session)
-        after.append(values(session))
-        if plan.precision.scaler is not None:
-            assert session.optimizers[0].last_step_skipped is not skipped
-        return Run(after, skipped, idle(session), saved, points)
-
-
-def attempt(act: Callable[[], Any]) -> tuple[Any, str]:
-    """What it returns, and the message if it is refused until something is loaded."""
+    hook = at.register_forward_hook(in_forward)
     try:
-        return act(), ""
-    except RuntimeError as error:
-        message = str(error)
-    in_place = "have the next step's values already" in message
-    assert in_place or "load a checkpoint" in message, message
-    return None, message
+        yield
+    finally:
+        hook.remove()
 
 
-def again(session: Session) -> None:
-    session.optimizers[0].zero_grad()
-    backward(session, 1)
-    step(session)
+def in_a_pass(name: str, directory: str, in_backward: bool) -> None:
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        like = undisturbed(plan)
+        with contextlib.closing(started(plan)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
+            block = [each for each in session.model.modules() if isinstance(each, nn.Linear)][1]
+            with pytest.raises(KeyboardInterrupt), pressed(block, backward=in_backward):
+                backward(session, 1)
+            session.optimizers[0].zero_grad()
+            train(session, first=1)
+            assert values(session) == like
 
 
-def interrupted(plan: Plan, inside: Interrupts, during: str, at: int, like: Run) -> str:
-    """What is wrong after an interrupt at one point; nothing, if all is well."""
-    with contextlib.closing(start(plan)) as session:
-        if during == "step":
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", ["stage 3", *full(*[name for name in PLANS if name != "stage 3"])])
+def test_a_pass_is_dropped_and_made_again(name: str, in_backward: bool, tmp_path: Path) -> None:
+    run_ranks(1, in_a_pass, name, str(tmp_path), in_backward)
+
+
+def in_a_step(name: str, directory: str) -> None:
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        like = undisturbed(plan)
+        with contextlib.closing(started(plan)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
             backward(session, 1)
-        if not inside.run(lambda: backward(session, 1) if during == "backward" else step(session), at):
-            # How often a thread is waited for differs from run to run.
-            return "the interrupt did not come out: " + inside.where if inside.where else ""
-        here = f"{inside.where} (point {at} of {like.points}): "
-        if during == "step":
-            seen, _ = attempt(lambda: values(session)) if at % 2 else (None, "")
-            if seen is not None and seen not in like.after[1:3]:
-                return here + "a torn state could be saved"
-            _, refused = attempt(lambda: step(session))
-        else:
-            made = False
-            if at % 2:  # refused, or the whole step where the pass had ended
-                with contextlib.suppress(RuntimeError):
-                    step(session)
-                    made = values(session) == like.after[2]
-            refused = "" if made else attempt(lambda: again(session))[1]
-        if refused:
-            session.module.load_state_dict(like.saved[0])
-            session.optimizers[0].load_state_dict(like.saved[1])
-            again(session)
-        if values(session) != like.after[2]:
-            return here + f"other values than without the interrupt (refused: {refused!r})"
-        backward(session, 2)
-        step(session)
-        if values(session) != like.after[3]:
-            return here + "other values one step later"
-        gc.collect()  # the interrupt's own frames may hold a buffer in a cycle
-        if idle(session) != like.idle:
-            return here + f"{idle(session)} free buffers instead of {like.idle}"
-    return ""
+            optimizer = session.optimizers[0].optimizer
+            hook = optimizer.register_step_pre_hook(lambda *_: press())
+            with contextlib.suppress(KeyboardInterrupt):  # a skipped step runs no hooks
+                session.optimizers[0].step()
+            hook.remove()
+            train(session, first=2)
+            assert values(session) == like
 
 
-def everywhere(plan: Plan, during: str, tries: int, first: int, skips: bool) -> tuple[int, list[str]]:
-    """At ``tries`` points, evenly spread, or at all (0)."""
-    inside = Interrupts(WATCHED)
-    with small_tiles():
-        like = undisturbed(plan, inside, during)
-        assert like.skipped is skips
-        stride = max(like.points // tries, 1) if tries else 1
-        wrong = []
-        for at in range(first % stride, like.points, stride):
-            try:
-                wrong.append(interrupted(plan, inside, during, at, like))
-            except Exception as error:
-                wrong.append(f"{inside.where} (point {at}): {type(error).__name__}: {error}")
-    return like.points, [each for each in wrong if each]
+@pytest.mark.parametrize("name", ["stage 3", *full(*[name for name in PLANS if name != "stage 3"])])
+def test_a_step_ends_first(name: str, tmp_path: Path) -> None:
+    run_ranks(1, in_a_step, name, str(tmp_path))
 
 
-def scaled(first: float, **changes: Any) -> dict[str, Any]:
-    """fp16: a step overflows under a scale of 2**20, goes under one of 2**8, and each changes it for the other."""
-    factor = 2.0**12
-    moves = ScalerPlan(
-        initial_scale=first,
-        min_scale=1.0,
-        growth_factor=factor,
-        backoff_factor=1.0 / factor,
-        growth_interval=1,
-        hysteresis=1,
-        max_scale=2.0**20,
-    )
-    half = {"param_dtype": torch.float16, "buffer_dtype": torch.float16, "cast_inputs": True}
-    return {**half, "scaler": moves, **changes}
+class Pressing(torch.optim.AdamW):
+    """Ctrl-C twice in the middle of an update, when asked for."""
+
+    presses = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        for _ in range(self.presses):
+            press()
+        return value
 
 
-PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "memory": ("device", {}),
-    "skipped": ("device", scaled(2.0**8)),
-    "behind a skipped one": ("device", scaled(2.0**20)),
-    "guess that is skipped": ("device", scaled(2.0**8, update="backward")),
-    "in place": ("device", {"update": "backward"}),
-    "guess": ("device", {"update": "backward", **LOOSE}),
-    "wrong guess": ("device", {"update": "backward", "max_norm": 1e-3}),
-    "all on disk": ("all_disk", {}),
-    "parameters on disk": ("p_disk_s_host", {}),
-    "guess on disk": ("s_disk", {"update": "backward", **LOOSE}),
-}
+def twice_in_a_step(name: str, directory: str) -> None:
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        model = make_net()
+        optimizer = Pressing([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        with contextlib.closing(build(model, optimizer, plan)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
+            saved = states(session)
+            train(session, first=1)
+            like = values(session)
+            for state, taker in zip(saved, (session.module, session.optimizers[0]), strict=True):
+                taker.load_state_dict(state)
+            backward(session, 1)
+            optimizer.presses = 2
+            with pytest.raises(KeyboardInterrupt):
+                session.optimizers[0].step()
+            optimizer.presses = 0
+            for refused in (lambda: backward(session, 1), lambda: session.module.state_dict()):
+                with pytest.raises(RuntimeError, match="load a checkpoint"):
+                    refused()
+            for state, taker in zip(saved, (session.module, session.optimizers[0]), strict=True):
+                taker.load_state_dict(state)
+            session.optimizers[0].zero_grad()
+            train(session, first=1)
+            assert values(session) == like
 
 
-def short(name: str, during: str, directory: str, tries: int) -> tuple[int, list[str]]:
-    mix, changes = PLANS[name]
-    plan = with_tiers(zero(3), mix, directory).but(**changes)
-    skips = plan.precision.scaler is not None and plan.precision.scaler.initial_scale == 2.0**8
-    return everywhere(plan, during, tries, first=sum(map(ord, name)), skips=skips)
+@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, host", "stage 3, disk")])
+def test_a_second_one_stops_the_step_and_something_has_to_be_loaded(name: str, tmp_path: Path) -> None:
+    run_ranks(1, twice_in_a_step, name, str(tmp_path))
 
 
-ALL = list(product(PLANS, ("backward", "step")))
-QUICK = [("guess that is skipped", "backward"), ("memory", "step"), ("in place", "backward"), ("all on disk", "step")]
+@contextlib.contextmanager
+def before(owner: type, method: str) -> Iterator[None]:
+    """Ctrl-C when ``method`` is called first."""
+    original, presses = getattr(owner, method), [press]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for each in presses[:1]:
+            presses.clear()
+            each()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, method, called):
+        yield
 
 
-OTHERS = [row for row in ALL if row not in QUICK]
-TURNS = [row for row in OTHERS if (list(PLANS).index(row[0]) % 2 == 0) == (row[1] == "backward")]
-"""Of each plan one half of a step."""
+def around_files(name: str, directory: str) -> None:
+    root = Path(directory) / "checkpoints"
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        with contextlib.closing(started(plan)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
+            like = values(session)
+            with pytest.raises(KeyboardInterrupt), before(EngineRun, "held"):
+                session.checkpoints.save(root, "one")
+            train(session, first=1)
+            with pytest.raises(KeyboardInterrupt), before(EngineRun, "replaced"):
+                session.checkpoints.load(root, "one")
+            assert values(session) == like
+            train(session, first=1)
+            saved = states(session)
+            like = values(session)
+            backward(session, 1)
+            session.optimizers[0].step()
+            with pytest.raises(KeyboardInterrupt), before(Values, "publish"):
+                session.module.load_state_dict(saved[0])
+            with pytest.raises(KeyboardInterrupt), before(OptimizerState, "distribute"):
+                session.optimizers[0].load_state_dict(saved[1])
+            assert values(session) == like
 
 
-@pytest.mark.parametrize(
-    ("name", "during"), [*QUICK, *full(*TURNS), *campaign(*[row for row in OTHERS if row not in TURNS])]
-)
-@pytest.mark.parametrize("tries", [6, *campaign(0)])
-def test_an_interrupt_anywhere_is_followed_by_what_is_right(name: str, during: str, tries: int, tmp_path: Path) -> None:
-    ((points, wrong),) = run_ranks(1, short, name, during, str(tmp_path), tries, timeout=60.0 if tries else 7200.0)
-    assert points > 20
-    assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
+@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, disk")])
+def test_loads_and_saves_end_first(name: str, tmp_path: Path) -> None:
+    run_ranks(1, around_files, name, str(tmp_path))
 
 
-def in_copies(directory: str) -> tuple[int, list[str]]:
-    """At every point of one tile's copies."""
-    inside, plan = Interrupts([copies]), with_tiers(zero(3), "p_disk_s_host", directory)
-    with small_tiles():
-        like = undisturbed(plan, inside, "step")
-        return like.points, [interrupted(plan, inside, "step", at, like) for at in range(min(like.points, COPIED))]
+def at_random_moments(name: str, directory: str, times: int, seed: int) -> None:
+    draw = random.Random(seed)
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        like = undisturbed(plan)
+        for _ in range(times):
+            with contextlib.closing(started(plan)) as session:
+                timer = threading.Timer(draw.uniform(0.0, 0.05), interrupt_main)
+                try:
+                    timer.start()
+                    train(session)
+                    timer.join()
+                except KeyboardInterrupt:
+                    session.optimizers[0].zero_grad()
+                    train(session, first=session.optimizers[0].steps_ended)
+                assert values(session) == like
 
 
-COPIED = 40
-"""Points from before the first copy of a tile to behind its end."""
+def interrupt_main() -> None:
+    thread = threading.main_thread().ident
+    assert thread is not None
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
-def test_copies_of_a_tile_are_taken_away_whole(tmp_path: Path) -> None:
-    ((points, wrong),) = run_ranks(1, in_copies, str(tmp_path))
-    assert points > COPIED and not any(wrong), [each for each in wrong if each]
-
-
-class Sent:
-    """A message that arrives when it is waited for."""
-
-    def wait(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks and waits"])
-def test_messages_are_waited_for_again_after_an_interrupt(asks: bool) -> None:
-    inside, watcher = Interrupts([batches]), batches.Watcher()
-    messages: Any = [Sent(), Sent()]
-
-    def act(batch: batches.Batch) -> None:
-        if asks:
-            batch.finished()
-        batch.wait()
-
-    assert not inside.run(lambda: act(batches.Batch(messages, watcher)))
-    for at in range(inside.passed):
-        own = batches.Watcher()
-        batch = batches.Batch(messages, own)
-        inside.run(lambda: act(batch), at)  # noqa: B023
-        again = threading.Thread(target=act, args=[batch], daemon=True)
-        again.start()
-        again.join(120.0)  # ends at once, unless it hangs
-        assert not again.is_alive(), inside.where
-        own.close()
-    watcher.close()
-
-
-TOY = """
-def own(x):
-    return x
-
-class Kind:
-    @property
-    def value(self):
-        return own(1)
-
-def each(n):
-    for i in range(n):
-        yield own(i)
-
-def act():
-    total = sum(each(2))
-    kept = [lambda: own(total)]
-    return own(Kind().value) + kept[0]()
-"""
-SIGNALS = {2, 6, 8, 10, 11, 12, 14, 15, 16, 17}
-"""Lines of it where Python looks for signals: a function begins, after a call, before a loop's next turn."""
-
-
-def test_all_points_are_found_in_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "toy_of_interrupts.py").write_text(TOY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    toy = importlib.import_module("toy_of_interrupts")
-    inside = Interrupts([toy])
-    assert not inside.run(toy.act) and inside.passed > 20
-    points, lines = inside.passed, set()
-    for at in range(points):
-        assert inside.run(toy.act, at)
-        lines.add(int(inside.where.split(":")[1].split()[0]))
-    assert lines == SIGNALS
-    inside.run(toy.act)
-    assert inside.passed == points
-
-
-LOCKED = """
-import threading
-
-LOCK = threading.Lock()
-
-def own(x):
-    return x
-
-def act():
-    with LOCK:
-        return own(1)
-"""
-
-
-def test_no_point_is_where_a_signal_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "locked_toy_of_interrupts.py").write_text(LOCKED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    toy = importlib.import_module("locked_toy_of_interrupts")
-    inside = Interrupts([toy])
-    assert not inside.run(toy.act) and inside.passed
-    for at in range(inside.passed):
-        assert inside.run(toy.act, at)
-        # Python leaves no lock held: between a block's last call and its end it does not look for signals.
-        assert not toy.LOCK.locked(), inside.where
+@pytest.mark.parametrize("seed", [0, *campaign(*range(1, 20))])
+@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 2, fp16", "stage 3, disk")])
+def test_training_goes_on_after_one_at_any_moment(name: str, seed: int, tmp_path: Path) -> None:
+    run_ranks(1, at_random_moments, name, str(tmp_path), 8, seed)

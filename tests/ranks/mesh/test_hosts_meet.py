@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import UNSET
 
+from tests.launcher_variables import without_launcher
 from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 
 PROGRAM = """
@@ -35,7 +35,8 @@ def test_names_that_stand_for_a_loopback_address_are_refused_until_an_interface_
     (tmp_path / "program.py").write_text(PROGRAM, "utf-8")
     common = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES[0]}
-    inherited = {name: value for name, value in os.environ.items() if name not in (*UNSET, "GLOO_SOCKET_IFNAME")}
+    inherited = without_launcher(os.environ)
+    inherited.pop("GLOO_SOCKET_IFNAME", None)
     said, folder = dict[str, list[str]](), shlex.quote(str(tmp_path))
     with TwoHosts() as hosts:
         for port, named in enumerate(["", WIRE], 29631):

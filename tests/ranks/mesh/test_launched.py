@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launching import UNSET, finished
+from launching import finished
 
 from shardwise.mesh import LaunchFacts, init_distributed
+from tests.launcher_variables import without_launcher
 
 
 @pytest.mark.parametrize(
@@ -40,8 +42,8 @@ def test_launch_facts_refuse_what_they_cannot_read(environment: Mapping[str, str
 
 
 def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in UNSET:
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        monkeypatch.delenv(name)
     device = init_distributed()
     assert device.type in ("cpu", "cuda") and not dist.is_initialized()
     with pytest.raises(ValueError, match="cuda:99"):

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from engine_setup import adam, one_mesh, seeded, sharded
-from interrupts import Interrupts
 from stream_setup import LAYERS, Branching, losses_of
 from tier_setup import with_tiers
 from torch import Tensor
@@ -21,7 +20,7 @@ from shardwise.chunk.source import MemorySource
 from shardwise.comm import DONE, Buffer, Handle, LocalGroup
 from shardwise.memory.tier import Tier
 from shardwise.plan import zero
-from shardwise.reduce import grads, landing
+from shardwise.reduce import landing
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.landing import IN_FLIGHT, _Landing
 from shardwise.testing import run_ranks
@@ -136,34 +135,3 @@ def land_all() -> tuple[list[ChunkGrads], Callable[[], None]]:
     for state in states:
         landings.begin(state, torch.ones(2))
     return states, again
-
-
-def test_an_interrupted_landing_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "_Landing", Slow)
-    inside = Interrupts([landing, grads])
-    states, again = land_all()
-    again()
-    inside.run(lambda: [state.reduced for state in states])
-    assert inside.passed > 10
-    for at in range(inside.passed):
-        states, again = land_all()
-        again()
-        assert inside.run(lambda: [state.reduced for state in states], at)  # noqa: B023
-        for state in states:
-            assert state.reduced is not None and state.reduced.tolist() == [3.0, 3.0], inside.where
-
-
-def test_an_interrupted_result_does_not_stop_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "_Landing", Slow)
-    inside = Interrupts([landing, grads])
-    inside.run(land_all()[1])
-    assert inside.passed > 20
-    for at in range(inside.passed):
-        states, again = land_all()
-        assert inside.run(again, at)
-        for state in states:  # as after a pass that is dropped
-            state.clear()
-        again()
-        again()
-        for state in states:
-            assert state.reduced is not None and state.reduced.tolist() == [4.0, 4.0], inside.where

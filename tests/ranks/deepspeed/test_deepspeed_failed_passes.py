@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine counts where a pass fails, a step raises, or Ctrl-C comes: updates stay where they belong."""
+"""What DeepSpeed's engine counts where a pass fails, a step raises: updates stay where they belong."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from interrupts import Interrupts
-from sets import campaign, full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed import stepping, steps
-from shardwise.engine import optimizer
 from shardwise.testing import run_ranks
 
 PASSES = 4
@@ -141,54 +137,3 @@ def repeated() -> None:
 
 def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
     run_ranks(2, repeated)
-
-
-def second_step(engine: deepspeed.DeepSpeedEngine, last: float) -> None:
-    """Up to the last pass of the second step."""
-    make(engine, 1, 2, 3)
-    engine.backward(loss(engine, last))
-
-
-def one_more(engine: deepspeed.DeepSpeedEngine) -> list[float]:
-    make(engine, 2, 2)
-    return seen(engine)
-
-
-def at_a_point(last: float, more: dict[str, Any], inside: Interrupts, at: int, like: list[float]) -> str:
-    engine = started(2, 2, **more)
-    second_step(engine, last)
-    before = engine.optimizer.steps_ended
-    assert inside.run(engine.step, at)
-    ended = engine.optimizer.steps_ended > before
-    over = ended and engine._begun is None  # it had nothing left to do but return
-    refused = ""
-    try:
-        if not over and not (ended and at % 2):  # otherwise the program goes on with its next pass
-            engine.step()
-        found = one_more(engine)
-    except RuntimeError as error:  # in the midst of the update: see the engine's own tests
-        refused = str(error)
-        assert "load a checkpoint" in refused, inside.where
-    close(engine)
-    return "" if refused or found == like else f"{inside.where} (point {at}): {found} instead of {like}"
-
-
-def anywhere(last: float, more: dict[str, Any], stride: int) -> tuple[list[str], int]:
-    inside = Interrupts([steps, stepping, optimizer])
-    engine = started(2, 2, **more)
-    second_step(engine, last)
-    inside.run(engine.step)
-    points, like = inside.passed, one_more(engine)
-    close(engine)
-    assert like[2:4] == [3.0, 6.0] and like[-1] == float(last > 4)
-    found = [at_a_point(last, more, inside, at, like) for at in range(0, points, stride)]
-    return [wrong for wrong in found if wrong], points
-
-
-@pytest.mark.parametrize("how", ["taken", "skipped"])
-@pytest.mark.parametrize("stride", [29, *full(7), *campaign(1)])
-def test_an_interrupt_neither_hides_an_update_nor_counts_it_twice(how: str, stride: int) -> None:
-    last, more = (4.0, {}) if how == "taken" else (6e4, HALF)
-    ((wrong, points),) = run_ranks(1, anywhere, last, more, stride, timeout=600.0 if stride > 1 else 3600.0)
-    assert points > 50
-    assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])

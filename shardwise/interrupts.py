@@ -1,0 +1,75 @@
+"""Hold back Ctrl-C while the state of a run changes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["deferred_interrupts"]
+
+
+class _Guard:
+    """The handler of SIGINT while a block runs."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._pending = False
+        self._what = ""
+        self._program: Callable[[int, FrameType | None], Any] = signal.default_int_handler
+
+    def begin(self, what: str, program: Callable[[int, FrameType | None], Any]) -> None:
+        """Replace the handler of the program."""
+        self._pending, self._what, self._program = False, what, program
+        self.active = True
+        signal.signal(signal.SIGINT, self._handle)
+
+    def end(self) -> None:
+        """Restore the handler of the program, and call it if Ctrl-C came meanwhile."""
+        self.active = False
+        signal.signal(signal.SIGINT, self._program)
+        if self._pending:
+            self._program(signal.SIGINT, None)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            self._pending = False
+            self._program(number, frame)
+            return
+        self._pending = True
+        if sys.stderr.isatty():
+            print(f"Ctrl-C: {self._what} ends first; press it again to stop at once", file=sys.stderr, flush=True)
+
+
+_GUARD = _Guard()
+
+
+# [Note: Ctrl-C]
+# Python raises KeyboardInterrupt between any two operations of the main thread. step(), builds, loads and saves cannot
+# be continued from an arbitrary point, so they run to their end first. A second Ctrl-C is raised at once: what it stops
+# is marked as half-done, and has to be loaded before the run goes on. In forward and backward passes Ctrl-C is raised
+# at once as well: zero_grad() drops the pass.
+@contextmanager
+def deferred_interrupts(what: str) -> Iterator[None]:
+    """Hold back Ctrl-C until the block ends; a second one is raised at once.
+
+    Blocks may be nested: the outermost counts. Outside the main thread, and where the program ignores SIGINT or leaves
+    it to the system, the block changes nothing.
+
+    Args:
+        what: what the block does, for the message on a terminal.
+    """
+    outer = _GUARD.active or threading.current_thread() is not threading.main_thread()
+    program = None if outer else signal.getsignal(signal.SIGINT)
+    if not callable(program):
+        yield
+        return
+    _GUARD.begin(what, program)
+    try:
+        yield
+    finally:
+        _GUARD.end()
