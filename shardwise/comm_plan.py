@@ -24,7 +24,8 @@ class CommPlan:
         same_order: ``None`` (or ``True``): gathers that need every rank are issued in program order, so all ranks have
             to run the same modules in the same order; ranks that differ end in an error before anything is updated.
             ``False``: they agree before each gather, for models whose ranks take different branches. Between CPU ranks
-            of one host, which read shared memory, gathers need neither; under a declared capacity ranks always agree.
+            of one host, which read shared memory, gathers need neither. There those from a disk and of secondary
+            shards, and everywhere those under a declared capacity, are always agreed on.
         wait_timeout_s: seconds that a rank waits in training for a peer that does not come, before it raises an error
             that says what each rank is doing. Saving, loading and other calls wait as long as the process group does.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their

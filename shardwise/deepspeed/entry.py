@@ -20,6 +20,7 @@ from shardwise.deepspeed.config_object import required_batch
 from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.leaf_modules import has_leaf_modules
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.optimizer_names import give_names
@@ -31,6 +32,7 @@ from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
+from shardwise.plan import Plan
 from shardwise.remarks import warn_user
 from shardwise.torch_internals import point
 
@@ -108,7 +110,7 @@ def initialize(
             "an mpu is for a program that divides the model itself; give one of them"
         )
     batch = required_batch(settings, data_ranks(settings, ranks))
-    plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
+    plan = _plan(settings, ranks, model)
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
@@ -128,6 +130,12 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, session.optimizer, engine.training_dataloader, schedule
+
+
+def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
+    plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
+    # Children of leaf modules run in another order from rank to rank.
+    return plan.but(same_order=False) if has_leaf_modules(model) else plan
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:

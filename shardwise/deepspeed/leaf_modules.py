@@ -1,5 +1,5 @@
-"""``set_z3_leaf_modules``, by which DeepSpeed gathers mixtures of experts whole: their children run in another order
-from pass to pass. What is gathered here follows the modules that run, so there is nothing to set."""
+"""Leaf modules, which DeepSpeed gathers whole since their children run in another order from pass to pass (mixtures of
+experts). Here ranks of a model that has some agree before each gather (``CommPlan.same_order=False``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import nn
 
 from shardwise.printable import class_name
 
-__all__ = ["set_z3_leaf_modules"]
+__all__ = ["has_leaf_modules", "set_z3_leaf_modules"]
+
+FLAG = "_z3_leaf"
+"""DeepSpeed's attribute of such a module."""
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes, or of classes of these names. They stay as they are.
+    """Flag the modules of these classes, or of classes of these names, and return them.
 
     Raises:
         ValueError: there is none, and ``raise_if_not_found``.
@@ -30,4 +33,11 @@ def set_z3_leaf_modules(
         raise ValueError(
             f"no module of the model is one of {leaf_module_classes!r}: give classes, or their names, that it has"
         )
+    for module in found:
+        setattr(module, FLAG, True)
     return found
+
+
+def has_leaf_modules(model: nn.Module) -> bool:
+    """Whether modules of ``model`` are flagged."""
+    return any(getattr(module, FLAG, False) for module in model.modules())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import zip_longest
 
 from shardwise.comm import Group, PeerError
+from shardwise.comm.meeting import ranks_text
 
 __all__ = ["Issued", "SameOrder"]
 
@@ -21,6 +23,8 @@ KEPT = 4096
 # * Something may hold a parameter on this rank and not on others (a graph, a list). Then the unit stays here, counts as
 #   evicted, and is gathered again, over the same values, where the others gather it (ChunkPool._kept).
 # * What fits on a device differs between ranks. Under a declared capacity they agree before each gather, in rounds.
+# Where memory is mapped ranks need no order. What they have to gather together there (from a disk, secondary shards)
+# they agree on, as under same_order=False.
 # Reductions have an order of their own, which all ranks share (see reduce/reducer.py). They begin as soon as their
 # gradients are complete, and the rest at the end of the pass, so parameters that only some ranks use are no difference.
 # On a GPU a rank that has begun a reduction may wait for it before its next gather (for an exchange buffer), and a peer
@@ -87,25 +91,18 @@ class SameOrder:
         own = [self._replica, issued.since_restart - len(issued.last), list(issued.last)]
         told = self._world.exchange_object(own, "which gathers they issued")
         for replica in dict.fromkeys(row[0] for row in told):
-            rows = {rank: row[1:] for rank, row in enumerate(told) if row[0] == replica}
-            if len({tuple(units) for _, units in rows.values()}) > 1 or len({start for start, _ in rows.values()}) > 1:
+            rows = {rank: (start, units) for rank, (own, start, units) in enumerate(told) if own == replica}
+            if any(row != next(iter(rows.values())) for row in rows.values()):
                 raise PeerError(self._difference(rows))
 
-    def _difference(self, rows: dict[int, Sequence[object]]) -> str:
-        logs: dict[int, dict[int, int]] = {}
-        for rank, (start, units) in rows.items():
-            assert isinstance(start, int) and isinstance(units, list)
-            logs[rank] = {start + at: unit for at, unit in enumerate(units)}
-        first = max(start for start, _ in rows.values() if isinstance(start, int))
-        last = max((max(log, default=0) for log in logs.values()), default=0)
-        where = f"before the last {KEPT}"
-        for number in range(first, last + 1):
-            units = {rank: log.get(number) for rank, log in logs.items()}
-            if len(set(units.values())) > 1:
-                where = f"gather {number + 1} is " + "; ".join(
-                    f"{'none' if unit is None else self._name_of(unit)} on rank{'s' * (len(ranks) > 1)} "
-                    f"{', '.join(map(str, ranks))}"
-                    for unit, ranks in _by_unit(units).items()
+    def _difference(self, rows: dict[int, tuple[int, list[int]]]) -> str:
+        first, where = max(start for start, _ in rows.values()), f"before the last {KEPT}"
+        for at, units in enumerate(zip_longest(*(units[first - start :] for start, units in rows.values()))):
+            if len(set(units)) > 1:
+                ranks = {unit: [rank for rank, own in zip(rows, units, strict=True) if own == unit] for unit in units}
+                names = {unit: "none" if unit is None else self._name_of(unit) for unit in ranks}
+                where = f"gather {first + at + 1} is " + "; ".join(
+                    f"{names[unit]} on {ranks_text(of)}" for unit, of in ranks.items()
                 )
                 break
         return (
@@ -114,10 +111,3 @@ class SameOrder:
             "have to run the same modules in the same order: where their branches differ, set same_order=False in the "
             "plan's comm, with which they agree before each gather"
         )
-
-
-def _by_unit(units: dict[int, int | None]) -> dict[int | None, list[int]]:
-    found: dict[int | None, list[int]] = {}
-    for rank, unit in units.items():
-        found.setdefault(unit, []).append(rank)
-    return found

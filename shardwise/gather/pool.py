@@ -76,22 +76,21 @@ class ChunkPool:
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
-        self.agrees, self.in_order = together and limits.agree, together and not limits.agree
+        self.agrees = together and (limits.agree or group.one_sided_gather)
+        self.in_order = together and not self.agrees
         self.issued, self._kept = Issued(), set[int]()
         """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
-        # Each gather is a round trip between CPU ranks.
-        self._far = self.in_order and not (group.one_sided_gather or group.starts_together)
+        self._far = self.in_order and not group.starts_together  # a trip between hosts
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
-        self.lock = threading.RLock()
+        self.lock, self._joins, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self._room = Room(ledger, self.arrays, self._transient, self._held, self.name_of)
-        self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
         self.blocks, self.followed, self.moved_bytes = Blocks(self._transient), False, 0
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)

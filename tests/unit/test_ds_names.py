@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed import entry as entry_module
+from shardwise.deepspeed.config import read_config
 from shardwise.worlds import NotHere
 
 comm: Any = importlib.import_module("shardwise.deepspeed.comm")
@@ -116,6 +118,14 @@ def test_loaders_and_values() -> None:
 
 def test_no_parameter_is_marked_outside_of_zero() -> None:
     assert not found("runtime.zero.utils", "is_zero_param")(nn.Parameter(torch.ones(1)))
+
+
+def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    settings = read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
+    assert entry_module._plan(settings, 2, model).comm.same_order is None
+    utils.set_z3_leaf_modules(model, [nn.Linear])
+    assert entry_module._plan(settings, 2, model).comm.same_order is False
 
 
 def steps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor:

@@ -177,7 +177,7 @@ def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [2, *full(3)])
 def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int) -> None:
     for said in run_ranks(size, differs_in_one_step, size):
-        others = "rank 0" if size == 2 else "ranks 0, 1"
+        others = "rank 0" if size == 2 else r"ranks [0, 1]"
         assert "have gathered different parameters since the last step: gather 3 is" in said
         assert "(layers.2" in said and "(layers.3" in said
         assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said

@@ -57,7 +57,9 @@ def served(plan: Plan) -> tuple[list[str], Tensor]:
     "plan",
     [
         zero(3),
-        *full(zero(3).but(shared_memory=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)),
+        *full(
+            zero(3).but(shared_memory=False, same_order=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)
+        ),
     ],
     ids=["shared", "gloo", "alone", "zero2"],
 )

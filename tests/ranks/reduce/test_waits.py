@@ -122,7 +122,7 @@ def check(
 ) -> None:
     plans = []
     for stage, mix, update in cases:
-        plan = zero(stage, dp_replicate=replicas).but(shared_memory=shared, exchange_bytes=0)
+        plan = zero(stage, dp_replicate=replicas).but(shared_memory=shared, exchange_bytes=0, same_order=False)
         plan = plan.but(**UPDATES[update])  # type: ignore[arg-type]
         plans.append(with_tiers(plan, mix, str(directory)))
     ranks = run_ranks(size, runs, plans, whole, timeout=60.0 * len(plans) if whole else 60.0)
