@@ -1,7 +1,6 @@
 """Enumerated states: what may become what is said once, in a table that every change is held against and drawn from.
 
-A state says what may be relied on. Where something is changed in several steps, a state of its own stands for the time
-in between, so that an interrupt there shows: whoever finds a thing in such a state does the steps again.
+A state says what may be relied on.
 """
 
 from __future__ import annotations

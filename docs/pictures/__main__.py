@@ -73,24 +73,19 @@ def one_step() -> str:
 
 PLACES = {
     Residency.UNPLACED: (40, 60),
-    Residency.PLACING: (330, 60),
     Residency.GATHERED: (640, 60),
     Residency.RENEWING: (940, 60),
-    Residency.GATHERING: (330, 330),
-    Residency.EVICTING: (640, 330),
-    Residency.SHARDED: (330, 470),
+    Residency.GATHERING: (640, 330),
+    Residency.SHARDED: (40, 330),
 }
 WAYS: dict[tuple[Residency, Residency], tuple[list[tuple[float, float]], tuple[float, float]]] = {
-    (Residency.UNPLACED, Residency.PLACING): ([(180, 85), (326, 85)], (253, 76)),
-    (Residency.UNPLACED, Residency.EVICTING): ([(110, 110), (110, 290), (710, 290), (710, 326)], (260, 281)),
-    (Residency.SHARDED, Residency.GATHERING): ([(400, 470), (400, 384)], (436, 432)),
-    (Residency.GATHERING, Residency.PLACING): ([(360, 330), (360, 114)], (320, 220)),
-    (Residency.GATHERING, Residency.EVICTING): ([(470, 355), (636, 355)], (553, 346)),
-    (Residency.PLACING, Residency.GATHERED): ([(470, 85), (636, 85)], (553, 76)),
-    (Residency.PLACING, Residency.EVICTING): ([(440, 110), (440, 180), (670, 180), (670, 326)], (550, 171)),
-    (Residency.GATHERED, Residency.EVICTING): ([(740, 110), (740, 326)], (842, 230)),
+    (Residency.UNPLACED, Residency.GATHERED): ([(180, 85), (636, 85)], (408, 76)),
+    (Residency.UNPLACED, Residency.SHARDED): ([(90, 110), (90, 326)], (170, 220)),
+    (Residency.SHARDED, Residency.GATHERING): ([(180, 345), (636, 345)], (408, 336)),
+    (Residency.GATHERING, Residency.GATHERED): ([(730, 330), (730, 114)], (768, 220)),
+    (Residency.GATHERING, Residency.SHARDED): ([(640, 368), (184, 368)], (408, 390)),
+    (Residency.GATHERED, Residency.SHARDED): ([(660, 110), (184, 326)], (520, 240)),
     (Residency.GATHERED, Residency.RENEWING): ([(780, 76), (936, 76)], (858, 67)),
-    (Residency.EVICTING, Residency.SHARDED): ([(710, 380), (710, 495), (474, 495)], (600, 486)),
     (Residency.RENEWING, Residency.GATHERED): ([(940, 98), (784, 98)], (858, 118)),
 }
 """How the arrows of the table run, and where their words stand."""
@@ -104,7 +99,7 @@ def chunk_life() -> str:
     for old, new, why in RESIDENCY:
         way, (x, y) = WAYS[old, new]
         parts += [_arrow(way), _text(x, y, why, 13, SOFT)]
-    return _picture(1120, 540, "A chunk's life", parts)
+    return _picture(1120, 420, "A chunk's life", parts)
 
 
 PLACES_OF_GRADIENTS = {

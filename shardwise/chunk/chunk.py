@@ -38,29 +38,19 @@ class Residency(Enum):
     """Only this rank's shard is here; the parameters read as NaN."""
     GATHERING = auto()
     """The whole array is being filled; the parameters read as NaN."""
-    PLACING = auto()
-    """The array is there, and the parameters are being pointed at it, one after the other."""
     GATHERED = auto()
     """The parameters are views of the whole array and can be read."""
-    EVICTING = auto()
-    """The parameters are being pointed away from the array, which is let go of then."""
     RENEWING = auto()
     """Of a resident chunk: the other ranks' parts of the array are coming, after an update."""
 
 
-# PLACING and EVICTING are never left standing but by an interrupt; who finds a chunk so finishes what was begun.
 RESIDENCY = Table(
     "chunk",
     {
-        Residency.UNPLACED: {
-            Residency.PLACING: "built, resident",
-            Residency.EVICTING: "built, the shard stays",
-        },
+        Residency.UNPLACED: {Residency.GATHERED: "built, resident", Residency.SHARDED: "built, the shard stays"},
         Residency.SHARDED: {Residency.GATHERING: "wanted"},
-        Residency.GATHERING: {Residency.PLACING: "arrived", Residency.EVICTING: "its gather failed"},
-        Residency.PLACING: {Residency.GATHERED: "placed", Residency.EVICTING: "it failed"},
-        Residency.GATHERED: {Residency.EVICTING: "room is needed, or updated", Residency.RENEWING: "updated, resident"},
-        Residency.EVICTING: {Residency.SHARDED: "let go"},
+        Residency.GATHERING: {Residency.GATHERED: "arrived", Residency.SHARDED: "its gather failed"},
+        Residency.GATHERED: {Residency.SHARDED: "room is needed, or updated", Residency.RENEWING: "updated, resident"},
         Residency.RENEWING: {Residency.GATHERED: "arrived"},
     },
 )
@@ -142,7 +132,7 @@ class Chunk:
     @property
     def arriving(self) -> bool:
         """Whether :meth:`arrive` makes it readable: its gather has begun and nothing ended it."""
-        return self._state is Residency.PLACING or (self._state is Residency.GATHERING and self.pending is not None)
+        return self._state is Residency.GATHERING and self.pending is not None
 
     def _become(self, state: Residency) -> None:
         RESIDENCY.check(self.spec.index, self._state, state)
@@ -189,7 +179,6 @@ class Chunk:
             self._place()
         else:
             self._withdraw()
-            self._become(Residency.SHARDED)
 
     def receive(self, full: torch.Tensor, joined: bool) -> None:
         """``full`` is to be filled, by ``pending`` from when that is set, or is the ranks' shards (``joined``)."""
@@ -197,7 +186,7 @@ class Chunk:
         self.full, self.joined = full, joined
 
     def arrive(self) -> None:
-        """Wait until ``full`` is filled, and make the parameters views of it. Called again after an interrupt."""
+        """Wait until ``full`` is filled, and make the parameters views of it."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -210,9 +199,7 @@ class Chunk:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
-        if self._state is not Residency.PLACING:
-            self._note_lost()  # before the values that tell it are replaced
-            self._become(Residency.PLACING)
+        self._note_lost()  # before the values that tell it are replaced
         self._point(self.views(full))
         self._note_addresses(full)
         self.placed_at = self.generation
@@ -221,22 +208,20 @@ class Chunk:
 
     def evict(self) -> torch.Tensor | None:
         """Have the parameters show NaN again, when nothing writes to the array any more. The array, for its owner;
-        ``None``: it was the ranks' shards. Called again after an interrupt."""
+        ``None``: it was the ranks' shards."""
         self._withdraw()
         full = None if self.joined else self.full
         self.full, self.joined = None, False
-        self._become(Residency.SHARDED)
         return full
 
     def _withdraw(self) -> None:
         """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
-        if self._state is not Residency.EVICTING:
-            self._note_lost()
-            self._become(Residency.EVICTING)
+        self._note_lost()
         self._holders = None
         self.in_transform = False
         self.addresses = self._absent_at
         self._point(self.absent)
+        self._become(Residency.SHARDED)
 
     def renew(self, pending: Handle) -> None:
         """The other ranks' parts of a resident chunk come with ``pending``."""
@@ -341,7 +326,7 @@ class Chunk:
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
-        if self._state in (Residency.UNPLACED, Residency.PLACING, Residency.EVICTING):
+        if self._state is Residency.UNPLACED:
             return None
         found, dtype = [param.data_ptr() for param in self.params], self.spec.dtype
         if found != self.addresses and self._shown is not None:

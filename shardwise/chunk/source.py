@@ -311,7 +311,7 @@ class _FromDisk:
         return self.filled or self._reading.finished()
 
     def fill(self) -> None:
-        """Finish and give the buffer back; a failure is kept for :meth:`wait`. Interrupted, it is as it was."""
+        """Finish and give the buffer back; a failure is kept for :meth:`wait`."""
         if self._copy is not None:
             out, shard = self._copy
             try:
@@ -327,10 +327,7 @@ class _FromDisk:
             self._store.give(self._buffer)
 
     def wait(self) -> None:
-        try:
-            self.fill()
-        finally:
-            self._end()  # also after an interrupt: the array has another use from here on
+        self.fill()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

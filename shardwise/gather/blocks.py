@@ -66,4 +66,4 @@ class Blocks:
     def _any(self, wanted: Callable[[_Block], bool]) -> bool:
         if not self._open:  # nearly always, and asked about each unit that is used
             return False
-        return bool([block for block in self._open.values() if wanted(block)])  # a generator could swallow an interrupt
+        return bool([block for block in self._open.values() if wanted(block)])

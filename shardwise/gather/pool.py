@@ -197,7 +197,7 @@ class ChunkPool:
         return next_units(self.trace, self.prefetch, self._bytes if self._far else None)
 
     def _is_whole(self, unit: int) -> bool:
-        """Whether the unit is gathered, or on its way. What an interrupt left of one goes."""
+        """Whether the unit is gathered, or on its way."""
         chunks = self._transient[unit]
         if unit in self._held and [c for c in chunks if c.state is not Residency.GATHERED and not c.arriving]:
             self._evict(unit)
@@ -244,7 +244,7 @@ class ChunkPool:
     def _renew(self, unit: int) -> None:
         for chunk in self._renewing[unit]:
             chunk.arrive()
-        del self._renewing[unit]  # only now: who is interrupted while it waits has to wait again
+        del self._renewing[unit]
 
     @in_turn
     def enter_block(self, holder: object, units: Collection[int] | None = None) -> None:
@@ -289,7 +289,6 @@ class ChunkPool:
         self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
         self._looked = 0
-        self._count()
         self.arrays.trim()
 
     @in_turn
@@ -351,7 +350,7 @@ class ChunkPool:
 
     def _is_read(self, unit: int) -> bool:
         """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
-        return bool([c for c in self._transient[unit] if c.is_read])  # a generator could swallow an interrupt
+        return bool([c for c in self._transient[unit] if c.is_read])
 
     @in_turn
     def drop_idle(self, among: Collection[int] | None = None) -> None:
@@ -457,7 +456,7 @@ class ChunkPool:
         return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
 
     def _complete(self, unit: int) -> None:
-        """Have a gather that is under way end; what an interrupt left half gone stays so."""
+        """Have a gather that is under way end."""
         ended = False
         for chunk in self._transient[unit]:
             if chunk.arriving:
@@ -492,9 +491,3 @@ class ChunkPool:
             self._held.discard(unit)
             self.gathered_bytes -= self._bytes[unit]
         self._events.evicted(unit)
-
-    def _count(self) -> None:
-        """Anew: an interrupt may have come between a change and its count."""
-        self.gathered_bytes = sum(self._bytes[unit] for unit in self._held)
-        chunks = [chunk for unit in self._held for chunk in self._transient[unit]]
-        self.copied_bytes = sum(c.spec.padded_bytes for c in chunks if c.full is not None and not c.joined)

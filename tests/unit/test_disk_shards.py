@@ -101,25 +101,6 @@ def interrupted_wait() -> Iterator[None]:
         yield
 
 
-def test_a_gather_is_finished_although_another_was_interrupted(tmp_path: Path) -> None:
-    with DiskStore(disk_plan(tmp_path)) as store:
-        shared = ReadAhead(400, 2)
-        store.reserve(2, 400)
-        first, second, third = (source(store, shared, name, 100) for name in ("first", "second", "third"))
-        group, outs = LocalGroup("alone", CPU), torch.full((3, 100), float("nan"))
-        handles = [first.gather(group, outs[0]), second.gather(group, outs[1])]
-        with interrupted_wait():
-            third.gather(group, outs[2])  # waits for the first, whose buffer it needs
-        handles.append(third.gather(group, outs[2]))
-        with interrupted_wait():
-            handles[2].wait()
-        for handle in handles[:2]:
-            handle.wait()
-        assert (outs[:2] == 1.0).all()
-        third.gather(group, outs[2]).wait()
-        assert (outs[2] == 1.0).all() and store.idle_buffers(400) == 2
-
-
 class _NoChunk:
     class spec:
         index = 0
