@@ -14,6 +14,7 @@ from shardwise.deepspeed.facts import Facts
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.stepping import PassesApart, watched_step
+from shardwise.interrupts import deferred_interrupts
 
 __all__ = ["Steps"]
 
@@ -99,8 +100,10 @@ class Steps(Facts):
             )
         self._boundary = is_boundary
 
+    @deferred_interrupts("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After every backward pass: updates the parameters at the accumulation boundary. Every rank calls it.
+        """After every backward pass: updates the parameters at the accumulation boundary. Every rank calls it, and
+        Ctrl-C waits for its end.
 
         One that raised before its update may be called again.
 
