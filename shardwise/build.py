@@ -189,11 +189,10 @@ class Session:
         after backward and before step.
 
         Raises:
-            RuntimeError: the plan does not keep them (``update="backward"`` without clipping and loss scale), or the
-                session is closed.
+            RuntimeError: the plan does not keep them (``update="backward"``), or the session is closed.
         """
         self.engine.check_open("full_gradients()")
-        if self.plan.streams_gradients:
+        if self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced and not kept; look at them under update='step'"
@@ -220,11 +219,6 @@ class Session:
     def saved_names(self) -> dict[int, tuple[str, ...]]:
         """For each of :attr:`params`, by index, its names in ``state_dict()``; absent: hooks leave it out."""
         return {index: tuple(names) for index, names in self.engine.attachment.own_state.names().of_parameter.items()}
-
-    def frozen_since(self) -> list[str]:
-        """First names of this rank's parameters that were frozen since the build: they are sharded as trained ones."""
-        known = zip(self.params, self.engine.layout.facts, strict=True)
-        return [fact.names[0] for param, fact in known if fact.trainable and not param.requires_grad]
 
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Value, gradient and optimizer state of one of :attr:`params`, to be read and set; ``None``: of another

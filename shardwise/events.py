@@ -48,8 +48,7 @@ class Events:
         unit_ready: it can be read.
         gather_began, gather_ended, evicted: of a unit.
         reduction_began: of a chunk.
-        result_came: a chunk's reduced gradient is here and about to be added to what there is.
-        result_added: it has been.
+        result_added: a chunk's reduced gradient is here, and has been added to what there is.
         gradients_dropped: those of an optimizer (of all, for ``None``).
         passes_lost: one of the step's failed, and the gradients of all of them were dropped: all are to be made again.
         masters_wanted: those of an optimizer's chunk are about to be read or written as a whole.
@@ -69,7 +68,6 @@ class Events:
         self.gather_ended: Event[int] = Event()
         self.evicted: Event[int] = Event()
         self.reduction_began: Event[int] = Event()
-        self.result_came: Event[int] = Event()
         self.result_added: Event[int] = Event()
         self.gradients_dropped: Event[int | None] = Event()
         self.passes_lost: Event[()] = Event()

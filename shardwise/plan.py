@@ -257,10 +257,9 @@ class GradPlan:
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
             ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to
             ``Session.backward``, without which a pass is an error.
-        update: ``"step"`` updates in ``step()``. ``"backward"`` begins with each chunk as soon as its gradient is
-            reduced. Under clipping or a loss scale that is speculative, and undone exactly where ``step()`` finds that
-            it was wrong, at the price of a copy of the state. Without them gradients are not kept, and each step is one
-            backward pass. Not with ``average="tokens"``.
+        update: ``"step"`` updates in ``step()``. ``"backward"`` updates masters and optimizer state of each chunk in
+            place as soon as its gradient is reduced; gradients are not kept, and each step is one backward pass. Not
+            with clipping, a loss scale or ``average="tokens"``.
         over_ranks: ``"mean"`` over data-parallel ranks, token-weighted under ``average="tokens"``; or their ``"sum"``,
             which is that times their number: in ``.grad``, in norms, and in what is clipped to ``max_norm``.
     """
@@ -280,6 +279,11 @@ class GradPlan:
             self.update == "step" or self.average != "tokens",
             f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
             "give update='step'",
+        )
+        require(
+            self.update == "step" or self.max_norm == 0.0,
+            f"update={self.update!r} with max_norm={self.max_norm}: the norm of all gradients is known only when the "
+            "first have been used; give update='step'",
         )
         require(self.over_ranks in ("mean", "sum"), f"over_ranks={self.over_ranks!r}: give 'mean' or 'sum'")
         require(
@@ -312,6 +316,12 @@ class Plan:
             not self.comm.compressed or self.tiers.disk is None,
             f"{self.comm.compressed} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 bits or "
             "less is rounded behind its update, which data on a disk is not; use the host, or leave that None",
+        )
+        require(
+            self.grad.update == "step" or self.precision.scaler is None,
+            f"update={self.grad.update!r} with a loss scale ({self.precision.scaler!r:.80}): a step that overflows is "
+            "skipped, which is known only when the first gradients have been used; train in bf16, or give "
+            "update='step'",
         )
         comm, reduce = self.comm, self.shard.reduce
         require(
@@ -347,11 +357,6 @@ class Plan:
             f"secondary={secondary} with param_disk_fraction={tiers.param_disk_fraction}: a second copy in memory of "
             "what memory does not hold; give param_host_fraction instead, or leave secondary None",
         )
-
-    @property
-    def streams_gradients(self) -> bool:
-        """Whether a gradient may be used, and its memory again, before the next one is there."""
-        return self.grad.update == "backward" and self.grad.max_norm == 0.0 and self.precision.scaler is None
 
     def but(self, **changes: object) -> Plan:
         """A copy with fields of the parts changed by name: ``plan.but(max_norm=1.0, prefetch=2)``.

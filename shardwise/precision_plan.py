@@ -8,7 +8,7 @@ import torch
 
 from shardwise.checked import MOST_SCALE, number, require, switch, whole
 
-__all__ = ["HALF_DTYPES", "PrecisionPlan", "ReduceModules", "ScalerPlan"]
+__all__ = ["HALF_DTYPES", "PrecisionPlan", "ScalerPlan"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -44,23 +44,6 @@ class ScalerPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceModules:
-    """Gradients of what modules of some classes have travel in a number format of their own.
-
-    ``classes`` are full names, as ``"torch.nn.modules.linear.Linear"``; classes derived from them do not count. The
-    gradients add up in the parameters' own dtype, unless ``accumulate_dtype`` says otherwise.
-    """
-
-    classes: tuple[str, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        dtype = self.dtype
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        require(floating, f"dtype={dtype!r} of gradients of {self.classes}: give a floating-point torch.dtype")
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
     """Number formats.
 
@@ -74,7 +57,6 @@ class PrecisionPlan:
         cast_inputs: cast floating inputs of the model to ``param_dtype`` (nested containers too).
         output_dtype: cast floating outputs; ``None`` leaves them.
         scaler: dynamic loss scale, or ``None``.
-        reduce_modules: gradients of some modules travel in another dtype than ``reduce_dtype``; ``None``: none do.
     """
 
     param_dtype: torch.dtype | None
@@ -85,7 +67,6 @@ class PrecisionPlan:
     cast_inputs: bool
     output_dtype: torch.dtype | None
     scaler: ScalerPlan | None
-    reduce_modules: ReduceModules | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "buffer_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):

@@ -48,7 +48,6 @@ FIRST_TESTS = {
     "packed_weights": GpuTests(12, 20.0),
     "trace": GpuTests(4, 10.0),
     "zero": GpuTests(12),
-    "activation_checkpointing": GpuTests(0),
     "tiers": GpuTests(76),
     "parity": GpuTests(132, but=MANY),
     "auto_and_early": GpuTests(72, but=EARLY),

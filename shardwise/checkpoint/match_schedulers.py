@@ -176,7 +176,6 @@ def _are_known(schedulers: list[Any], owners: dict[int, Any]) -> bool:
         optimizer = getattr(each, "optimizer", None)
         if optimizer is not None:
             owners[id(optimizer)] = optimizer
-        second = [each.after_scheduler] if hasattr(each, "after_scheduler") else []
-        if not _are_known([*getattr(each, "_schedulers", ()), *second], owners):
+        if not _are_known(list(getattr(each, "_schedulers", ())), owners):
             return False
     return True

@@ -187,11 +187,11 @@ class EngineRun:
         return {"size": mesh.everyone.size, **sizes}
 
     def settle(self) -> None:
-        """Drop a pass that failed, take back early updates, wait for gathers. Collective."""
+        """Drop a pass that failed, wait for gathers. Collective."""
         engine = self._session.engine
         engine.passes.recover()
         engine.values.take_written()
-        engine.values.undo_early("a checkpoint")
+        engine.values.make_current("a checkpoint")
         engine.pool.settle()
 
     def held(self) -> Held:
@@ -200,9 +200,9 @@ class EngineRun:
 
     @contextmanager
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
-        """What was updated ahead of its step is given up. See [Note: What an interrupt leaves half-done]."""
+        """What was updated during backward is given up. See [Note: What an interrupt leaves half-done]."""
         engine, states = self._session.engine, [state_of(index) for index in optimizers]
-        engine.values.discard_early(whole)
+        engine.values.before_load(whole)
         parts = [PARAMETERS, *states] if parameters else states
         with engine.unfinished.replaced("a load", parts, partly=() if whole else (PARAMETERS,)):
             yield

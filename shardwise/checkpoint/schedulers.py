@@ -107,10 +107,6 @@ def regrouped(
         mine = own.get(key)
         if key == "_schedulers" and isinstance(mine, list) and len(mine) == len(values):
             changed[key] = [regrouped(each, one, groups, links) for each, one in zip(values, mine, strict=True)]
-        elif key == "after_scheduler_dict" and isinstance(mine, Mapping):
-            inner = regrouped(values, mine, groups, links)
-            # What has not begun has the rates with which it will.
-            changed[key] = inner if state.get("finished") else {**inner, "_last_lr": mine.get("_last_lr")}
         elif key == "base_lrs":
             changed[key] = [group.get("initial_lr", rate) for group, rate in zip(groups, mine or values, strict=False)]
         elif key == "_last_lr":

@@ -47,8 +47,6 @@ class ParamFact:
     """Where ranks of a tensor-parallel axis hold parts of it: this rank's, which ``shape`` is of."""
     earlier: bool = False
     """Whether a rank with an earlier stage of a pipeline has it, too."""
-    travels: torch.dtype | None = None
-    """What its gradient travels in, if that is of its own."""
 
     @property
     def whole(self) -> torch.Size:
@@ -102,8 +100,6 @@ class ChunkSpec:
     """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
     whole: bool = False
     """Each parameter lies in one rank's shard, whose optimizer takes it with its shape."""
-    travels: torch.dtype | None = None
-    """What its gradients travel in, if that is of their own."""
 
     @property
     def padded_numel(self) -> int:
@@ -359,12 +355,12 @@ def make_layout(
     if whole and not uneven and isinstance(packing, ByNumel):
         bins = _evened(bins, facts, shard_size, whole)
     for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
-        keyed: dict[tuple[torch.dtype, bool, int, torch.dtype | None], list[int]] = {}
+        keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
             fact = facts[index]
-            keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer, fact.travels), []).append(index)
+            keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
         first = len(chunks)
-        for (dtype, trainable, optimizer, travels), params in keyed.items():
+        for (dtype, trainable, optimizer), params in keyed.items():
             apart = trainable and optimizer in whole
             if apart:
                 slots, bounds = _packed_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
@@ -382,7 +378,6 @@ def make_layout(
                 bounds=bounds,
                 persistent=bin_.persistent,
                 whole=apart,
-                travels=travels,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)

@@ -226,15 +226,6 @@ class DiskSource:
         return self.store.buffer(self._shared.buffer_bytes)
 
     @contextmanager
-    def scratch(self) -> Iterator[torch.Tensor]:
-        """Memory like that of :meth:`opened`, with any content, that is dropped after the block."""
-        buffer = self._buffer()
-        try:
-            yield self._view(buffer)
-        finally:
-            self.store.give(buffer)
-
-    @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
         # A shard that was read ahead is taken here, so nothing out of date remains after a write.
         buffer, reading = self._read(newest=True)

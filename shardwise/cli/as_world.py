@@ -7,7 +7,6 @@ it as a module. The name is ours in Python processes that the program starts, to
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import runpy
 import sys
@@ -15,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.port import WHOLE
-from shardwise.worlds.impersonation import impersonate_table
+from shardwise.worlds.impersonation import WHOLE, impersonate
 
 __all__ = ["MODULE", "main"]
 
@@ -33,16 +31,15 @@ def main(arguments: Sequence[str]) -> None:
         arguments: the library's name, perhaps ``-m``, the script, and what it is given.
 
     Raises:
-        SystemExit: too few of them, another library, or no such script or module.
+        SystemExit: too few of them, or another library.
     """
     if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
         sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
     library, *rest = arguments
-    impersonate_table(library, WHOLE[library])
+    impersonate(library)
     _tell_children(library)
     if library == "deepspeed":
         _give_local_rank()
-    _check(rest)
     if rest[0] == "-m":
         sys.argv[:] = rest[1:]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -52,29 +49,8 @@ def main(arguments: Sequence[str]) -> None:
     runpy.run_path(rest[0], run_name="__main__")
 
 
-def _check(rest: Sequence[str]) -> None:
-    """What Python would say in a line, and a module of the standard library in a traceback."""
-    if rest[0] != "-m":
-        if not Path(rest[0]).exists():
-            sys.exit(f"{rest[0]}: no such file; give a Python script (or -m and a module name)")
-        return
-    name, missing = rest[1], None
-    try:
-        found = None if name.startswith(".") else importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:  # a package
-            found, missing = importlib.util.find_spec(f"{name}.__main__"), f"{name}.__main__"
-    except ModuleNotFoundError as error:  # of a package that it is in, or of what that imports
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        found, missing = None, error.name
-    except ValueError:  # no name of a module
-        found = None
-    if found is None:
-        sys.exit(f"-m {name}: there is no module {missing or name}; give a module's name, as to python -m")
-
-
 def _tell_children(library: str) -> None:
-    os.environ["SHARDWISE_AS"] = f"{library}={WHOLE[library]}"
+    os.environ["SHARDWISE_AS"] = library
     others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and Path(each) != CHILDREN]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *others])
 

@@ -85,7 +85,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             # The first host opens the meeting place; torch would otherwise guess it from host names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
     if options.world:
-        from shardwise.port import WHOLE
+        from shardwise.worlds.impersonation import WHOLE
 
         if options.world not in WHOLE:
             raise BadInput(f"--as {options.world}: give one of {', '.join(WHOLE)}")

@@ -1,15 +1,15 @@
 """ColossalAI's names: ``sed s/colossalai/shardwise.colossalai/`` ports a program.
 
-Modules below are made from the table in :mod:`shardwise.colossalai.names`; what is not there says what to do instead.
+Modules below are made from the table ``shardwise/worlds/colossalai.toml``; what is not there says what to do instead.
 """
 
 from __future__ import annotations
 
-from shardwise.colossalai.names import VERSION, WORLD
-from shardwise.worlds import mirror
+from shardwise.worlds import mirror, read_world
 
 __all__ = ["__version__", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
 
-__version__ = VERSION
+_world = read_world("colossalai")
+__version__ = _world.version
 
-__getattr__, __dir__ = mirror(WORLD, also=["__version__"])
+__getattr__ = mirror(_world)

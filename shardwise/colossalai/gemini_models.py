@@ -5,31 +5,53 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import TransparentModule
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.build import Session, ShardedModule, ShardedOptimizer
-from shardwise.checked import as_kind, refuse
-from shardwise.colossalai.given_groups import check_groups
-from shardwise.deferred.construction import adopt
+from shardwise.build import Session, ShardedOptimizer
+from shardwise.checked import as_kind
+from shardwise.comm import ranks_of
 from shardwise.loss_scale import PublishedDefault
 from shardwise.optim import HybridAdam
 from shardwise.remarks import warn_user
 from shardwise.trace.stats import MemStats
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.fronts import ModelFront, OptimizerFront
 
-__all__ = ["GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "get_static_torch_model"]
+__all__ = ["PRECISIONS", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "check_groups"]
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-class GeminiDDP(TransparentModule):
+def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> int:
+    """Return the number of replicas of the model that the process groups of a program mean.
+
+    Args:
+        shard: the ranks that the model is sharded over; ``None``: all.
+        replicate: the ranks with the same shard; ``None``: this one.
+
+    Raises:
+        ValueError: this rank is not a member of a group, or the ranks of ``shard`` are not consecutive.
+    """
+    if shard is None and replicate is None:
+        return 1
+    world, ranks = ranks_of("group", None), ranks_of("the group that shards", shard)
+    replicas = 1 if replicate is None else len(ranks_of("the group of replicas", replicate))
+    start = ranks[0]
+    consecutive = ranks == tuple(range(start, start + len(ranks))) and start % len(ranks) == 0
+    if not consecutive or len(ranks) * replicas != len(world):
+        raise ValueError(
+            f"a group of ranks {list(ranks)} in {replicas} copies among {len(world)} ranks: give neighbours, such as "
+            "ProcessGroupMesh(copies, ranks).get_group_along_axis(1), that are all ranks together"
+        )
+    return replicas
+
+
+class GeminiDDP(ModelFront):
     """A model in chunks, as :class:`shardwise.booster.plugin.GeminiPlugin` makes it; the arguments are its own.
 
     For training it goes with :class:`GeminiOptimizer`, made before the first forward pass. A model that is used before,
@@ -95,7 +117,6 @@ class GeminiDDP(TransparentModule):
             precision=PRECISIONS[mixed_precision],
             extra_dp_size=check_groups(zero_group, extra_dp_group),
         )
-        own["_boosted"] = None
         self.module = module
 
     # ---- the session
@@ -110,59 +131,19 @@ class GeminiDDP(TransparentModule):
         Raises:
             RuntimeError: it has one already.
         """
-        before = self.__dict__["_boosted"]
         plugin = dataclasses.replace(self.plugin, **arguments)
-        if before is not None:
-            session = self.session
-            if session.optimizer is not None:
-                raise RuntimeError(f"the model has the optimizer {session.optimizer!r:.80}: make one for each model")
-            session.unshard()
+        self._require_no_optimizer()
+        self._unshard()
         plugin._mesh = self.plugin.mesh()
         self.__dict__["plugin"] = plugin
         boosted, inner = plugin.configure(self.module, optimizer)
-        self.__dict__["_boosted"] = boosted
+        self.__dict__["_session"] = plugin.session(boosted)
         assert isinstance(inner, ShardedOptimizer)
         return inner
 
-    @property
-    def boosted(self) -> ShardedModule:
-        """The engine's module. Made here, without an optimizer, where there is none yet (collective)."""
-        if self.__dict__["_boosted"] is None:
-            self.__dict__["_boosted"] = self.plugin.configure(self.module, None)[0]
-        boosted: ShardedModule = self.__dict__["_boosted"]
-        return boosted
-
-    @property
-    def session(self) -> Session:
-        """What this is a front-end of."""
-        session: Session = self.plugin.session(self.boosted)
+    def _build(self) -> Session:
+        session: Session = self.plugin.session(self.plugin.configure(self.module, None)[0])
         return session
-
-    # ---- passes
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module on the arguments, floating tensors among them cast to the model's dtype."""
-        return self.boosted(*args, **kwargs)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of ``loss``, scaled where the optimizer has a loss scale (which its step takes out)."""
-        self.session.backward(loss)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        if self.__dict__["_boosted"] is not None:
-            self.boosted.zero_grad(set_to_none)
-        else:
-            super().zero_grad(set_to_none)
-
-    @staticmethod
-    def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> None:
-        """Not available; raises NotImplementedError."""
-        count = len(list(params_to_ignore))
-        raise NotImplementedError(
-            f"set_params_to_ignore of {count} parameters: every parameter of the model is sharded; freeze them "
-            "(requires_grad_(False)), or keep them in a module outside of the one that is wrapped"
-        )
 
     # ---- state
 
@@ -185,65 +166,7 @@ class GeminiDDP(TransparentModule):
             keep_vars: only False.
             only_rank_0: the other ranks get nothing.
         """
-        return self.boosted.state_dict(destination, prefix, keep_vars, only_rank_0)
-
-    def state_dict_shard(
-        self,
-        prefix: str = "",
-        keep_vars: bool = False,
-        max_shard_size: float = 1024,
-        only_rank_0: bool = True,
-        pinned_state_dicts: Any = None,
-    ) -> Iterator[tuple[dict[str, Any], float]]:
-        """:meth:`state_dict` in parts, with the MiB of each: at most ``max_shard_size``, or one tensor. Collective.
-
-        Args:
-            prefix: put before every name.
-            keep_vars: only False.
-            max_shard_size: MiB.
-            only_rank_0: the other ranks get no parts.
-            pinned_state_dicts: only ``None``.
-
-        Raises:
-            NotImplementedError: ``pinned_state_dicts``.
-        """
-        if pinned_state_dicts is not None:
-            refuse("pinned_state_dicts", pinned_state_dicts, "leave it None: Booster.save_model(use_async=True) copies")
-        part: dict[str, Any] = {}
-        size = 0.0
-        for name, value in self.state_dict(None, prefix, keep_vars, only_rank_0).items():
-            own = value.numel() * value.element_size() / 2**20 if isinstance(value, torch.Tensor) else 0.0
-            if part and size + own > max_shard_size:
-                yield part, size
-                part, size = {}, 0.0
-            part[name] = value
-            size += own
-        if part:
-            yield part, size
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state, the same on every rank; each keeps its part.
-
-        Raises:
-            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
-        """
-        return self.boosted.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, under its own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the module, under its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GeminiDDP:
-        self.boosted._apply(fn, recurse)
-        return self
+        return super().state_dict(destination, prefix, keep_vars, only_rank_0)
 
 
 class GeminiOptimizer(OptimizerFront):
@@ -324,57 +247,3 @@ class GeminiAdamOptimizer(GeminiOptimizer):
         as_kind("model", model, GeminiDDP, "a GeminiDDP")
         adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k not in GIVEN})
         super().__init__(adam, model, **{k: v for k, v in defaults.items() if k in GIVEN})
-
-
-def get_static_torch_model(
-    zero_ddp_model: GeminiDDP,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    only_rank_0: bool = True,
-) -> nn.Module:
-    """A plain copy of the model with whole parameters, to save or to look at. Collective.
-
-    Args:
-        zero_ddp_model: a :class:`GeminiDDP`, which stays as it is.
-        device: of the copy's parameters.
-        dtype: of these.
-        only_rank_0: the others get the module with its parameters on the meta device.
-    """
-    as_kind("zero_ddp_model", zero_ddp_model, GeminiDDP, "a GeminiDDP")
-    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
-    model = _plain(zero_ddp_model.module, torch.device(device), dtype, {})
-    if state:
-        for name, parameter in model.named_parameters():
-            adopt(parameter, state[name].to(device, dtype))
-    return model
-
-
-def _plain(module: nn.Module, device: torch.device, dtype: torch.dtype, made: dict[int, Any]) -> nn.Module:
-    """The module and those in it anew, without what gathers parameters; other attributes are the same objects."""
-    if id(module) in made:
-        copied: nn.Module = made[id(module)]
-        return copied
-    copied = made[id(module)] = type(module).__new__(type(module))
-    own = {name: type(value)() if "_hooks" in name else value for name, value in vars(module).items()}
-    own["_modules"] = {
-        n: None if each is None else _plain(each, device, dtype, made) for n, each in module._modules.items()
-    }
-    own["_buffers"] = {n: None if each is None else _buffer(each, device, dtype) for n, each in module._buffers.items()}
-    own["_parameters"] = {
-        n: None if each is None else _outline(each, dtype, made) for n, each in module._parameters.items()
-    }
-    vars(copied).update(own)
-    return copied
-
-
-def _buffer(buffer: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return buffer.detach().to(device, dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
-
-
-def _outline(parameter: nn.Parameter, dtype: torch.dtype, made: dict[int, Any]) -> nn.Parameter:
-    """Its shape alone; one for all the places of a tied one."""
-    if id(parameter) not in made:
-        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    found: nn.Parameter = made[id(parameter)]
-    return found

@@ -14,12 +14,11 @@ from torch import nn
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.build import Session, ShardedOptimizer
 from shardwise.checked import as_kind, refuse
-from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer
-from shardwise.colossalai.given_groups import check_groups
+from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
 from shardwise.loss_scale import ScalerArguments
 from shardwise.published import picked
 from shardwise.remarks import warn_user
-from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
+from shardwise.zero.fronts import OptimizerFront
 
 __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
 

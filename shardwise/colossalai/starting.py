@@ -1,12 +1,49 @@
-"""``launch`` and its kin: the processes meet, and every one starts from the same random numbers."""
+"""``launch`` and what programs call first: the process group, random seeds and the rank's device."""
 
 from __future__ import annotations
 
-from shardwise.colossalai.loggers import get_dist_logger
-from shardwise.colossalai.programs import set_seed
-from shardwise.mesh.launch import init_distributed, launched_as, read_variable
+import random
+from numbers import Integral
 
-__all__ = ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
+import numpy as np
+import torch
+
+from shardwise.checked import as_kind
+from shardwise.colossalai.loggers import get_dist_logger
+from shardwise.device import Accelerator
+from shardwise.mesh.launch import default_device, init_distributed, launched_as, own_device, read_variable
+
+__all__ = [
+    "get_accelerator",
+    "get_current_device",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "set_seed",
+]
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's random number generators, those of every GPU included.
+
+    Raises:
+        TypeError: ``seed`` is not an integer.
+    """
+    as_kind("seed", seed, Integral, "a whole number")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def get_accelerator() -> Accelerator:
+    """The interface to the device that this process trains on: its own GPU if there is one, else the CPU."""
+    return Accelerator(own_device(default_device()))
+
+
+def get_current_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    return get_accelerator().get_current_device()
 
 
 def launch(

@@ -20,8 +20,6 @@ __all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
 # gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
 # buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
 TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10
-TAG_LIMIT = 2 * TAG_RANGE * BUFFER_RANGE
-"""Above all tags of operations that ranks start in one order (:meth:`Link.tag`)."""
 
 
 class Link:
@@ -45,23 +43,11 @@ class Link:
         """Start to receive into ``tensor``."""
         return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
 
-    def send_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-        """As :meth:`send`; in any thread, and also when torch has forgotten the communicator."""
-        return self._begin(lambda: self._process_group.send([tensor], peer, tag), f"{what}: sending to rank {peer}")
-
-    def receive_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-        """As :meth:`receive`; see :meth:`send_aside`."""
-        what = f"{what}: receiving from rank {peer}"
-        return self._begin(lambda: self._process_group.recv([tensor], peer, tag), what)
-
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         keyword = "group_dst" if start is dist.isend else "group_src"
-        return self._begin(lambda: start(tensor, group=self._process_group, tag=tag, **{keyword: peer}), what)
-
-    def _begin(self, begin: Callable[[], dist.Work | None], what: str) -> Message:
         what = f"{what} of group {self._name!r}"
         try:
-            return Message(begin(), what)
+            return Message(start(tensor, group=self._process_group, tag=tag, **{keyword: peer}), what)
         except RuntimeError as error:
             raise _lost(what, error) from error
 

@@ -12,9 +12,8 @@ __all__ = ["make_room"]
 
 SPARE = 256
 """For all that opens files beside communicators: data loaders, checkpoints, libraries."""
-GROUPS = 4
-"""Communicators over all ranks that a run has at the most, as a rule: agreement, shards that are asked for, saves, and
-the program's own."""
+GROUPS = 3
+"""Communicators over all ranks that a run has at the most, as a rule: agreement, saves, and the program's own."""
 _told = threading.Event()
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from shardwise.comm.control import Control, encode
 from shardwise.comm.errors import PeerError
 from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
-from shardwise.comm.joint import JointBuffer, tensor_in
 from shardwise.comm.mapping import (
     LINE_BYTES,
     LINE_WORDS,
@@ -39,7 +38,9 @@ from shardwise.comm.shared_buffer import (
     REDUCE_SCATTER,
     REDUCED,
     REDUCTIONS,
+    JointBuffer,
     SharedBuffer,
+    tensor_in,
 )
 from shardwise.comm.summing import RankSum
 

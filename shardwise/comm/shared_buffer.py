@@ -1,14 +1,15 @@
-"""A buffer that all ranks of a host map, and what they tell each other about it."""
+"""Buffers that all ranks of a host map, and what these tell each other about them."""
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.errors import PeerError
-from shardwise.comm.group import Buffer, Handle
+from shardwise.comm.group import Buffer, Group, Handle
 from shardwise.comm.mapping import LINE_WORDS
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ __all__ = [
     "REDUCED",
     "REDUCE_SCATTER",
     "REDUCTIONS",
+    "JointBuffer",
     "SharedBuffer",
+    "tensor_in",
 ]
 
 # A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
@@ -134,3 +137,44 @@ class SharedBuffer(Buffer):
         self.peers = ()
         self._whole = (self.local, ())
         self._segments = []
+
+
+class JointBuffer(Buffer):
+    """A shard in one array that all ranks map.
+
+    Args:
+        group: its group.
+        peers: every rank's part of the array.
+        private: where it is mapped privately: shows what is shared wherever this rank has written nothing.
+        start: in ``private``, bytes, a multiple of the page size.
+    """
+
+    def __init__(self, group: Group, peers: list[Tensor], private: mmap.mmap, start: int) -> None:
+        super().__init__(peers[group.rank], tuple(peers))
+        self.group = group
+        self._private: mmap.mmap | None = private
+        self._start = start
+        self._nbytes = sum(peer.nbytes for peer in peers)
+
+    def whole(self) -> Tensor:
+        """The array, in a storage of its own; see [Note: A storage that moves]. What this rank has written to it before
+        is dropped."""
+        if self._private is None:
+            raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
+        page = mmap.PAGESIZE
+        if self._nbytes:
+            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self._nbytes // page) * page)
+        return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
+        self.peers, self._private = (), None
+        self._whole = (self.local, ())
+
+
+def tensor_in(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """``numel`` elements of a mapping, from byte ``offset`` on."""
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

@@ -1,6 +1,6 @@
 """DeepSpeed's interface on shardwise's engine: ``import shardwise.deepspeed as deepspeed``.
 
-Names and modules that are no files here come from the table in :mod:`shardwise.deepspeed.names`.
+Names and modules that are no files here come from the table ``shardwise/worlds/deepspeed.toml``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Report
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.entry import add_config_arguments, initialize
-from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.version import __version__
-from shardwise.worlds import mirror
+from shardwise.worlds import mirror, read_world
 
 __all__ = [
     "DeepSpeedEngine",
@@ -27,4 +26,4 @@ __all__ = [
     "zero",
 ]
 
-__getattr__, __dir__ = mirror(WORLD, also=__all__)
+__getattr__ = mirror(read_world("deepspeed"))

@@ -6,9 +6,8 @@ accelerate do when they are imported). ``shardwise run --as deepspeed`` does the
 
 from __future__ import annotations
 
-from shardwise.deepspeed.names import WORLD
 from shardwise.worlds import impersonate
 
 __all__: list[str] = []
 
-impersonate(WORLD)
+impersonate("deepspeed")

@@ -1,31 +1,26 @@
-"""``deepspeed.comm``: collectives over ``torch.distributed``, with DeepSpeed's names and arguments.
+"""``deepspeed.comm``: which ranks there are. Collectives under its names are those of ``torch.distributed``.
 
-Where nothing was initialised this is one process: rank 0 of 1. Arguments for DeepSpeed's own log of collectives
-(``prof``, ``log_name``, ``debug``) are accepted and have no effect.
+Where nothing was initialised this is one process: rank 0 of 1.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import ProcessGroup
 
 from shardwise.comm.members import made_together
 from shardwise.deepspeed.hardware import get_accelerator
 from shardwise.mesh import LaunchFacts
 from shardwise.mesh import init_distributed as join
 
-__all__ = ["ProcessGroup", "ReduceOp", "init_distributed"]
+__all__ = ["init_distributed"]
 
 DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=10)
-F = TypeVar("F", bound=Callable[..., Any])
 Group = ProcessGroup | None
 
 
@@ -114,143 +109,3 @@ def get_world_group() -> Any:
 def new_group(ranks: Sequence[int]) -> Any:
     """A group of some. Every process calls it."""
     return made_together(ranks, None)
-
-
-def destroy_process_group(group: Group = None) -> None:
-    """Leave it."""
-    dist.destroy_process_group(group)
-
-
-def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """torch's device mesh of this shape."""
-    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
-
-
-def has_all_gather_into_tensor() -> bool:
-    """True."""
-    return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
-
-
-# ---- collectives
-
-
-def _unlogged(function: F) -> F:
-    """Without the arguments of DeepSpeed's log."""
-
-    @functools.wraps(function)
-    def called(*args: Any, prof: bool = False, log_name: str = "", debug: str | None = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
-
-
-broadcast = _unlogged(dist.broadcast)
-broadcast_object_list = _unlogged(dist.broadcast_object_list)
-all_gather = _unlogged(dist.all_gather)
-all_gather_object = _unlogged(dist.all_gather_object)
-all_reduce = _unlogged(dist.all_reduce)
-reduce = _unlogged(dist.reduce)
-reduce_scatter = _unlogged(dist.reduce_scatter)
-gather = _unlogged(dist.gather)
-scatter = _unlogged(dist.scatter)
-send = _unlogged(dist.send)
-recv = _unlogged(dist.recv)
-isend = _unlogged(dist.isend)
-irecv = _unlogged(dist.irecv)
-barrier = _unlogged(dist.barrier)
-monitored_barrier = _unlogged(dist.monitored_barrier)
-all_to_all = _unlogged(dist.all_to_all)
-
-
-@_unlogged
-def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """Every rank's ``tensor``, one behind the other; one without dimensions is one element."""
-    given = tensor if tensor.dim() else tensor.reshape(1)  # gloo wants it so
-    return dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
-
-
-@_unlogged
-def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
-    """As :func:`all_gather_into_tensor`."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-@_unlogged
-def reduce_scatter_tensor(
-    output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Any:
-    """The sum over the ranks of this rank's part of ``tensor``."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-reduce_scatter_fn = reduce_scatter_tensor
-
-
-@_unlogged
-def all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> Any:
-    """Part ``i`` of ``tensor`` goes to rank ``i``."""
-    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
-
-
-@_unlogged
-def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Any:
-    """As :func:`all_reduce`."""
-    return dist.all_reduce(tensor, op=op, group=group)
-
-
-@_unlogged
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Any:
-    """Each of them. Asynchronous: what waits for all."""
-    return _Several.of([dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors])
-
-
-@_unlogged
-def all_gather_coalesced(
-    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Group = None, async_op: bool = False
-) -> Any:
-    """Each of them, see :func:`all_gather_into_tensor`. Asynchronous: what waits for all."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    return _Several.of([dist.all_gather_into_tensor(o, i, group=group, async_op=async_op) for o, i in pairs])
-
-
-class _Several:
-    """Collectives that run at the same time."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    @classmethod
-    def of(cls, works: Sequence[Any]) -> _Several | None:
-        """``None`` where they are over."""
-        running = [each for each in works if each is not None]
-        return cls(running) if running else None
-
-    def wait(self) -> None:
-        """For all of them."""
-        for each in self._works:
-            each.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are over."""
-        return all(each.is_completed() for each in self._works)
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Nothing was logged: ``session.traffic()`` of an engine counts the bytes that it has sent."""
-    return {} if return_dict else None
-
-
-def configure(*args: Any, **kwargs: Any) -> None:
-    """No effect: DeepSpeed's log of collectives is not kept."""

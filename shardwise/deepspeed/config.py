@@ -18,7 +18,7 @@ from shardwise.checked import shown
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 from shardwise.remarks import warn_user
 
-__all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
+__all__ = ["Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
@@ -35,7 +35,7 @@ DTYPES = {
 _TEXTS = {"true": True, "false": False}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What became of every key that was given, by its dotted path.
 
@@ -44,24 +44,6 @@ class Report:
         ignored: keys without effect, and why.
         notes: what a reader of the configuration should know besides.
     """
-
-    used: tuple[str, ...]
-    ignored: Mapping[str, str]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        ignored = [f"{path} is ignored: {reason}" for path, reason in self.ignored.items()]
-        return "\n".join([*ignored, *self.notes])
-
-    def warn(self) -> None:
-        """One warning with everything that is ignored or noted; none where there is nothing."""
-        if self.ignored or self.notes:
-            warn_user(f"DeepSpeed configuration:\n{self}")
-
-
-@dataclass
-class Findings:
-    """A report in the making."""
 
     used: list[str] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -81,8 +63,14 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
-    def report(self) -> Report:
-        return Report(tuple(self.used), dict(self.ignored), tuple(self.notes))
+    def __str__(self) -> str:
+        ignored = [f"{path} is ignored: {reason}" for path, reason in self.ignored.items()]
+        return "\n".join([*ignored, *self.notes])
+
+    def warn(self) -> None:
+        """One warning with everything that is ignored or noted; none where there is nothing."""
+        if self.ignored or self.notes:
+            warn_user(f"DeepSpeed configuration:\n{self}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Settings:
 
     values: Mapping[str, Any]
     sections: frozenset[str]
-    findings: Findings
+    findings: Report
 
     def __getitem__(self, path: str) -> Any:
         return self.values.get(path, KEYS[path].default)
@@ -218,18 +206,7 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
     values = reader.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
         raise ValueError(f"fp16.enabled={values['fp16.enabled']} and bf16.enabled=True: enable one of them")
-    settings = Settings(values, frozenset(reader.sections), reader.findings)
-    _check_dynamic_scale(settings)
-    return settings
-
-
-def _check_dynamic_scale(settings: Settings) -> None:
-    """What only a loss scale that moves uses is not looked at without one."""
-    if not settings["fp16.enabled"] or settings["fp16.loss_scale"] != 0.0:
-        return
-    for path, what in (("fp16.loss_scale_window", "a whole number >= 1"), ("fp16.min_loss_scale", "a number > 0")):
-        if settings[path] <= 0:
-            raise ValueError(f"{path}={settings[path]} with a dynamic loss scale: give {what}")
+    return Settings(values, frozenset(reader.sections), reader.findings)
 
 
 class _Reader:
@@ -237,7 +214,7 @@ class _Reader:
         self.known = known
         self.values: dict[str, Any] = {}
         self.sections: set[str] = set()
-        self.findings = Findings()
+        self.findings = Report()
 
     def read(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
@@ -255,11 +232,7 @@ class _Reader:
             if canonical == "zero_optimization" and isinstance(value, bool):
                 self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
                 value = {"stage": int(value)}
-            if path in ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"):
-                value = self._old_offload(path, canonical, value, tree)
-            if path == "zero_optimization.cpu_offload_use_pin_memory":
-                self.findings.use(path)  # read together with cpu_offload
-            elif canonical in BLOCKS:
+            if canonical in BLOCKS:
                 self._block(path, BLOCKS[canonical], value)
             elif canonical in KEYS:
                 self._value(path, canonical, value)
@@ -267,13 +240,6 @@ class _Reader:
                 self._section(path, canonical, value)
             else:
                 raise ValueError(_unknown(path, value, section, known_names(section)))
-
-    def _old_offload(self, path: str, canonical: str, value: Any, tree: Mapping[str, Any]) -> Any:
-        self.findings.note(f"{path} is an old name: give {canonical}={{'device': 'cpu'}}")
-        self.findings.use(path)
-        on = _convert(path, Key("bool", False), value) if value not in (None, AUTO) else False
-        pin = tree.get("cpu_offload_use_pin_memory")
-        return {"device": "cpu" if on else "none", **({} if pin is None else {"pin_memory": pin})}
 
     def _section(self, path: str, canonical: str, value: Any) -> None:
         if value is None or value is False or value == AUTO:
@@ -285,10 +251,6 @@ class _Reader:
 
     def _block(self, path: str, block: ConfigBlock, value: Any) -> None:
         inner = value if isinstance(value, Mapping) else {}
-        if block.inner and isinstance(value, Mapping):
-            for name in value:
-                if name not in block.inner and not name.startswith("_"):
-                    raise ValueError(_unknown(f"{path}.{name}", value[name], path, block.inner))
         if not isinstance(value, Mapping):
             on = _is_on(value, block.off)
         elif block.switch is not None:

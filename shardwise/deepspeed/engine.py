@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -14,17 +15,14 @@ from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import as_mapping, as_tensor, whole
 from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.autocast import Autocast
-from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
-from shardwise.deepspeed.facts import ABSENT
-from shardwise.deepspeed.flops import FlopsProfiler
-from shardwise.deepspeed.monitors import MonitorMaster
-from shardwise.deepspeed.recording import StepRecorder
+from shardwise.deepspeed.facts import ABSENT, getter
+from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module
 from shardwise.deepspeed.steps import Steps
 from shardwise.precision_plan import HALF_DTYPES
+from shardwise.remarks import warn_user
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -46,42 +44,34 @@ class DeepSpeedEngine(Steps):
             over the same samples.
         skipped_steps: steps without an update, since a gradient was not finite.
         monitor: where the numbers of steps go.
-        flops_profiler: of one step's forward pass; ``None`` without ``flops_profiler.enabled``.
         training_dataloader: that of ``training_data``.
         is_compiled: whether :meth:`compile` was called.
     """
 
-    def __init__(
-        self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any, monitor: MonitorMaster
-    ) -> None:
+    def __init__(self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any, monitor: Monitor) -> None:
         super().__init__()
         self.module: nn.Module = session.model
         self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
-        self.report: Report = settings.findings.report()
+        self.report: Report = settings.findings
         self.settings = settings
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
-        self._apart = PassesApart(session, settings.stage, lambda: 0 if self._stepping else self._passes)
+        self._apart = PassesApart(session, settings.stage)
         self._saving = Saving(session, settings["checkpoint.load_universal"])
-        self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
+        self._autocast = _Autocast(settings, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
         self.is_compiled = False
         self._start_counting(batch)
-        self._clock = StepClock(
-            session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
-        )
-        factor = settings["flops_profiler.recompute_fwd_factor"]
         self.monitor = monitor
-        self._recorder = StepRecorder(
-            monitor, settings, self.global_rank == 0, lambda: FlopsProfiler(self.module, self, factor)
-        )
-        self.flops_profiler = self._recorder.profiler
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            found = getter(vars(self)["settings"], name) if "settings" in vars(self) else None
+            if found is not None:
+                return found
             if name in ABSENT:
                 raise AttributeError(
                     f"{name!r} of DeepSpeed's engine is not available: {ABSENT[name]}", name=name, obj=self
@@ -128,7 +118,7 @@ class DeepSpeedEngine(Steps):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on this rank's micro-batch."""
         scaled_passes(self.session)
-        with self._clock.timed("forward"), self._recorder.forward(self.global_steps), self._autocast():
+        with self._autocast():
             return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -149,11 +139,11 @@ class DeepSpeedEngine(Steps):
         optimizer = self._required("backward")
         self._check_loss("backward", loss)
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
-        with self._clock.timed("backward"), self._held_back():
+        with self._held_back():
             optimizer.backward(scaled, retain_graph=retain_graph)
         self._unmanaged += not retain_graph
         if not retain_graph:
-            self._recorder.lost(scaled)
+            self._lost(scaled)
         return scaled.detach() if not retain_graph else scaled
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -168,7 +158,7 @@ class DeepSpeedEngine(Steps):
         """
         scale = float(self._required("scale").loss_scale)
         self._check_loss("scale", loss)
-        self._recorder.lost(loss / self._batch.accumulation)
+        self._lost(loss / self._batch.accumulation)
         self._unmanaged += 1
         if scale == 1.0:
             return loss
@@ -296,7 +286,6 @@ class DeepSpeedEngine(Steps):
         """
         if not save_dir:
             raise ValueError(f"{save_dir=}: give a directory for checkpoints")
-        self._finish_step()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
         with self._saving.doing(f"saving checkpoint {name!r} in {save_dir}"):
@@ -349,7 +338,7 @@ class DeepSpeedEngine(Steps):
             return None, None
         if not load_module_only:
             self._take_counters(found.counters)
-        self._passes, self._begun = 0, None
+        self._passes = 0
         return found.path, found.client_state
 
     def save_16bit_model(
@@ -381,7 +370,34 @@ class DeepSpeedEngine(Steps):
     def destroy(self) -> None:
         """Remove the hooks from the model and give back what the engine holds."""
         self._saving.close()
-        if self.flops_profiler is not None:
-            self.flops_profiler.end_profile()
         self.session.close()
         self.session.mesh.close()
+
+
+class _Autocast:
+    """Of one engine: called around each forward pass.
+
+    Args:
+        settings: the engine's configuration.
+        device: where it computes.
+        speaks: whether this rank is the one that warns.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device, speaks: bool) -> None:
+        self.dtype = settings["torch_autocast.dtype"] if settings["torch_autocast.enabled"] else None
+        self._kind, self._speaks = device.type, speaks
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """``torch.autocast`` as the configuration has it, whatever the program has around the pass: there is none
+        where the configuration has none, as under DeepSpeed, with one warning."""
+        if self.dtype is not None:
+            return torch.autocast(self._kind, self.dtype)
+        if not torch.is_autocast_enabled(self._kind):
+            return nullcontext()
+        if self._speaks:
+            self._speaks = False
+            warn_user(
+                "torch.autocast around a forward pass of the engine has no effect on it, as under DeepSpeed: its "
+                "configuration says what is computed in 16 bits. Give it torch_autocast.enabled, bf16 or fp16"
+            )
+        return torch.autocast(self._kind, enabled=False)

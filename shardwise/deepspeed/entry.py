@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,32 +11,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.build import agreed_build, build
+from shardwise.build import Session, agreed_build, build
 from shardwise.checked import shown
 from shardwise.comm import ranks_of
-from shardwise.deepspeed.again import take_back
 from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
-from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
+from shardwise.deepspeed.config_object import required_batch
 from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
-from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
-from shardwise.deepspeed.loss_scaler import show_loss_scale
+from shardwise.deepspeed.leaf_modules import has_leaf_modules
 from shardwise.deepspeed.marks import mark_session
-from shardwise.deepspeed.monitors import MonitorMaster
+from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.optimizer_names import give_names
 from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
-from shardwise.deepspeed.quantizing import show_quantizing
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
-from shardwise.deepspeed.zero import remember
+from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
 from shardwise.plan import Plan
+from shardwise.remarks import warn_user
+from shardwise.torch_internals import point
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -117,22 +114,18 @@ def initialize(
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        settings.findings.report().warn()
-    take_back(model)
+        settings.findings.warn()
+    _take_back(model)
     mesh = mesh_of(plan, default_device(), group, others)
-    monitors = DeepSpeedMonitorConfig.of(settings)
-    with agreed_build(mesh.everyone, dict) if monitors.enabled else nullcontext():
-        monitor = MonitorMaster(monitors)
+    with agreed_build(mesh.everyone, dict):  # a directory may be missing on the rank that writes
+        monitor = Monitor(settings)
     session = build(model, chosen, plan, mesh)
     remember(session)
     remember_groups(session, mpu)
     mark_session(session, settings.stage)
     drop_after_passes(session, settings)
-    use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
     give_names(engine)
-    show_loss_scale(engine)
-    show_quantizing(engine)
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -141,8 +134,7 @@ def initialize(
 
 def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
-    # Children of leaf modules run in another order from rank to rank.
-    return plan.but(same_order=False) if get_z3_leaf_modules(model) else plan
+    return plan.but(same_order=False) if has_leaf_modules(model) else plan
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:
@@ -222,3 +214,32 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
     return parser
+
+
+@torch.no_grad()
+def _take_back(model: nn.Module) -> None:
+    """End the engine that ``model`` has: its parameters are whole and plain again, in the dtype of their masters.
+
+    What the optimizer knew is lost, as it is with the engine under DeepSpeed. Collective where there is one. A model
+    whose layers are cut is left as it is, which is an error where it is sharded again.
+    """
+    for session in sessions_of({id(param) for param in model.parameters()}):
+        if session.closed or session.mesh.tensor.size > 1:
+            continue
+        if session.mesh.rank == 0:
+            warn_user(
+                f"initialize of a {type(model).__name__} that another engine has: that engine ends here, with its "
+                f"optimizer's state{'. Call engine.destroy() before to say so' * session.resident}"
+            )
+        _end(session)
+
+
+def _end(session: Session) -> None:
+    module, device = session.module.unwrap(), session.mesh.device
+    state = session.module.state_dict()
+    session.close()
+    session.mesh.close()
+    forget(session)
+    for name, param in module.named_parameters():
+        param.grad = None
+        point(param, state[name].to(device, copy=True))

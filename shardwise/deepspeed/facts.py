@@ -2,181 +2,80 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import IterableDataset
 
+from shardwise.attributes import ModeOfModule
+from shardwise.build import Session
 from shardwise.checked import whole
 from shardwise.comm import ranks_of
-from shardwise.deepspeed.config import Batch
+from shardwise.deepspeed.config import Batch, Settings
 from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
 from shardwise.deepspeed.process_groups import get_sequence_parallel_group
-from shardwise.deepspeed.written import Written
+from shardwise.deepspeed.schema import KEYS, SECTIONS
 
-__all__ = ["ABSENT", "Facts"]
-
-ZERO = "zero_optimization"
-
-
-def _value(path: str) -> Callable[[Facts], Any]:
-    def get(self: Facts) -> Any:
-        return self.settings[path]
-
-    get.__doc__ = f"``{path}`` of the configuration."
-    return get
-
-
-def _block(path: str) -> Callable[[Facts], Section | None]:
-    def get(self: Facts) -> Section | None:
-        return Section(self.settings, path) if path in self.settings.sections else None
-
-    get.__doc__ = f"The block ``{path}`` of the configuration; ``None`` where there is none."
-    return get
-
-
-def _always(value: Any, why: str) -> Callable[[Facts], Any]:
-    def get(self: Facts) -> Any:
-        return copy.copy(value)
-
-    get.__doc__ = f"Always ``{value!r}``: {why}."
-    return get
-
+__all__ = ["ABSENT", "Facts", "getter"]
 
 _REDUCED = "gradients are reduced inside backward passes; use torch.distributed for tensors of your own"
-_SAMPLES = "choose the samples in the program's own data loader"
-_COMPILED = "engine.compile() is torch.compile; there are no passes of DeepSpeed's compiler"
-_TIMES = "wall_clock_breakdown logs the times of forward, backward and step"
-_REFUSED = "what it is about is refused in a configuration"
-_CURVES = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
-_TUNING = ("start_profile_step", "end_profile_step", "metric_path", "model_info_path", "metric", "profile_model_info")
 ABSENT = {
-    **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain"), _REDUCED),
-    **dict.fromkeys(("buffered_allreduce_fallback", "sparse_allreduce", "sparse_all_gather"), _REDUCED),
-    **dict.fromkeys(("sparse_allreduce_bucket", "sparse_allreduce_no_retain", "all_gather_scalar"), _REDUCED),
-    "set_custom_curriculum_learning_schedule": _SAMPLES,
-    "random_ltd_initialize": "drop tokens in the model",
-    "set_data_post_process_func": "give initialize a collate_fn",
+    **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "buffered_allreduce_fallback"), _REDUCED),
+    **dict.fromkeys(("timers", "engine_timers", "tput_timer", "flops_profiler"), "use torch.profiler"),
+    "_config": "engine.settings is what was configured, and optimizer.clip_grad the norm that steps clip to",
     "clip_fp32_gradients": "step() clips to gradient_clipping; optimizer.clip_grad_by_norm(norm) does it before",
-    **dict.fromkeys(("timers", "engine_timers", "get_wall_clock_timers", "print_forward_breakdown"), _TIMES),
-    **dict.fromkeys(("register_compile_pass", "get_compile_time", "get_deepcompile_backend"), _COMPILED),
-    **dict.fromkeys(("get_deepspeed_compile_backend", "get_autosp_backend", "get_autotp_backend"), _COMPILED),
-    **dict.fromkeys((f"eigenvalue_{name}" for name in _CURVES), _REFUSED),
-    **dict.fromkeys((f"autotuning_{name}" for name in _TUNING), _REFUSED),
-    **dict.fromkeys(("pld_theta", "pld_gamma", "quantize_training"), _REFUSED),
-    "zero_grad_hooks": "gradients are always reduced by hooks; no key turns them off",
+    "set_data_post_process_func": "give initialize a collate_fn",
     "load_moe_state_dict": "there are no experts on ranks of their own here; load_checkpoint reads whole models",
 }
 """Of DeepSpeed's engine and not of this one: what to do instead, in the error of who asks for it."""
 
-NOT_HERE = "what it would turn on is refused"
+_GETTERS = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "loss_scale": "fp16.loss_scale",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "steps_per_print": "steps_per_print",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
+_PREFIXES = {
+    "zero_": ("zero_optimization.", "zero_optimization.stage3_", "zero_optimization.zero_", "zero_"),
+    "mics_": ("zero_optimization.mics_",),
+    "fp16_": ("fp16.", "fp16.fp16_"),
+    "bfloat16_": ("bf16.",),
+    "bf16_": ("bf16.bf16_",),
+    "torch_autocast_": ("torch_autocast.",),
+}
+"""By the beginning of a getter's name: what its key may begin with."""
 
 
-class Facts(Written):
-    """The part of an engine that only answers. Getters of keys give what was configured, or the key's default."""
+def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
+    """The engine's method ``name`` where DeepSpeed has it for a key: what was configured, or the key's default."""
+    paths = [_GETTERS[name]] if name in _GETTERS else []
+    for prefix, starts in _PREFIXES.items():
+        if name.startswith(prefix):
+            paths += [f"{start}{name.removeprefix(prefix)}" for start in starts]
+    for path in paths:
+        if path in SECTIONS:
+            return lambda: Section(settings, path) if path in settings.sections else None
+        if path in KEYS:
+            return lambda: settings[path]
+    return None
 
+
+class Facts(ModeOfModule):
+    """The part of an engine that answers."""
+
+    settings: Settings
+    session: Session
+    optimizer: Any
     training_dataloader: Any
+    _batch: Batch
 
-    zero_optimization_stage = _value(f"{ZERO}.stage")
-    zero_reduce_scatter = _value(f"{ZERO}.reduce_scatter")
-    zero_overlap_comm = _value(f"{ZERO}.overlap_comm")
-    zero_offload_optimizer = _block(f"{ZERO}.offload_optimizer")
-    zero_offload_param = _block(f"{ZERO}.offload_param")
-    zero_partial_offload = _value(f"{ZERO}.offload_optimizer.ratio")
-    super_offload = _value(f"{ZERO}.offload_optimizer.super_offload")
-    cpuadam_cores_perc = _value(f"{ZERO}.offload_optimizer.cpuadam_cores_perc")
-    zero_sub_group_size = _value(f"{ZERO}.sub_group_size")
-    zero_reduce_bucket_size = _value(f"{ZERO}.reduce_bucket_size")
-    zero_multi_rank_bucket_allreduce = _value(f"{ZERO}.use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = _value(f"{ZERO}.allgather_bucket_size")
-    zero_compute_grad_norm = _value(f"{ZERO}.compute_grad_norm")
-    zero_contiguous_gradients = _value(f"{ZERO}.contiguous_gradients")
-    zero_load_from_fp32_weights = _value(f"{ZERO}.load_from_fp32_weights")
-    zero_elastic_checkpoint = _value(f"{ZERO}.elastic_checkpoint")
-    zero_max_live_parameters = _value(f"{ZERO}.stage3_max_live_parameters")
-    zero_max_reuse_distance = _value(f"{ZERO}.stage3_max_reuse_distance")
-    zero_prefetch_bucket_size = _value(f"{ZERO}.stage3_prefetch_bucket_size")
-    zero_module_granularity_threshold = _value(f"{ZERO}.stage3_module_granularity_threshold")
-    zero_param_persistence_threshold = _value(f"{ZERO}.stage3_param_persistence_threshold")
-    zero_model_persistence_threshold = _value(f"{ZERO}.stage3_model_persistence_threshold")
-    zero_gather_16bit_weights_on_model_save = _value(f"{ZERO}.stage3_gather_16bit_weights_on_model_save")
-    zero_legacy_stage1 = _value(f"{ZERO}.legacy_stage1")
-    zero_ignore_unused_parameters = _value(f"{ZERO}.ignore_unused_parameters")
-    zero_save_muon_momentum_buffer_in_memory = _value(f"{ZERO}.save_muon_momentum_buffer_in_memory")
-    zero_allgather_partitions = _value(f"{ZERO}.allgather_partitions")
-    zero_round_robin_gradients = _value(f"{ZERO}.round_robin_gradients")
-    zero_parameter_alignment = _value(f"{ZERO}.parameter_alignment")
-    zero_hpz_partition_size = _value(f"{ZERO}.zero_hpz_partition_size")
-    zero_quantized_weights = _value(f"{ZERO}.zero_quantized_weights")
-    zero_quantized_nontrainable_weights = _value(f"{ZERO}.zero_quantized_nontrainable_weights")
-    zero_quantized_gradients = _value(f"{ZERO}.zero_quantized_gradients")
-    mics_shard_size = _value(f"{ZERO}.mics_shard_size")
-    zero_log_trace_cache_warnings = _value(f"{ZERO}.log_trace_cache_warnings")
-    zero_allgather_sequential = _value(f"{ZERO}.stage3_allgather_sequential")
-    is_sanity_checks_enabled = _value(f"{ZERO}.enable_sanity_checks")
-    zero_allow_untested_optimizer = _value("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _value("zero_force_ds_cpu_optimizer")
-    zero_use_cpu_optimizer = _always(False, "the optimizer is the user's own, wherever its state is")
-    zero_cpu_offload = _always(False, "as in DeepSpeed, where offload_optimizer took its place")
-    zenflow_config = _always(None, NOT_HERE)
-
-    fp16_enabled = _value("fp16.enabled")
-    fp16_auto_cast = _value("fp16.auto_cast")
-    fp16_master_weights_and_gradients = _value("fp16.fp16_master_weights_and_grads")
-    loss_scale = _value("fp16.loss_scale")
-    bfloat16_enabled = _value("bf16.enabled")
-    bf16_master_weights_and_gradients = _value("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _value("bf16.bf16_optimizer_states")
-
-    optimizer_params = _value("optimizer.params")
-    optimizer_legacy_fusion = _value("optimizer.legacy_fusion")
-    scheduler_name = _value("scheduler.type")
-    scheduler_params = _value("scheduler.params")
-    managed_gradient_accumulation = _value("managed_gradient_accumulation")
-    gradient_predivide_factor = _value("gradient_predivide_factor")
-    steps_per_print = _value("steps_per_print")
-    wall_clock_breakdown = _value("wall_clock_breakdown")
-    memory_breakdown = _value("memory_breakdown")
-    dump_state = _value("dump_state")
-    log_level = _value("log_level")
-    dataloader_drop_last = _value("dataloader_drop_last")
-    sparse_gradients_enabled = _value("sparse_gradients")
-    use_node_local_storage = _value("use_node_local_storage")
-    graph_harvesting = _value("graph_harvesting")
-    checkpoint_serialization_enabled = _value("checkpoint.checkpoint_serialization")
-    checkpoint_writer_enabled = _always(False, "every rank always writes its own part")
-    load_universal_checkpoint = _value("checkpoint.load_universal")
-    autotp_size = _value("tensor_parallel.autotp_size")
-    tensor_parallel_config = _block("tensor_parallel")
-
-    flops_profiler_enabled = _value("flops_profiler.enabled")
-    flops_profiler_recompute_fwd_factor = _value("flops_profiler.recompute_fwd_factor")
-    flops_profiler_profile_step = _value("flops_profiler.profile_step")
-    flops_profiler_module_depth = _value("flops_profiler.module_depth")
-    flops_profiler_top_modules = _value("flops_profiler.top_modules")
-    flops_profiler_detailed = _value("flops_profiler.detailed")
-    flops_profiler_output_file = _value("flops_profiler.output_file")
-
-    autotuning_enabled = _always(False, NOT_HERE)
-    torch_autocast_enabled = _value("torch_autocast.enabled")
-    torch_autocast_dtype = _value("torch_autocast.dtype")
-    torch_autocast_lower_precision_safe_modules = _value("torch_autocast.lower_precision_safe_modules")
-    data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled = _always(False, NOT_HERE)
-    curriculum_enabled_legacy = random_ltd_enabled = pld_enabled = eigenvalue_enabled = _always(False, NOT_HERE)
-    data_efficiency_config = data_sampling_config = curriculum_learning_config = _always({}, NOT_HERE)
-    curriculum_params_legacy = random_ltd_config = pld_params = _always({}, NOT_HERE)
-    compile_zero_optimization_stage = compile_autosp = compile_autotp = _always(False, NOT_HERE)
-    is_deepcompile_enabled = is_deepcompile_active = uses_parallelization_pass_only = _always(False, NOT_HERE)
-    amp_enabled = amp_params = elasticity_enabled = _always(False, NOT_HERE)
-    is_elastic_model_parallel_supported = get_pld_theta = _always(None, NOT_HERE)
-    swap_tensor_config = zeropp_loco_param = _always(None, NOT_HERE)
-
-    # nn.Module has no such attributes, and programs read them without asking.
-    has_moe_layers = pipeline_parallelism = False
-    progressive_layer_drop = eigenvalue = quantizer = None
+    def gradient_clipping(self) -> float:
+        """The largest norm, as ``optimizer.clip_grad`` may have set it; 0 is none."""
+        return float(self.settings["gradient_clipping"] if self.optimizer is None else self.optimizer.max_norm)
 
     @property
     def device(self) -> torch.device:
@@ -216,17 +115,6 @@ class Facts(Written):
                 place = place.setdefault(block, {})
             place[name] = value
         return tree
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Weights of embeddings, where ``sparse_gradients`` asks to exchange their gradients as sparse ones.
-
-        They are reduced dense, as all others.
-        """
-        if not self.settings["sparse_gradients"]:
-            return set()
-        named = self.session.model.named_modules()
-        return {f"{name}.weight" for name, module in named if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; ``None`` before the first."""
@@ -337,34 +225,9 @@ class Facts(Written):
 
     is_first_weights_partition_group = zero_optimization_partition_weights
 
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether state is at home on a disk."""
-        return self.session.plan.tiers.state_disk_fraction > 0
-
-    def postscale_gradients(self) -> bool:
-        """See ``prescale_gradients``, whose opposite it is."""
-        return not self.settings["prescale_gradients"]
-
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale moves."""
-        return bool(self.fp16_enabled()) and self.settings["fp16.loss_scale"] == 0
-
-    def initial_dynamic_scale(self) -> float:
-        """The first loss scale, where it moves."""
-        return float(2.0 ** self.settings["fp16.initial_scale_power"])
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
-        """How a loss scale moves, where any of it is configured."""
-        names = ("initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis", "consecutive_hysteresis")
-        if not any(self.settings.given(f"fp16.{name}") for name in names):
-            return None
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self.settings["fp16.loss_scale_window"],
-            "min_scale": self.settings["fp16.min_loss_scale"],
-            "delayed_shift": self.settings["fp16.hysteresis"],
-            "consecutive_hysteresis": self.settings["fp16.consecutive_hysteresis"],
-        }
+        return self.settings["fp16.enabled"] and self.settings["fp16.loss_scale"] == 0  # type: ignore[no-any-return]
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
@@ -383,34 +246,8 @@ class Facts(Written):
             return None if self.optimizer is None else type(self.optimizer.optimizer).__name__
         return str(self.settings["optimizer.type"])
 
-    def aio_config(self) -> dict[str, Any]:
-        """The block ``aio``, with defaults."""
-        return Section(self.settings, "aio").as_dict()
-
-    def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether ranks compare their tags."""
-        return bool(self.settings["checkpoint.tag_validation"] != "IGNORE")
-
-    def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether different tags are an error."""
-        return bool(self.settings["checkpoint.tag_validation"] == "FAIL")
-
     def _backward_epilogue(self) -> None:
         """After a pass of outputs of ``module``, where DeepSpeed's engine has to be told: nothing is left to do."""
-
-    def get_type(self) -> list[Any]:
-        """The entry ``type`` of each param group; 0.0 where there is none."""
-        return self._of_groups("type")
-
-    @staticmethod
-    def is_map_style_dataset(obj: Any) -> bool:
-        """Whether samples have numbers."""
-        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-
-    @staticmethod
-    def is_iterable_style_dataset(obj: Any) -> bool:
-        """Whether it is torch's ``IterableDataset``."""
-        return isinstance(obj, IterableDataset)
 
     def get_tensor_parallel_rank(self) -> int:
         """Which part of its layers this rank holds."""

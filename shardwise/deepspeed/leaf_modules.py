@@ -1,5 +1,6 @@
-"""Leaf modules, which DeepSpeed gathers whole since their children run in another order from pass to pass (mixtures of
-experts). Here ranks of a model that has some agree before each gather (``CommPlan.same_order=False``)."""
+"""``set_z3_leaf_modules``, by which DeepSpeed gathers mixtures of experts whole: their children run in another order in
+each pass, and on each rank. Here ranks of such a model agree before each gather (``CommPlan.same_order=False``).
+"""
 
 from __future__ import annotations
 
@@ -9,108 +10,35 @@ from torch import nn
 
 from shardwise.printable import class_name
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
+__all__ = ["has_leaf_modules", "set_z3_leaf_modules"]
 
 FLAG = "_z3_leaf"
-OWNER = "ds_z3_leaf_module"
-"""Published names, of a module and of its parameters."""
+"""DeepSpeed's own name for it."""
 
 
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether it is flagged."""
-    return bool(getattr(model, FLAG, False))
-
-
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether it belongs to one."""
-    return hasattr(model, OWNER)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Those in ``model`` that are flagged."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Flag it, or not."""
-    setattr(model, FLAG, flag)
-    for param in model.parameters():
-        if flag:
-            setattr(param, OWNER, model)
-        elif hasattr(param, OWNER):
-            delattr(param, OWNER)
-
-
-def _of_class(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
-    kind = type(module)
-    if isinstance(wanted, str):
-        return wanted in (kind.__name__, class_name(kind))
-    return isinstance(module, wanted)
-
-
-def _flag(found: Sequence[nn.Module], flag: bool, asked: object, needed: bool) -> list[nn.Module]:
-    if not found and needed:
-        raise ValueError(f"no module of the model is one of {asked!r}: give classes, or their names, that it has")
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return list(found)
+def has_leaf_modules(model: nn.Module) -> bool:
+    """Whether a module of ``model`` was found by :func:`set_z3_leaf_modules`."""
+    return any(getattr(module, FLAG, False) for module in model.modules())
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Flag all modules of these classes (or of classes of these names), and return them.
+    """Mark the modules of these classes, or of classes of these names, and return them.
 
     Raises:
         ValueError: there is none, and ``raise_if_not_found``.
     """
-    found = [module for module in model.modules() if any(_of_class(module, each) for each in leaf_module_classes)]
-    return _flag(found, True, leaf_module_classes, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The opposite of :func:`set_z3_leaf_modules`."""
-    found = [module for module in model.modules() if any(_of_class(module, each) for each in leaf_module_classes)]
-    return _flag(found, False, leaf_module_classes, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Flag the modules of these names in ``named_modules()``; returns them, and the names that there are not.
-
-    Raises:
-        ValueError: there is none, and ``raise_if_not_found``.
-    """
-    known = dict(model.named_modules())
-    found = [known[name] for name in module_names if name in known]
-    return _flag(found, flag, module_names, raise_if_not_found), [name for name in module_names if name not in known]
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Flag the modules whose names end like this; returns them, and the endings that no name has.
-
-    Raises:
-        ValueError: there is none, and ``raise_if_not_found``.
-    """
-    known = dict(model.named_modules())
-    by_ending = {
-        ending: [module for name, module in known.items() if name.endswith(ending)] for ending in module_name_suffixes
-    }
-    found = list(dict.fromkeys(module for each in by_ending.values() for module in each))
-    return _flag(found, flag, module_name_suffixes, raise_if_not_found), [
-        e for e, each in by_ending.items() if not each
+    kinds = tuple(each for each in leaf_module_classes if isinstance(each, type))
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds) or {type(module).__name__, class_name(type(module))} & set(leaf_module_classes)
     ]
+    if not found and raise_if_not_found:
+        raise ValueError(
+            f"no module of the model is one of {leaf_module_classes!r}: give classes, or their names, that it has"
+        )
+    for module in found:
+        setattr(module, FLAG, True)
+    return found

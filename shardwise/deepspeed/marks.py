@@ -8,15 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.torch_internals import current_graph_task
 
 __all__ = ["ParameterOffload", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_session"]
 
@@ -39,22 +37,6 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-# [Note: The status of what autograd saved]
-# A function of a program's own that saves a parameter gets the parameter itself back in plain PyTorch. Here it gets a
-# tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether it has to be gathered, it asks
-# of that tensor. No attribute of one object reaches it: autograd makes the object anew. So the class answers, during
-# backward passes alone, and outside of them no tensor has the name that it was not given. Asked for by whoever goes
-# through the names of the class, as torch's compiler does, it is a plain value: what has `__get__` has to have
-# `__set__` there, and with `__set__` no parameter could have a status of its own.
-class _OfSaved:
-    """``ds_status`` of tensors that have none of their own."""
-
-    def __get__(self, tensor: object, kind: type) -> ZeroParamStatus:
-        if tensor is not None and current_graph_task() == -1:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute 'ds_status'")
-        return ZeroParamStatus.AVAILABLE
-
-
 def mark(param: nn.Parameter, status: ZeroParamStatus) -> None:
     """A parameter that is sharded at stage 3, or will be."""
     known: Any = param
@@ -71,8 +53,6 @@ def mark_session(session: Session, stage: int) -> None:
             for name in [each for each in vars(param) if each.startswith("ds_") and each != "ds_process_group"]:
                 delattr(param, name)  # it was built in a zero.Init, and is not sharded
         return
-    if "ds_status" not in vars(torch.Tensor):
-        torch.Tensor.ds_status = _OfSaved()  # type: ignore[attr-defined]
     session.module.unwrap().ds_external_parameters = _none  # type: ignore[assignment]
     units: dict[int, list[nn.Parameter]] = {}
     for param in session.params:
@@ -86,17 +66,11 @@ def mark_session(session: Session, stage: int) -> None:
     session.events.evicted.listen(functools.partial(_set, units, ZeroParamStatus.NOT_AVAILABLE))
     if session.optimizer is not None:
         session.optimizer.__dict__["parameter_offload"] = ParameterOffload(session.module.unwrap())
-        for name in ("_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"):
-            session.optimizer.__dict__[name] = _nothing
 
 
 def _set(units: dict[int, list[nn.Parameter]], status: ZeroParamStatus, unit: int) -> None:
     for param in units.get(unit, ()):
         param.ds_status = status  # type: ignore[attr-defined]
-
-
-def _nothing() -> None:
-    """What programs call around a look at the inner optimizer: its groups have fp32 shards at all times."""
 
 
 def _none() -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,10 +98,6 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Nothing to do."""
-
-    def get_param_coordinator(self) -> Iterable[Any]:
-        """Nothing: there is none."""
-        return ()
 
 
 def is_zero_param(parameter: Any) -> bool:

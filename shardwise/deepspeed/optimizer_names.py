@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.build import ShardedOptimizer
-from shardwise.deepspeed.no_effect import no_effect
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -57,20 +57,14 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Backward passes a step.
-
-        Raises:
-            AttributeError: set to another number.
-        """
+        """Backward passes a step; ``engine.set_train_batch_size()`` changes it."""
         return self._own.gradient_accumulation_steps()
 
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        if steps != self.gradient_accumulation_steps:
-            advice = (
-                "call engine.set_train_batch_size(), or engine.set_gradient_accumulation_boundary() before each pass"
-            )
-            raise no_effect(self, "optimizer.gradient_accumulation_steps", steps, advice)
+    @property
+    def loss_scaler(self) -> Any:
+        """For programs that log it: ``loss_scale``, ``cur_scale`` and ``dynamic`` as they are now."""
+        scale = float(self.loss_scale)
+        return SimpleNamespace(loss_scale=scale, cur_scale=scale, dynamic=self.dynamic_loss_scale)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DeepSpeedEngine.offload_states`."""
@@ -79,6 +73,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DeepSpeedEngine.reload_states`."""
         self._own.reload_states(*args, **kwargs)
+
+    def quantize_nontrainable_params(self) -> None:
+        """Nothing is left to do: ``zero_quantized_nontrainable_weights`` of the configuration counts since
+        ``initialize``."""
 
 
 def give_names(engine: DeepSpeedEngine) -> None:

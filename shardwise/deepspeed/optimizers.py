@@ -10,39 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import needs_whole_tensors
 from shardwise.deepspeed.config import Settings
-from shardwise.deepspeed.cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
-from shardwise.deepspeed.lamb import FusedLamb
-from shardwise.deepspeed.muon import make_muon, mark_matrices
-from shardwise.deepspeed.schedules import check_parameters, make_schedule
+from shardwise.deepspeed.cpu_optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLamb
+from shardwise.deepspeed.schedules import check_parameters
 from shardwise.optim.lion import Lion
+from shardwise.optim.muon import MuonWithAuxAdam
 
-__all__ = ["check_optimizer", "make_optimizer", "wide_states"]
+__all__ = ["make_optimizer", "wide_states"]
 
 _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
-
-
-def check_optimizer(settings: Settings) -> None:
-    """Whether the optimizer and the scheduler that a configuration names can be made and sharded: on one element.
-
-    Raises:
-        ValueError, NotImplementedError: see :func:`make_optimizer`, :func:`make_schedule` and
-            :func:`~shardwise.build.needs_whole_tensors`.
-    """
-    name, schedule = settings["optimizer.type"], settings["scheduler.type"]
-    params = settings["scheduler.params"] or {}
-    # Where a scheduler has a number for each param group, there are so many.
-    count = max([1, *(len(each) for each in params.values() if isinstance(each, list))])
-    groups: list[Any] = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)  # where the program brings its own
-    if name is not None:
-        model = nn.Linear(1, 1) if name.lower() == "muon" else None  # a matrix and a vector: its two groups
-        held = list(model.parameters()) if model is not None else groups
-        optimizer = make_optimizer(name, held, settings["optimizer.params"] or {}, model, wide_states(settings))
-        needs_whole_tensors(optimizer)
-    if schedule is not None:
-        make_schedule(schedule, optimizer, params)
 
 
 def wide_states(settings: Settings) -> bool | None:
@@ -79,8 +55,8 @@ def make_optimizer(
     if kind in ("adam", "adamw"):
         return _adam(kind, parameters, params, wide)
     if kind == "muon":
-        mark_matrices(model)
-        return make_muon(parameters, params)
+        _mark_matrices(model)
+        return _make_muon(parameters, params)
     own: dict[str, type[torch.optim.Optimizer]] = {"adagrad": torch.optim.Adagrad, "lamb": FusedLamb, "lion": Lion}
     cls: type[torch.optim.Optimizer] = own.get(kind) or _by_name(name)
     if kind in ("lamb", "lion") and "betas" in params:
@@ -122,3 +98,69 @@ def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any], wide: bo
         params["betas"] = tuple(params["betas"])
     check_parameters("optimizer", cls, params)
     return cls(parameters, **params)
+
+
+# ---- Muon: which parameters are matrices, and the param groups of its two halves
+
+APART = ("embed", "lm_head")
+"""Texts in names of parameters that Adam updates, whatever their shape."""
+KEYS = {True: ("lr", "momentum", "weight_decay", "ns_method"), False: ("lr", "betas", "eps", "weight_decay")}
+"""Of the configuration, by ``use_muon``."""
+OWN_RATES = {True: "muon_lr", False: "adam_lr"}
+
+
+def _mark_matrices(model: nn.Module | None) -> None:
+    """Give parameters that have no mark ``use_muon`` theirs: matrices, but for embeddings and heads by their names."""
+    for name, param in model.named_parameters() if model is not None else ():
+        if not hasattr(param, "use_muon"):
+            apart = any(text in name.lower() for text in APART)
+            param.use_muon = param.dim() >= 2 and not apart  # type: ignore[attr-defined]
+
+
+def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """Groups ``muon-params`` and ``adam-params`` of what is trained, each where it has any.
+
+    Raises:
+        ValueError: an unknown option (the nearest one is named); a parameter without a mark, or a group of parameters
+            with options of its own.
+    """
+    known = [*dict.fromkeys([*KEYS[True], *KEYS[False], *OWN_RATES.values()])]
+    for name, value in params.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"optimizer.params.{name}={value!r:.60}: Muon has no such parameter; {hint}")
+    held = [param for param in _flat(parameters) if param.requires_grad]
+    unmarked = [tuple(param.shape) for param in held if not isinstance(getattr(param, "use_muon", None), bool)]
+    if unmarked:
+        raise ValueError(
+            f"optimizer.type='Muon' with parameters of shapes {unmarked[:3]} that have no mark: set param.use_muon to "
+            "True or False, or give initialize parameters of its model"
+        )
+    groups = []
+    for use_muon, title in ((True, "muon-params"), (False, "adam-params")):
+        mine = [param for param in held if param.use_muon is use_muon]
+        options = {key: params[key] for key in KEYS[use_muon] if key in params}
+        if OWN_RATES[use_muon] in params:
+            options["lr"] = params[OWN_RATES[use_muon]]
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])
+        if mine:
+            groups.append({"params": mine, "use_muon": use_muon, "name": title, **options})
+    return MuonWithAuxAdam(groups)
+
+
+def _flat(parameters: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for each in parameters:
+        if not isinstance(each, dict):
+            found.append(each)
+            continue
+        options = sorted(set(each) - {"params", "name"})
+        if options:
+            raise ValueError(
+                f"model_parameters has a group with {', '.join(options)}, and Muon makes groups of its own: give "
+                "muon_lr, adam_lr and the like in optimizer.params, or parameters without groups"
+            )
+        found += [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
+    return found

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.checked import MOST_NUMEL, MOST_SCALE
-from shardwise.deepspeed.autocast import safe_classes
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
-from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
     ByNumel,
     ByTensor,
@@ -26,7 +24,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.precision_plan import HALF_DTYPES, ReduceModules
+from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
@@ -86,13 +84,12 @@ def to_plan(
     Raises:
         ValueError, NotImplementedError, TypeError, FileNotFoundError: see
             :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``, and an optimizer or a scheduler that ``initialize`` would refuse to make.
+            ``world_size``. The optimizer and the scheduler are made, and so checked, by ``initialize``.
     """
     settings = read_config(config, known)
     batch_of(settings, data_ranks(settings, world_size))
-    check_optimizer(settings)
     plan = plan_of(settings, world_size, numels)
-    return plan, settings.findings.report()
+    return plan, settings.findings
 
 
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
@@ -186,13 +183,7 @@ def _set_aside(s: Settings) -> None:
             inner = [p for p in s.values if p.startswith(f"{name}.") and p != f"{name}.enabled"]
             ignore(inner, f"{name} is not enabled")
     if not s["torch_autocast.enabled"]:
-        inner = ["torch_autocast.dtype", "torch_autocast.lower_precision_safe_modules"]
-        ignore(inner, "torch_autocast is not enabled")
-    elif s["communication_data_type"] is not None:
-        ignore(
-            ["torch_autocast.lower_precision_safe_modules"],
-            f"all gradients travel in communication_data_type, {s['communication_data_type']}",
-        )
+        ignore(["torch_autocast.dtype"], "torch_autocast is not enabled")
     if s["fp16.loss_scale"] > 0:
         dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
         ignore([f"fp16.{name}" for name in dynamic], f"the loss scale is constant ({s['fp16.loss_scale']:g})")
@@ -315,17 +306,7 @@ def _precision(s: Settings) -> PrecisionPlan:
         cast_inputs=dtype is torch.float16 and s["fp16.auto_cast"],
         output_dtype=None,
         scaler=_scaler(s),
-        reduce_modules=_safe_modules(s),
     )
-
-
-def _safe_modules(s: Settings) -> ReduceModules | None:
-    """Whose gradients travel in autocast's dtype."""
-    dtype = _autocast(s)
-    if dtype is None or s["communication_data_type"] is not None:
-        return None
-    classes = safe_classes(s)
-    return ReduceModules(classes=classes, dtype=dtype) if classes else None
 
 
 def _scaler(s: Settings) -> ScalerPlan | None:

@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from shardwise.build import Session
 from shardwise.deepspeed.collectives import (
-    get_all_ranks_from_group,
     get_global_rank,
     get_rank,
     get_world_group,
@@ -39,18 +38,6 @@ def _mesh() -> Mesh | None:
 
 def _mpu() -> Any:
     return _last[0][1] if _last else None
-
-
-def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Take over the groups of ``mpu``.
-
-    Raises:
-        NotImplementedError: experts that are divided over ranks.
-    """
-    if ep_size != 1:
-        raise NotImplementedError(f"groups.initialize(ep_size={ep_size}): experts are not divided over ranks here")
-    if mpu is not None:
-        _last[:] = [(_last[0][0] if _last else lambda: None, mpu)]  # type: ignore[list-item]
 
 
 def get_data_parallel_group() -> ProcessGroup:
@@ -82,14 +69,6 @@ def get_data_parallel_rank() -> int:
     if mpu is not None or mesh is None:
         return get_rank(get_data_parallel_group() if mpu is not None else None)
     return mesh.rank
-
-
-def data_parallel_ranks() -> list[int]:
-    """Their numbers among all processes."""
-    mesh = _mesh()
-    if _mpu() is None and mesh is not None:
-        return list(mesh.ranks)
-    return get_all_ranks_from_group(get_data_parallel_group())
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
@@ -145,8 +124,3 @@ def get_sequence_parallel_group() -> ProcessGroup | None:
         f"a torch group of the {get_sequence_parallel_world_size()} ranks that share sequences: the model exchanges by "
         "itself what they need; make one with torch.distributed.new_group for anything else"
     )
-
-
-def broadcast_source_rank() -> int:
-    """The first of the data-parallel ranks, among all processes."""
-    return data_parallel_ranks()[0]

@@ -18,7 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.remarks import warn_user
 
-__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "make_schedule"]
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "make_schedule",
+]
 
 
 def _each(optimizer: torch.optim.Optimizer, value: float | Sequence[float], name: str) -> list[float]:
@@ -290,6 +298,8 @@ class OneCycle(_Schedule):
 _OWN: dict[str, type[LRScheduler]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+VALID_LR_SCHEDULES = list(_OWN)
+"""Names of DeepSpeed's own, by which accelerate knows them."""
 
 
 def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> LRScheduler:

@@ -50,14 +50,12 @@ class ConfigBlock:
     Attributes:
         role, reason: as for :class:`Key`.
         switch: the inner key that turns it on; ``None``: any inner value that is not false, null or empty.
-        inner: its keys; empty: they are not looked at.
         off: a value of the switch that turns nothing on, besides false, 0 and null.
     """
 
     role: Role
     reason: str
     switch: str | None = "enabled"
-    inner: tuple[str, ...] = ()
     off: Any = None
 
 
@@ -98,7 +96,7 @@ _TOP = {
     "dump_state": _skip("bool", False, "print engine.session.plan and engine.report instead", False),
     "disable_python_gc": _skip("bool", False, "call gc.disable() in the program", False),
     "steps_per_print": _use("int", None, 1, MOST_COUNT),
-    "wall_clock_breakdown": _use("bool", False),
+    "wall_clock_breakdown": _skip("bool", False, "torch.profiler shows the times of a step", False),
     "memory_breakdown": _skip("bool", False, "print engine.session.memory() where it is wanted", False),
     "zero_allow_untested_optimizer": _skip("bool", True, _ANY_OPTIMIZER, True),
     "zero_force_ds_cpu_optimizer": _skip("bool", False, _ANY_OPTIMIZER, False),
@@ -116,10 +114,10 @@ _FP16 = {
     "auto_cast": _use("bool", False),
     "loss_scale": _use("float", 0.0, 0.0, MOST_SCALE),
     "initial_scale_power": _use("int", 16, 0, 126),
-    "loss_scale_window": _use("int", 1000, None, MOST_COUNT),
+    "loss_scale_window": _use("int", 1000, 1, MOST_COUNT),
     "hysteresis": _use("int", 2, 1, MOST_COUNT),
     "consecutive_hysteresis": _use("bool", False),
-    "min_loss_scale": _use("float", 1.0, None, MOST_SCALE),
+    "min_loss_scale": _use("float", 1.0, 0.0, MOST_SCALE),
     "fp16_master_weights_and_grads": _use("bool", False),
 }
 _BF16 = {
@@ -223,15 +221,6 @@ _CHECKPOINT = {
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
 }
 
-_ACTIVATIONS = {
-    "partition_activations": _use("bool", False),
-    "cpu_checkpointing": _use("bool", False),
-    "contiguous_memory_optimization": _use("bool", False),
-    "number_checkpoints": _use("int", None, 1, MOST_COUNT),
-    "synchronize_checkpoint_boundary": _use("bool", False),
-    "profile": _use("bool", False),
-}
-
 _CLASSES = "what of a model is cut is known by its modules' classes, see shardwise.tensor.known_architectures()"
 _DESCRIBE = "leave it out, and describe the model with shardwise.tensor.register_architecture"
 _TENSOR = {
@@ -263,33 +252,13 @@ _WANDB = {
     "team": _use("text", None),
     "project": _use("text", "deepspeed"),
 }
-_COMET = {
-    "enabled": _use("bool", False),
-    "samples_log_interval": _use("int", 100, 0, MOST_COUNT),
-    "project": _use("text", None),
-    "workspace": _use("text", None),
-    "api_key": _use("text", None),
-    "experiment_name": _use("text", None),
-    "experiment_key": _use("text", None),
-    "online": _use("bool", None),
-    "mode": _use("text", None, choices=("get", "create", "get_or_create")),
-}
 _AUTOCAST = {
     "enabled": _use("bool", False),
     "dtype": _use("dtype", None),
-    "lower_precision_safe_modules": _use("list", None),
+    "lower_precision_safe_modules": _skip(
+        "list", None, "gradients travel in their parameters' dtype, or in communication_data_type"
+    ),
 }
-_FLOPS = {
-    "enabled": _use("bool", False),
-    "recompute_fwd_factor": _use("float", 0.0, 0.0),
-    "profile_step": _use("int", 1, 0, MOST_COUNT),
-    "step": _skip("int", None, "the key is profile_step; DeepSpeed ignores this one, too"),
-    "module_depth": _use("int", -1, -1, MOST_COUNT),
-    "top_modules": _use("int", 1, 0, MOST_COUNT),
-    "detailed": _use("bool", True),
-    "output_file": _use("text", None),
-}
-
 SECTIONS: dict[str, dict[str, Key]] = {
     "": _TOP,
     "fp16": _FP16,
@@ -299,7 +268,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "zero_optimization.offload_param": _OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
     "aio": _AIO,
-    "activation_checkpointing": _ACTIVATIONS,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "checkpoint": _CHECKPOINT,
@@ -308,8 +276,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "tensorboard": _FILES,
     "csv_monitor": _FILES,
     "wandb": _WANDB,
-    "comet": _COMET,
-    "flops_profiler": _FLOPS,
     "torch_autocast": _AUTOCAST,
 }
 """The keys of each block, by its path; ``""`` is the top."""
@@ -337,23 +303,19 @@ ALIASES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
 BLOCKS: dict[str, ConfigBlock] = {
-    "comms_logger": ConfigBlock(
-        "ignored",
-        "engine.session.traffic() counts what was sent",
-        "enabled",
-        ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
+    "comms_logger": ConfigBlock("ignored", "engine.session.traffic() counts what was sent"),
+    "timers": ConfigBlock("ignored", "torch.profiler shows the times of a step", None),
+    "flops_profiler": ConfigBlock("ignored", "call deepspeed.profiling.flops_profiler.get_model_profile"),
+    "activation_checkpointing": ConfigBlock(
+        "ignored", "arguments of checkpointed calls stay whole on their device", None
     ),
-    "timers": ConfigBlock("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
-    "zero_optimization.leaf_module": ConfigBlock(
-        "ignored", "ranks may run different branches, so no module has to be gathered whole", None
-    ),
+    "zero_optimization.leaf_module": ConfigBlock("ignored", "what is gathered follows the modules that run", None),
+    "comet": ConfigBlock("refused", "give wandb, tensorboard or csv_monitor, or log with comet_ml in the program"),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
     "autotuning": ConfigBlock("refused", "leave it out"),
     "elasticity": ConfigBlock("refused", "give the batch sizes"),
@@ -371,6 +333,9 @@ BLOCKS: dict[str, ConfigBlock] = {
     "compression_training": ConfigBlock("refused", "leave it out", None),
     "quantize_training": ConfigBlock("refused", "leave it out"),
     "weight_quantization": ConfigBlock("refused", "leave it out", None),
+    "zero_optimization.cpu_offload": ConfigBlock("refused", "give offload_optimizer={'device': 'cpu'}", None),
+    "zero_optimization.cpu_offload_param": ConfigBlock("refused", "give offload_param={'device': 'cpu'}", None),
+    "zero_optimization.cpu_offload_use_pin_memory": ConfigBlock("ignored", "give pin_memory in its block", None),
     "zero_optimization.zenflow": ConfigBlock("refused", "leave it out", None),
     "zero_optimization.zeropp_loco_param": ConfigBlock("refused", "leave it out", None),
 }
@@ -379,9 +344,6 @@ BLOCKS: dict[str, ConfigBlock] = {
 def known_names(section: str) -> list[str]:
     """Names that may stand in ``section`` (``""``: the top), those of sections and blocks included."""
     prefix = f"{section}." if section else ""
-    paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES, *_SPECIAL]
+    paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES]
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != section]
     return list(dict.fromkeys(name for name in names if name and "." not in name))
-
-
-_SPECIAL = ("zero_optimization.cpu_offload_use_pin_memory",)

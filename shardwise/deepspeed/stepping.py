@@ -6,7 +6,7 @@ And what it raises where passes cannot be left unreduced.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ import torch
 from shardwise.build import Session
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
-from shardwise.remarks import warn_user
 
 __all__ = [
     "NoSyncError",
@@ -34,45 +33,17 @@ class NoSyncError(AssertedError):
 
 
 class PassesApart:
-    """Blocks of passes that exchange nothing, one at a time; no step is made in one. And which sums of passes stay.
+    """Blocks of passes that exchange nothing, one at a time; no step is made in one.
 
     Args:
         session: of the engine.
         stage: of the configuration.
-        passes: how many of the passes of an update :meth:`step` has counted so far; in the step that makes it, 0.
     """
 
     _inside: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()
 
-    def __init__(self, session: Session, stage: int, passes: Callable[[], int]) -> None:
-        self._session, self._stage, self._passes, self._open = session, stage, passes, ""
-        self._told: set[str] = set()
-        session.events.gradients_dropped.listen(self._dropped)
-
-    def keep_sums(self) -> bool:
-        """Whether gradients that passes have added up stay in spite of the engine's ``zero_grad()``, with a warning
-        where there are some. DeepSpeed's sets ``.grad`` to ``None``, where at stages 2 and 3 they no longer are."""
-        keeps = self._stage >= 2
-        if keeps and self._session.passes_held:
-            self._tell(
-                f"zero_grad() of the engine keeps the gradients of the passes since the last update at stage "
-                f"{self._stage}, as DeepSpeed's does: optimizer.zero_grad() drops them"
-            )
-        return keeps
-
-    def _dropped(self, _: int | None) -> None:
-        if self._passes() and self._session.passes_held:
-            self._tell(
-                f"gradients are dropped after {self._passes()} of the passes of an update (stage {self._stage}), which "
-                "is made of the rest: step() drops those that it has used, so call zero_grad() after an update (where "
-                "is_gradient_accumulation_boundary() was true), or not at all"
-            )
-
-    def _tell(self, message: str) -> None:
-        kind = message.partition(" ")[0]
-        if kind not in self._told:  # once a run
-            self._told.add(kind)
-            warn_user(message)
+    def __init__(self, session: Session, stage: int) -> None:
+        self._session, self._stage, self._open = session, stage, ""
 
     @classmethod
     def has(cls, session: Session) -> bool:
@@ -161,20 +132,18 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     """Around ``optimizer.step()``.
 
     Raises:
-        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, and not where
-            ``optimizer.loss_scaler.raise_error_at_min_scale`` was set to false, as under DeepSpeed.
+        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, as under DeepSpeed.
     """
     scaler = optimizer.scaler
     if scaler is None:
         yield
         return
     at_floor = scaler.scale <= scaler.plan.min_scale < scaler.plan.max_scale
-    raises = settings.stage > 0 and getattr(vars(optimizer).get("loss_scaler"), "raise_error_at_min_scale", True)
     yield
     if not optimizer.last_step_skipped:
         if settings["fp16.consecutive_hysteresis"]:
             scaler.forget_overflows()
-    elif at_floor and raises and scaler.overflows >= scaler.plan.hysteresis:
+    elif settings.stage > 0 and at_floor and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"

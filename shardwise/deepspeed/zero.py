@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.comm import PeerError, ranks_of
+from shardwise.comm import ranks_of
 from shardwise.deepspeed.collectives import init_distributed
-from shardwise.deepspeed.config import Settings, load_config, read_config
+from shardwise.deepspeed.config import load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
-from shardwise.deepspeed.names import WORLD
-from shardwise.deepspeed.plan import home_of_parameters, number_format
+from shardwise.deepspeed.plan import number_format
 from shardwise.deferred.construction import adopt, deferred_init, paused
 from shardwise.deferred.replay import replay, tape_of
 from shardwise.remarks import warn_user
-from shardwise.torch_internals import version_of
-from shardwise.worlds.mirror import lookup
+from shardwise.worlds import lookup, read_world
 
 __all__ = [
     "GatheredParameters",
@@ -33,7 +31,6 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "forget",
-    "is_gathered",
     "register_external_parameter",
     "remember",
     "session_of",
@@ -44,8 +41,6 @@ __all__ = [
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order in which they were made, which is the same on every rank."""
-_GATHERED: list[frozenset[int]] = []
-"""By block of :class:`GatheredParameters` that is open, the ``id`` of each parameter of an engine that it has."""
 
 
 def remember(session: Session) -> None:
@@ -61,33 +56,27 @@ def forget(session: Session) -> None:
 class Init:
     """Models built inside have no memory: ``initialize`` makes their values one tensor at a time, the same values.
 
-    Masters keep the values of the construction, unrounded. The arguments are DeepSpeed's, in their order; where one of
-    ``remote_device``, ``pin_memory`` and ``dtype`` asks for something else than the configuration, the configuration
-    decides, and one warning says so.
+    Masters keep the values of the construction, unrounded. The arguments are DeepSpeed's, in their order. Where values
+    are made, and in which dtype, is decided by the configuration of ``initialize``.
 
     Args:
         module: nothing is done to one that exists already; ``initialize`` shards it.
         data_parallel_group: the ranks that ``initialize`` divides the model over, a group that this rank belongs to.
-        mem_efficient_linear: no effect: linear layers stay as they are, and autograd never holds gathered weights.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``; values are made where ``offload_param`` puts their shards.
-        pin_memory: page-lock them in host memory, as ``offload_param.pin_memory`` says.
+        mem_efficient_linear, remote_device, pin_memory: no effect.
         config_dict_or_path: checked, where it is given; ``config`` is its older name.
         config: see ``config_dict_or_path``.
         enabled: ``False``: models are built as usual.
-        dtype: of the sharded parameters, as ``bf16.enabled`` or ``fp16.enabled`` says.
+        dtype: no effect, with a warning where the configuration has another one.
         mpu: an object with ``get_data_parallel_group()``, instead of that; give it to ``initialize`` as well.
-        zero_param_parallel_group: the same group, or ``None``.
-        zero_quantized_weights: give it in the configuration.
-        zero_quantized_nontrainable_weights: the same.
+        zero_param_parallel_group: not available; ``zero_hpz_partition_size`` of the configuration is.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: give them in the configuration.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
-        ValueError: another ``remote_device``, a configuration with a fault, or a group that this rank is not in.
-        NotImplementedError: an ``mpu`` with more than data and tensor parallelism, groups that differ, or quantized
-            weights.
+        ValueError: a configuration with a fault, or a group that this rank is not in.
+        NotImplementedError: an ``mpu`` with more than data and tensor parallelism, or what only the configuration may
+            have.
     """
-
-    _said: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -106,36 +95,31 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
     ) -> None:
-        if remote_device not in (None, "none", "cpu", "nvme"):
-            raise ValueError(f"remote_device={remote_device!r}: give None, 'cpu' or 'nvme'")
-        if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise NotImplementedError(
-                f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} here: leave them False, "
-                "and give zero_optimization.zero_quantized_weights and .zero_quantized_nontrainable_weights in the "
-                "configuration of initialize"
-            )
-        groups = {
-            "data_parallel_group": data_parallel_group,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "mpu.get_data_parallel_group()": group_of_mpu(mpu) if mpu is not None else None,
-            "zero_param_parallel_group": zero_param_parallel_group,
+        asked = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "zero_hpz_partition_size": zero_param_parallel_group is not None,
         }
-        self._group = _the_group(groups)
+        for name, wanted in asked.items():
+            if wanted:
+                raise NotImplementedError(
+                    f"zero.Init with what zero_optimization.{name} stands for: give that key in the configuration"
+                )
+        group = group_of_mpu(mpu) if mpu is not None else data_parallel_group or sequence_data_parallel_group
+        if group is not None:
+            ranks_of("data_parallel_group", group)
+        self._group = None if group is dist.group.WORLD else group
         given = config_dict_or_path if config_dict_or_path is not None else config
-        settings = _settings_of_construction(given) if given is not None else None
+        if given is not None:
+            tree = load_config(given)  # what trains the model may still be "auto" in it
+            settings = read_config({key: each for key, each in tree.items() if key not in ("optimizer", "scheduler")})
+            wide = number_format(settings) or torch.float32
+            if enabled and dtype not in (None, wide):
+                warn_user(f"zero.Init(dtype={dtype}) has no effect: the configuration says {wide}")
         self.enabled = enabled
         if enabled:
             init_distributed()  # programs count on ranks to know each other from here on
         self._contexts: list[ExitStack] = []
-        for message in _without_effect(settings, remote_device, pin_memory, dtype) if enabled else ():
-            self._say(message)
-
-    def _say(self, message: str) -> None:
-        """A warning of the first rank, once."""
-        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        if first and message not in self._said:
-            self._said.add(message)
-            warn_user(f"zero.Init({message}")
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -157,13 +141,6 @@ class Init:
             self._contexts.pop().__exit__(*failure)
 
 
-def _settings_of_construction(given: Any) -> Settings:
-    """A configuration as far as it is about models: what trains them may still be ``"auto"``, for ``initialize`` to
-    know."""
-    tree = load_config(given)
-    return read_config({key: value for key, value in tree.items() if key not in ("optimizer", "scheduler")})
-
-
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
     """``fn``, which makes a tensor: one of floating-point numbers comes in ``target_fp_dtype``, whatever was asked."""
 
@@ -173,41 +150,6 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dty
         return value.to(target_fp_dtype) if value.is_floating_point() else value
 
     return made
-
-
-def _the_group(groups: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The one group that is given, under whatever names."""
-    ranks = {name: ranks_of(name, group) for name, group in groups.items() if group is not None}
-    wanted = next(iter(ranks.values()), None)
-    for name, found in ranks.items():
-        secondary = name == "zero_param_parallel_group"
-        if found != wanted or (secondary and len(ranks) == 1 and found != ranks_of(name, None)):
-            advice = "give one group"
-            if secondary:
-                advice = "give zero_optimization.zero_hpz_partition_size in the configuration instead"
-            raise NotImplementedError(f"{name} has ranks {list(found)}, other than the data-parallel ones: {advice}")
-    given = next((group for group in groups.values() if group is not None), None)
-    return None if given is dist.group.WORLD else given
-
-
-def _without_effect(
-    settings: Settings | None, remote_device: str | None, pin_memory: bool, dtype: torch.dtype | None
-) -> Iterator[str]:
-    """What was asked for and does not happen: the rest of ``zero.Init(...`` for each."""
-    home, pinned = home_of_parameters(settings) if settings is not None else ("none", False)
-    wide = (number_format(settings) if settings is not None else None) or torch.float32
-
-    def why(found: str) -> str:
-        return f"the configuration {found}" if settings is not None else "the configuration of initialize decides"
-
-    if remote_device not in (None, "none", home):
-        found = why(f"has offload_param.device={home!r}")
-        yield f"remote_device={remote_device!r}) has no effect: values are made where their shards live, and {found}"
-    if pin_memory and not pinned:
-        found = why(f"has offload_param.device={home!r} and its own pin_memory")
-        yield f"pin_memory={pin_memory}) has no effect: {found}"
-    if dtype not in (None, wide):
-        yield f"dtype={dtype}) has no effect: {why(f'says {wide}')}, with bf16.enabled and fp16.enabled"
 
 
 def _parameters(params: Any) -> list[nn.Parameter]:
@@ -230,15 +172,13 @@ class GatheredParameters:
     Args:
         params: one, any nesting of iterables, or a module; the same on every rank, in whatever order.
         modifier_rank: changes of this rank of the data-parallel group reach its others at the end; ``None``: changes
-            to sharded parameters are lost, and a warning says which.
+            to sharded parameters are lost.
         fwd_module: no effect: a parameter that another module reads is gathered by the read.
         enabled: ``False`` does nothing.
 
     Raises:
         ValueError: on entering, on every rank, where ranks have different ``params`` of a model at stage 3; at stages 0
             to 2, where nothing is gathered, at the end and with a ``modifier_rank``.
-        PeerError: at the end, with a ``modifier_rank`` and parameters that no engine has yet: the block failed on
-            another rank, and nothing was spread.
     """
 
     def __init__(
@@ -261,10 +201,6 @@ class GatheredParameters:
         with paused(), ExitStack() as stack:
             for session, own in self._shares():
                 stack.enter_context(session.gathered(own))
-                held = frozenset(map(id, own))
-                _GATHERED.append(held)
-                stack.callback(_GATHERED.remove, held)
-            self._versions = [version_of(param) for param in self.params]
             self._stack = stack.pop_all()
 
     @paused()
@@ -272,12 +208,8 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
-            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
-                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
-            elif kind is None:
-                self._tell_lost()
         finally:
             self._stack.__exit__(kind, error, trace)
 
@@ -286,39 +218,10 @@ class GatheredParameters:
         shares = held_by_sessions({id(param) for param in self.params})
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
-    def _tell_lost(self) -> None:
-        """Warn where this rank wrote to parameters of which only shards are kept."""
-        pairs = zip(self.params, self._versions, strict=True)
-        changed = {id(param) for param, version in pairs if version_of(param) != version}
-        for session in sessions_of(changed):
-            named = session.module.unwrap().named_parameters()
-            lost = [name for name, param in named if id(param) in changed and hasattr(param, "ds_id")]  # stage 3
-            if lost:
-                warn_user(
-                    f"GatheredParameters(modifier_rank=None): in-place changes of {', '.join(lost)} are lost; give the "
-                    "rank whose changes are to be kept"
-                )
-
     def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
         """Those of the parameters that no engine has yet."""
         known = {id(param) for _, own in shares for param in own}
         return [param for param in self.params if id(param) not in known]
-
-    def _meet(self, error: Exception | None) -> None:
-        """Before values of parameters that no engine has are sent: nobody would notice a rank whose block failed."""
-        alone = self._alone(self._shares())
-        if not alone or not _several():
-            return
-        group = getattr(alone[0], MARK, None)
-        told: list[Any] = [None] * dist.get_world_size(group)
-        with nullcontext() if error is None else suppress(Exception):  # it is raised in any case
-            dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None]
-        if failed and error is None:
-            raise PeerError(
-                f"no changes of GatheredParameters(modifier_rank={self.modifier_rank}) were spread, because the block "
-                f"failed on other ranks: {'; '.join(failed)}"
-            )
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
@@ -350,12 +253,6 @@ def _broadcast_alone(group: dist.ProcessGroup | None, rank: int, value: torch.Te
 
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def is_gathered(model: nn.Module) -> bool:
-    """Whether a block of :class:`GatheredParameters` has parameters of ``model``."""
-    held = frozenset[int]().union(*_GATHERED)
-    return any(id(param) in held for param in model.parameters())
 
 
 def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
@@ -408,4 +305,4 @@ unregister_external_parameter = register_external_parameter
 
 def __getattr__(name: str) -> Any:
     """What DeepSpeed has there and this file does not."""
-    return lookup(WORLD, "runtime.zero", name)
+    return lookup(read_world("deepspeed"), "runtime.zero", name)

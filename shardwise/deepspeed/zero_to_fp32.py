@@ -34,11 +34,9 @@ from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stre
 from shardwise.checkpoint.source import OpenSource
 from shardwise.remarks import warn_user
 from shardwise.sizes import parse_size
-from shardwise.torch_internals import incompatible_keys
 
 __all__ = [
     "FROZEN",
-    "LazyTensor",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -62,22 +60,6 @@ DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 _WEIGHTS = re.compile(r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\.index\.json)?")
 
 
-class LazyTensor:
-    """A tensor of a checkpoint that is read when it is asked for, as often as it is."""
-
-    def __init__(self, entry: Entry, source: OpenSource) -> None:
-        self._entry, self._source = entry, source  # the source stays open for as long as one of them is kept
-        self.shape, self.dtype = torch.Size(entry.fact.shape), entry.fact.dtype
-
-    def numel(self) -> int:
-        """How many elements it has."""
-        return self._entry.fact.numel
-
-    def contiguous(self) -> torch.Tensor:
-        """The tensor, in memory."""
-        return whole(self._entry)
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
@@ -87,7 +69,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: what was saved into.
         tag: which of its checkpoints; ``None``: what ``latest`` names, or the newest.
         exclude_frozen_parameters: leave out what nobody trained.
-        lazy_mode: :class:`LazyTensor` for each tensor, so that they need not be in memory together.
+        lazy_mode: no effect: tensors are in memory.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -95,10 +77,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             say which these are.
     """
     source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
-    state: dict[str, Any] = {name: LazyTensor(entry, source) for name, entry in entries.items()}
-    if not lazy_mode:
-        with source:
-            state = {name: each.contiguous() for name, each in state.items()}
+    with source:
+        state: dict[str, Any] = {name: whole(entry) for name, entry in entries.items()}
     return state | {other: state[first] for other, first in tied.items()}
 
 
@@ -208,48 +188,16 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """``model``, moved to the CPU, with the values of a checkpoint. Names that only one of them has are one warning.
 
-    Inside ``GatheredParameters`` a model that an engine trains at stage 3 stays where it is, and has these values,
-    rounded to its own dtype, until the block ends. Its shards stay as they are, unless the block has a
-    ``modifier_rank``.
-
     Raises:
-        ValueError: inside ``GatheredParameters`` that has some of its parameters and not all, or a shape differs.
         CheckpointError: ``checkpoint_dir`` has no checkpoint that can be read.
     """
-    from shardwise.deepspeed.zero import ZeroParamStatus, is_gathered  # which imports names of this module
-
-    gathered = is_gathered(model)
-    for name, param in model.named_parameters() if gathered else ():
-        if getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
-            raise ValueError(f"{name} is not gathered: give GatheredParameters all parameters of the model")
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    if gathered:
-        found = _overwritten(model, state)
-    else:
-        model = model.cpu()
-        found = model.load_state_dict(state, strict=False)
-    if found is not None and (found.missing_keys or found.unexpected_keys):
+    model = model.cpu()
+    found = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    if found.missing_keys or found.unexpected_keys:
         warn_user(
             f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}"
         )
     return model
-
-
-@torch.no_grad()
-def _overwritten(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Any:
-    """What ``load_state_dict(strict=False)`` does, on values that are whole for the moment.
-
-    Raises:
-        ValueError: a shape differs; nothing was changed.
-    """
-    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
-    both = [name for name in own if name in state]
-    for name in both:
-        if own[name].shape != state[name].shape:
-            raise ValueError(f"{name}: {tuple(state[name].shape)} in the checkpoint, {tuple(own[name].shape)} here")
-    for name in both:
-        own[name].copy_(state[name])
-    return incompatible_keys([name for name in own if name not in state], [name for name in state if name not in own])
 
 
 def _some(names: Iterable[str]) -> str:

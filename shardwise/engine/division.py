@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.chunk.layout import ParamFact
 from shardwise.deferred.construction import is_deferred
-from shardwise.engine.facts import all_names, parameter_facts, travelling
+from shardwise.engine.facts import all_names, parameter_facts
 from shardwise.engine.load_hooks import check_load_hooks
 from shardwise.mesh import Mesh
 from shardwise.names import StateNames
@@ -83,7 +83,7 @@ class Division:
             axis = Axis(mesh.tensor, compress)
             self.cutting = cut_model(model, axis, plan.tensor)
             self.draws = SameDraws(model, axis, mesh.device)
-        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting, travelling(model, plan))
+        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
             raise ValueError(

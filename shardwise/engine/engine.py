@@ -105,7 +105,8 @@ class Engine:
         self.meter = self._make_meter()
         self.pool = self._make_pool()
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
-        self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
+        self.unfinished = Unfinished()
+        self.early = EarlyObserver(self.grads, self.counts, self.unfinished, self.storage.store)
         states = list(self.grads.values())
         sums = mesh.with_sums_in(plan.comm.gradients)
         self.reducer = make_reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
@@ -114,7 +115,6 @@ class Engine:
             self.reducer.begin_in(self.pool.rounds)
         self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events, plan.grad.average)
-        self.unfinished = Unfinished()
         self.batches = SameBatches()
         self.values = Values(self)
         self.attachment = Attachment(self)
@@ -134,12 +134,9 @@ class Engine:
             events.unit_wanted.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
         if self.plan.grad.update == "backward":
-            events.backward_asked.listen(early.check_pass)
-            events.backward_began.listen(early.begin_pass)  # before what it reads is put away
-            events.result_came.listen(early.before_result)
-            events.result_added.listen(early.after_result)
+            events.backward_asked.listen(early.begin_pass)
+            events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
-            self.ledger.watch("copies to undo updates with", early.device_bytes)
         events.backward_began.listen(visible.begin_pass)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
@@ -239,17 +236,18 @@ class Engine:
         """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
 
         Raises:
-            ValueError: the plan reduces at every pass (ZeRO-2/3), so there is nothing to skip.
+            ValueError: the plan reduces at every pass (ZeRO-2/3), so there is nothing to skip; or it updates during
+                backward.
         """
         if self.plan.shard.reduce == "every":
             raise ValueError(
                 f"no_sync() with reduce={self.plan.shard.reduce!r}: this plan keeps only gradient shards (ZeRO-2/3); "
                 "call backward several times before step instead, gradients add up"
             )
-        if self.plan.streams_gradients and self.plan.grad.average == "mean":
+        if self.plan.grad.update == "backward":
             raise ValueError(
-                f"no_sync() with update={self.plan.grad.update!r} and average='mean': updates begin before the number "
-                "of passes is known; use average='sum' and divide the loss, or update='step'"
+                f"no_sync() with update={self.plan.grad.update!r}: gradients are used as soon as they are reduced, so "
+                "each step is one backward pass; use update='step'"
             )
         return self.passes.no_sync()
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwise.chunk.layout import ParamFact
 from shardwise.plan import Plan
-from shardwise.printable import class_name
 from shardwise.tensor import Cutting
 
-__all__ = ["all_names", "parameter_facts", "travelling"]
-
-
-def travelling(model: nn.Module, plan: Plan) -> dict[int, torch.dtype]:
-    """By ``id`` of parameter: what its gradient travels in, where its module is one of ``reduce_modules``."""
-    told = plan.precision.reduce_modules
-    found: dict[int, torch.dtype] = {}
-    for module in model.modules() if told is not None else ():
-        if told is not None and class_name(type(module)) in told.classes:
-            found |= {id(param): told.dtype for param in module.parameters(recurse=False)}
-    return found
+__all__ = ["all_names", "parameter_facts"]
 
 
 def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -40,10 +28,8 @@ def parameter_facts(
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
     cutting: Cutting | None = None,
-    travels: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> list[ParamFact]:
-    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here;
-    ``travels`` is what gradients travel in, by ``id`` of parameter.
+    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
 
     Raises:
         ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
@@ -66,7 +52,6 @@ def parameter_facts(
         dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
         part = cutting.part_of(param) if cutting is not None else None
         shape = param.shape if part is None else part.shape
-        own = travels.get(id(param)) if param.requires_grad else None
         known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
-        facts.append(ParamFact(*known, part=part, travels=None if own == dtype else own))
+        facts.append(ParamFact(*known, part=part))
     return facts

@@ -25,8 +25,7 @@ class Limited(Losses):
 
         Raises:
             ValueError: set to a negative number, or one that is not finite.
-            RuntimeError: set where gradients are not kept until a norm is known (``update="backward"`` without clipping
-                and loss scale).
+            RuntimeError: set where gradients are not kept until a norm is known (``update="backward"``).
         """
         return self.engine.limits.get(self.index, self.engine.plan.grad.max_norm)
 
@@ -34,10 +33,10 @@ class Limited(Losses):
     def max_norm(self, norm: float) -> None:
         limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
         self.engine.check_open(f"max_norm={norm}")
-        if limit > 0.0 and self.engine.plan.streams_gradients:
+        if limit > 0.0 and self.engine.plan.grad.update == "backward":
             raise RuntimeError(
-                f"max_norm={norm} with update={self.engine.plan.grad.update!r}: gradients may have been used already; "
-                "clip by GradPlan(max_norm=...), or use update='step'"
+                f"max_norm={norm} with update={self.engine.plan.grad.update!r}: gradients are used before their norm "
+                "is known; use update='step'"
             )
         self.engine.limits[self.index] = limit
         if isinstance(self._late_norm, TileNorm):

@@ -138,7 +138,7 @@ def _others_of(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> t
 @torch.no_grad()
 def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, rest: Callable[[], None]) -> None:
     """``rest`` puts what are no parameters."""
-    engine.values.discard_early(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
+    engine.values.before_load(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
     was_whole = PARAMETERS not in engine.unfinished
     engine.unfinished.begin("loading a state", PARAMETERS)

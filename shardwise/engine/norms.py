@@ -17,7 +17,6 @@ from shardwise.reduce.norm import clip_factor, global_norm
 
 if TYPE_CHECKING:
     from shardwise.engine.updates import TileUpdates
-    from shardwise.update.early import EarlyUpdates
 
 __all__ = ["Norms"]
 
@@ -31,7 +30,6 @@ class Norms(Limited):
     _states: list[ChunkGrads]
     _counting: Counting | None
     _updates: TileUpdates
-    _early: EarlyUpdates | None
     _settings: HyperParameters
     _norm: Callable[[], float] | None
     _hooked: bool
@@ -102,8 +100,7 @@ class Norms(Limited):
 
         Raises:
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
-            RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale); or see
-                ``error_if_nonfinite``.
+            RuntimeError: gradients are not kept (``update="backward"``); or see ``error_if_nonfinite``.
         """
         number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
         number("max_norm", max_norm, "(0, inf]", "a positive norm")
@@ -128,15 +125,10 @@ class Norms(Limited):
 
         Raises:
             ValueError: ``clip_value`` is not positive.
-            RuntimeError: gradients are not kept, or the plan updates during backward.
+            RuntimeError: gradients are not kept.
         """
         number("clip_value", clip_value, "(0, inf]", "a positive value")
         self._check_kept(f"clip_grad_by_value({clip_value})")
-        if self._early is not None:
-            raise RuntimeError(
-                f"clip_grad_by_value({clip_value}) with update={self.engine.plan.grad.update!r}: updates made during "
-                "backward are not limited; use update='step'"
-            )
         inverse = 1.0 / self.divisor()
         self.engine.visible.note(self.index, "clip_grad_by_value()", clip_value)
         if math.isfinite(self._global_norm(math.inf, inverse)):
@@ -167,8 +159,8 @@ class Norms(Limited):
 
     def _check_kept(self, call: str) -> None:
         self.engine.check_open(call)
-        if self.engine.plan.streams_gradients:
+        if self.engine.plan.grad.update == "backward":
             raise RuntimeError(
-                f"{call} with update={self.engine.plan.grad.update!r}: gradients may have been used already; clip by "
-                "GradPlan(max_norm=...), or use update='step'"
+                f"{call} with update={self.engine.plan.grad.update!r}: gradients have been used already; use "
+                "update='step'"
             )

@@ -116,7 +116,7 @@ class OneParameter:
         if own:
             given = self._whole(given)
         engine = self.engine
-        engine.values.undo_early(f"writing {self.name}")
+        engine.values.make_current(f"writing {self.name}")
         engine.values.before_update()
         engine.unfinished.begin(f"writing {self.name}", PARAMETERS)
         with ValueWriter(engine.storage) as writer:
@@ -205,7 +205,7 @@ class OneParameter:
         """
         if self._optimizer is None:
             return None
-        self.engine.values.undo_early(f"reading the state of {self.name}")
+        self.engine.values.make_current(f"reading the state of {self.name}")
         needed = self.engine.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
         with agreed(self.engine.mesh.stage, UNREAD, READ_AGAIN, needed=needed):

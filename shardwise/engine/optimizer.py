@@ -30,7 +30,7 @@ from shardwise.reduce.scaler import LossScaler
 __all__ = ["ShardedOptimizer", "sharded_of"]
 
 
-# See [Note: The order of an update] and [Note: Guesses and their undoing].
+# See [Note: The order of an update] and [Note: Updates during backward].
 class ShardedOptimizer(Norms, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
@@ -176,7 +176,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         inverse = 1.0 / self.divisor()
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan, limit = self.engine.plan.grad, self.max_norm
-        failure = self._settle_early()
+        if self._early is not None:
+            self._updates.settle(self._early)
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
@@ -193,7 +194,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
                 self._skip(self.scaler)
                 return value
             factor = inverse * clip * clip_factor(clipped, limit)
-        self._update(factor, failure)
+        self._update(factor)
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -247,30 +248,13 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             return None
         return LateNorm(engine.mesh.shard) if runs_ahead(engine.mesh.device) else self._updates.norm_of_kept()
 
-    def _settle_early(self) -> Exception | None:
-        """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""
-        failure: Exception | None = None
-        if self._early is not None:
-            try:
-                self._early.settle()
-            except Exception as error:
-                failure = error
-            if not self._updates.uses_disk:
-                self._updates.settled(self._early, failure)
-        return failure
-
-    def _update(self, factor: float, failure: Exception | None) -> None:
+    def _update(self, factor: float) -> None:
         early = self._early
-        done = early.updated if early is not None and early.confirm(factor) else ()
+        if early is not None:
+            early.check_options()
         self.engine.values.before_update()
         self.engine.events.update_began(self.index)
-        try:
-            self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
-        except BaseException:
-            if early is not None:
-                # Updates that were made ahead go back with the rest, or say later that they cannot.
-                early.step_failed()
-            raise
+        self._updates.run(factor, early)
         self.engine.values.publish(optimizer=self.index)
         self.engine.events.update_ended(self.index)
         # Of what the step was made with: hooks that run after it may change a rate.
@@ -297,9 +281,6 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
-    def _passes(self) -> int:
-        return self.engine.counts.reduced.get(self.index, 0)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
@@ -309,10 +290,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def _drop(self) -> None:
         """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
         self.engine.used.note(self.index, self._states)
-        passes = self._passes()
         self.engine.drop_gradients(self.index)
-        if self._early is not None:
-            self._early.begin_step(passes)
 
     def close(self, given_back: bool = False) -> None:
         """The state of the user's optimizer stays that of pieces, and its own ``step`` is refused. Again is as good.
@@ -339,7 +317,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
         """
         state_wanted(self.optimizer)
-        self.engine.values.undo_early("a state")
+        self.engine.values.make_current("a state")
         full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.first)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
@@ -371,11 +349,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
     def _taken(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What is loaded where the user gives ``state_dict``; it may be now."""
         state_dict = state_taken(self.optimizer, state_dict)
-        if self._early is not None:
-            if self._early.in_place and self._early.failed:
-                self.engine.values.discard_early_of(self.index)
-            else:
-                self._early.undo_for("loading a state")
+        self.engine.early.check_current("loading a state")
         return state_dict
 
 

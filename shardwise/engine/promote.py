@@ -41,9 +41,9 @@ def promote(engine: Engine, optimizer: torch.optim.Optimizer, tiles: Sequence[Ti
         size = _size(state, grads, optimizer, own)
         if moved + size <= room_bytes:
             _move(state, optimizer, own)
-            grads.move_to_device(engine.storage.ring(Tier.DEVICE) if engine.plan.streams_gradients else None)
+            grads.move_to_device(engine.storage.ring(Tier.DEVICE) if engine.plan.grad.update == "backward" else None)
             moved += size
-    if moved and engine.plan.streams_gradients:
+    if moved and engine.plan.grad.update == "backward":
         engine.storage.ring(Tier.HOST).drop()  # what is still needed of it is taken anew
     return moved
 

@@ -196,7 +196,7 @@ class Storage:
             master = self.master_dtype(spec)
             if home.state is Tier.HOST and master is not None:
                 total += HostArena.rounded(self._own(spec) * master.itemsize)
-            kept = not (self.plan.streams_gradients or self._keeps_whole)
+            kept = self.plan.grad.update == "step" and not self._keeps_whole
             if home.grad is Tier.HOST and spec.trainable and kept:
                 total += HostArena.rounded(self._own(spec) * self.grad_dtypes(spec)[1].itemsize)
             in_arena = home.param is Tier.HOST and not self._exchanged(spec)
@@ -208,8 +208,8 @@ class Storage:
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
         """In which gradients travel and add up."""
         precision = self.plan.precision
-        travel = spec.travels or precision.reduce_dtype or spec.dtype
-        return travel, precision.accumulate_dtype or (travel if spec.travels is None else spec.dtype)
+        travel = precision.reduce_dtype or spec.dtype
+        return travel, precision.accumulate_dtype or travel
 
     # ---- parameters
 
@@ -366,7 +366,7 @@ class Storage:
         travel, accumulate = self.grad_dtypes(chunk.spec)
         home = self.homes[chunk.spec.index].grad
         take: Callable[[], torch.Tensor] | None = None
-        if self.plan.streams_gradients:
+        if self.plan.grad.update == "backward":
             return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
         if home is Tier.HOST and self._keeps_whole:
             # Only several reduced passes a step need it, which a plan like that is not for.

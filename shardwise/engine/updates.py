@@ -1,15 +1,14 @@
 """One update of everything that an optimizer trains on this rank, whichever tier it is in.
 
-What touches a disk comes first, because it can fail: only when all ranks have agreed that it did not, the rest is
-updated. So after a failure everything is as it was after the previous step, on every rank. Where parameters are at home
-on a disk and their state is in memory, the update is made twice: on copies, a tile at a time, to have something to
-write; and in place once it is written. Both give the same bits.
+State on a disk comes first, because it can fail: only when all ranks have agreed that it did not, the rest is updated.
+So after a failure there everything is as it was after the previous step, on every rank. Where only parameters are on a
+disk, and where updates are made during backward, a failure leaves values half-changed: a checkpoint has to be loaded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -20,8 +19,7 @@ import torch
 from shardwise.checks.param_groups import ParamGroups
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.source import DiskSource
-from shardwise.device import RandomState, random_state, set_random_state
+from shardwise.device import random_state, set_random_state
 from shardwise.disk.agreement import disk_failures, raise_failures
 from shardwise.disk.store import DiskError
 from shardwise.engine.aside import Aside
@@ -30,10 +28,8 @@ from shardwise.engine.promote import promote
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.kept import KeptGrads, TileNorm
-from shardwise.update.copies import copied
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
-from shardwise.update.early_disk import EarlyDisk
 from shardwise.update.runs import Calls
 from shardwise.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
 
@@ -47,7 +43,6 @@ INTACT = (
 )
 UPDATED = "whether the optimizer's update went through"
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
-TAKEN_BACK = "Everything is as it was after the previous step, and the gradients are kept."
 LOST = (
     "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
     "again from a checkpoint."
@@ -55,16 +50,16 @@ LOST = (
 
 
 # [Note: The order of an update]
-# * What touches a disk, which may fail: tiles of state there are visited, in the uncommitted version; parameters at
-#   home there are updated from copies, so that masters and state in memory are still those of the step before.
+# * Tiles of state on a disk, which may fail, are visited, in the uncommitted version.
 # * The ranks tell each other whether it did fail. ``_begin`` is called right before: from the first moment at which a
 #   peer may know that all went well, this rank counts as half-changed until it is done.
 # * If it failed anywhere: the store is rolled back, small state and layouts are put back (snapshots), and shards in
 #   memory that were renewed already are read again from the disk (_renew); what cannot be read is NaN, and counts as
 #   stale until it can.
-# * Otherwise the rest is updated, and what raises there leaves its parts unfinished. Then publish() commits.
-# Parameters that were updated from copies are updated again, in place. The random state in between is kept and set, so
-# that an optimizer that draws numbers draws the same ones. See [Note: Two versions of a record].
+# * Otherwise the rest is updated, and what raises there leaves its parts unfinished: parameters at home on a disk whose
+#   state is in memory, after which the ranks tell each other once more, and what is in memory. Then publish() commits.
+# What was updated during backward cannot be put back, so there a failure leaves the parts unfinished from the first.
+# See [Note: Two versions of a record].
 class TileUpdates:
     """The tiles of one optimizer.
 
@@ -101,6 +96,11 @@ class TileUpdates:
                 self.tiles += tiles
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
+        self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
+        """Whose state is in memory."""
+        alone = any(home.param is Tier.DISK and home.state is not Tier.DISK for home in homes)
+        self._params_alone = engine.storage.on_any_disk(alone)
+        self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._calls = Calls(together=not self._stepper.foreign)
         self.tells = index in engine.whole or is_foreign(optimizer)
@@ -108,7 +108,7 @@ class TileUpdates:
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if engine.plan.grad.update == "backward":  # which comes from the last chunk to the first
+        if self._updates_early:  # which comes from the last chunk to the first
             # The order that is expected of the first step; later ones follow the last (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
@@ -117,7 +117,6 @@ class TileUpdates:
         if self._disk:
             engine.events.masters_wanted.listen(self._give_back)
             engine.events.update_expected.listen(self._visits.read_ahead)
-        self._early_disk: EarlyDisk | None = None
         self._aside = Aside(optimizer, self.tiles, self._stepper.state_changed)
         engine.asides.append(self._aside)
         engine.events.backward_asked.listen(self._aside.check)
@@ -241,73 +240,69 @@ class TileUpdates:
 
     def early(self) -> EarlyUpdates:
         """Updates during backward; of parameters on a disk only where their state is there too."""
-        plan, storage = self._engine.plan, self._engine.storage
-        # What was done in place could not be undone after the disk failed.
-        in_place = plan.streams_gradients and not self.uses_disk
-        if self._disk and storage.store is not None:
-            by_chunk: dict[int, list[DiskTile]] = {}
-            for each in self._disk.values():
-                by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
-            self._early_disk = EarlyDisk(by_chunk, self._visits, storage.new_shards, storage.store, self._index)
+        by_chunk: dict[int, list[DiskTile]] = {}
+        for each in self._disk.values():
+            by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
         return EarlyUpdates(
             self._stepper,
             self._in_memory,
-            self._early_disk,
-            in_place=in_place,
-            norm_type=plan.grad.norm_type,
-            device=self._engine.mesh.device,
-            fits=self._engine.ledger.fits,
+            by_chunk,
+            self._visits,
+            self._engine.storage.new_shards,
+            self._engine.plan.grad.norm_type,
+            self._engine.mesh.device,
         )
 
-    def run(self, factor: float, updated: Collection[int] = (), failure: Exception | None = None) -> None:
+    def run(self, factor: float, early: EarlyUpdates | None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
 
         From the moment when nothing can be put back any more :attr:`parts` are unfinished, until the caller ends that.
 
         Args:
             factor: gradients are multiplied by it.
-            updated: chunks whose masters and state are updated already; only their parameters are renewed.
-            failure: of the disk, while they were, or another in its stead.
+            early: what was updated during backward has only its parameters renewed.
 
         Raises:
-            DiskError: on every rank, when the disk of one failed; nothing has changed, and the gradients are kept.
+            DiskError: on every rank, when the disk of one failed; it says what is left.
             RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         with self._stepper.stepping(factor) as update:
             if self.uses_disk:
-                self._update_disk(update, updated, failure)
+                self._update_disk(update, early.failure if early is not None else None)
             self._begin()
             failure = None
             try:
-                self._update_memory(update, updated)
+                if early is not None:
+                    early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
+                self._update_memory(update)
             except Exception as error:
                 if not self.tells:
                     raise
                 failure = error
         self._tell(failure, HALF)
 
-    def settled(self, early: EarlyUpdates, failure: Exception | None) -> None:
-        """The updates during backward are made, or ``failure`` was raised and is undone where that can be.
+    def settle(self, early: EarlyUpdates) -> None:
+        """Before a step: wait for the updates during backward. Of an optimizer on a disk all ranks meet in
+        :meth:`run`, and learn there what failed.
 
         Raises:
-            Exception: ``failure``.
+            Exception: what one of them raised.
             RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
-        if failure is not None and not self.tells:
-            raise failure
+        early.catch_up()
+        if self.uses_disk:
+            return
         try:
-            self._tell(failure, HALF if early.in_place else TAKEN_BACK)
+            if early.failure is not None and not self.tells:
+                raise early.failure
+            self._tell(early.failure, HALF)
         except Exception:
-            if failure is None:
-                early.step_failed()
+            self._engine.early.lose([self._index])
             raise
 
-    def _update_memory(self, update: Update, updated: Collection[int]) -> None:
-        for tile in self._in_memory if updated else ():
-            if tile.chunk.spec.index in updated:
-                self._stepper.round_tile(tile, tile.chunk.shard)
+    def _update_memory(self, update: Update) -> None:
         # Nothing here is on a disk: the shards need not be opened.
-        rest = [tile for tile in self._in_memory if tile.grads.present and tile.chunk.spec.index not in updated]
+        rest = [tile for tile in self._in_memory if tile.grads.present]
         for run in self._calls.of(rest):
             update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
@@ -342,79 +337,67 @@ class TileUpdates:
         live = [tile for tile in tiles if self._stepper.live(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
 
-    def _update_disk(self, update: Update, updated: Collection[int], failure: Exception | None) -> None:
+    def _update_disk(self, update: Update, failure: Exception | None) -> None:
+        """``failure``: of an update during backward."""
         device = self._engine.mesh.device
         live = [each for each in self._disk.values() if self._stepper.live(each.tile)]
-        state_on_disk = [each for each in live if each.tile.chunk.spec.index not in updated]
-        rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
-        params_on_disk = self._live([tile for tile in rest if tile.chunk.source.tier is Tier.DISK])
-        undo: list[Callable[[], None]] = [each.snapshot() for each in state_on_disk]
-        unreadable = self._renew()
-        failure = failure or unreadable
-        before = draws = random_state(device)
+        undo: list[Callable[[], None]] = [each.snapshot() for each in live]
+        failure = failure or self._renew()
+        before = random_state(device)
         changed: list[DiskTile] = []
         try:
-            if failure is None:
-                failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed, undo)
+            failure = failure or self._try_disk(update, live, changed)
             failures = disk_failures(self._engine.mesh.everyone, failure, DOING, self._begin)
         except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
             # As if the step had never drawn anything.
             set_random_state(device, before)
             self._undo(changed, undo)
-            if isinstance(error, Exception) or self._engine.mesh.everyone.size == 1:
+            if self._updates_early:
+                self._engine.early.lose([self._index])
+            elif isinstance(error, Exception) or self._engine.mesh.everyone.size == 1:
                 self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
             raise
         if failures:
             set_random_state(device, before)
             self._undo(changed, undo)
+            if self._updates_early:
+                self._engine.early.lose([self._index])
+                raise_failures(failures, failure, DOING, HALF)
             self._engine.unfinished.end(*self.parts)
             self._engine.mesh.shard.fence("after an update")  # peers read the shards that were put back
             posts = self._engine.mesh.everyone.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
         self._visits.end_step()
-        # An optimizer that draws random numbers draws the same ones again.
-        set_random_state(device, draws)
-        for chunk, tiles in params_on_disk:
-            if isinstance(chunk.source, DiskSource):
-                with chunk.source.scratch() as shard:
-                    for tile in tiles:
-                        update([(tile, shard)])
-        for chunk in dict.fromkeys(each.tile.chunk for each in live):
-            if self._early_disk is not None and chunk.spec.index in updated:
-                self._early_disk.take_over(chunk)
+        if self._params_alone:
+            self._update_params_on_disk(update)
 
-    def _try_disk(
-        self,
-        update: Update,
-        state_on_disk: Sequence[DiskTile],
-        params_on_disk: Sequence[tuple[Chunk, list[Tile]]],
-        changed: list[DiskTile],
-        undo: list[Callable[[], None]],
-    ) -> tuple[Exception | None, RandomState]:
-        """What was wrong, if anything, and the random state between the updates of the two."""
-        draws = random_state(self._engine.mesh.device)
+    def _try_disk(self, update: Update, tiles: Sequence[DiskTile], changed: list[DiskTile]) -> Exception | None:
+        """What was wrong, if anything."""
         try:
-            self._visit_all(state_on_disk, update, changed)
-            draws = random_state(self._engine.mesh.device)
-            for chunk, tiles in params_on_disk:
+            with _shards() as shard_of:
+                for each in tiles:
+                    self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
+            # Out here, since the last parameters are written when the block ends, and beside these tiles.
+            self._visits.drain()
+        except Exception as error:
+            return error
+        return None
+
+    def _update_params_on_disk(self, update: Update) -> None:
+        """Of those whose state is in memory."""
+        failure: Exception | None = None
+        try:
+            for chunk, tiles in self._live(self._params_on_disk):
                 with _for_update(chunk, tiles[0].grads) as shard:
                     for tile in tiles:
-                        # Only the shard changes.
-                        with copied(tile, self.optimizer.state, undo):
-                            update([(tile, shard)])
-                            for piece in self._stepper.live(tile):
-                                shard[piece.start : piece.end].copy_(piece.value.view(-1))
+                        update([(tile, shard)])
         except Exception as error:
-            return error, draws
-        return None, draws
-
-    def _visit_all(self, tiles: Sequence[DiskTile], update: Update, changed: list[DiskTile]) -> None:
-        with _shards() as shard_of:
-            for each in tiles:
-                self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
-        # Out here, since the last parameters are written when the block ends, and beside these tiles.
-        self._visits.drain()
+            failure = error
+        failures = disk_failures(self._engine.mesh.everyone, failure, DOING)
+        if failures and self._engine.storage.store is not None:
+            self._engine.storage.store.rollback(self._index)
+        raise_failures(failures, failure, DOING, HALF)
 
     def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
         store = self._engine.storage.store

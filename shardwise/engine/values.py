@@ -1,7 +1,7 @@
 """Parameter values of one model as others see and change them: gathered for a while, written, published after updates.
 
 Masters are what is trained; shards, and what is gathered of them, follow. Whoever reads or writes all of them comes
-here first, so that what an update has done ahead of its step, or the program to gathered copies, is put right before.
+here first, so that what the program has done to gathered copies is put right before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checks.agreement import Description, agreed_on
-from shardwise.checks.unfinished import PARAMETERS, state_of
+from shardwise.checks.unfinished import PARAMETERS
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.device import synchronize
@@ -52,26 +52,16 @@ class Values:
         self._writing: tuple[Collection[int] | None, ...] = ()
         """Units of each block around the program now that writes back what it changes in them; ``None``: all."""
 
-    def undo_early(self, what: str) -> None:
-        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
+    def make_current(self, what: str) -> None:
+        """Before ``what`` reads or writes all values: masters have what the program wrote to parameters.
 
         Raises:
-            RuntimeError: some are neither old nor new; see :class:`Unfinished`.
+            RuntimeError: some are neither old nor new; see :class:`Unfinished`, or :class:`EarlyObserver`.
         """
         engine = self._engine
         engine.unfinished.check(what)
-        self._undo_guesses(what)
+        engine.early.check_current(what)
         engine.master_edits.take()
-
-    def _undo_guesses(self, what: str) -> None:
-        for each in self._engine.early.by_optimizer.values():
-            each.undo_for(what)
-
-    def undo_guess(self, optimizer: int) -> None:
-        """A gradient of ``optimizer`` is changed, which an update ahead of its step has used."""
-        early = self._engine.early.by_optimizer.get(optimizer)
-        if early is not None and early.updated:
-            early.take_back()
 
     def take_written(self) -> None:
         """Before all values are read: what the program has written so far, where it is inside a block that writes back.
@@ -96,30 +86,23 @@ class Values:
         """Before all values are read, for ``what``: they are those that the program sees. Collective."""
         self.take_written()
         self._engine.guards.check()
-        self.undo_early(what)
+        self.make_current(what)
         self._engine.pool.settle()
 
     def take_edits(self, optimizer: int | None = None) -> None:
         """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
         if self._engine.master_edits.moved(optimizer):
-            self.undo_early("an update of changed parameters")
+            self.make_current("an update of changed parameters")
 
-    def discard_early(self, whole: bool) -> None:
-        """Masters are about to be replaced, the ``whole`` model's or some: what was updated ahead of its step no longer
-        matters, and what the program wrote to parameters that stay counts."""
+    def before_load(self, whole: bool) -> None:
+        """Masters are about to be replaced, the ``whole`` model's or some: what was updated during backward no longer
+        matters, and what the program wrote to parameters that stay counts. Collective."""
         engine = self._engine
-        for index in engine.early.by_optimizer:
-            self.discard_early_of(index)
+        if engine.early.active:
+            engine.passes.recover(dropping=True)
+            engine.early.lose([index for index, each in engine.early.by_optimizer.items() if each.pending])
         if not whole:
             engine.master_edits.take()
-
-    def discard_early_of(self, optimizer: int) -> None:
-        """As :meth:`discard_early`, of one optimizer. What was updated in place is unfinished until it is loaded."""
-        early = self._engine.early.by_optimizer[optimizer]
-        if early.in_place and early.pending:
-            # Before it is forgotten: masters and state are in part those of the next step.
-            self._engine.unfinished.begin("updates during backward", PARAMETERS, state_of(optimizer))
-        early.discard()
 
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False, places: Sequence[int] | None = None) -> Iterator[None]:
@@ -227,7 +210,7 @@ class Values:
     def _keep(self, chunks: Sequence[Chunk]) -> None:
         engine = self._engine
         engine.check_open("write_back()")
-        self._undo_guesses("taking over gathered parameters")
+        engine.early.check_current("taking over gathered parameters")
         engine.mesh.shard.fence("before an update")
         # Some blocks load the model, and most do not, so what was left before it stays so.
         with engine.unfinished.replaced("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):

@@ -124,8 +124,6 @@ class VisibleGrads:
     def _settle_clip(self) -> None:
         """What is there is multiplied by what it was clipped by, and what comes is not."""
         clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
-        for optimizer in clips:
-            self.engine.values.undo_guess(optimizer)
         with self.engine.passes.rewriting() if clips else nullcontext():
             for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
                 state.rescale(clips[state.spec.optimizer])
@@ -245,7 +243,7 @@ class VisibleGrads:
             self._hide(index)  # of a step that is over
             return
         plan = self.engine.plan
-        if plan.streams_gradients:
+        if plan.grad.update == "backward":
             said = "None" if given is None else f"a tensor of shape {tuple(given.shape)}"
             raise RuntimeError(
                 f"{self.name(index)}.grad was set to {said} by hand with update={plan.grad.update!r}: "
@@ -290,7 +288,7 @@ class VisibleGrads:
     def replace(self, index: int, value: torch.Tensor) -> None:
         """``value`` (full shape, averaged, unscaled, any float dtype) in place of the gradient. Every rank calls it."""
         plan = self.engine.plan
-        if plan.streams_gradients:
+        if plan.grad.update == "backward":
             raise RuntimeError(
                 f"setting the gradient of {self.name(index)} with update={plan.grad.update!r}: gradients have been "
                 "used already; use update='step'"
@@ -332,10 +330,10 @@ class VisibleGrads:
         engine, (state, at) = self.engine, self._where[index]
         if engine.passes.running:
             return "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own of it"
-        if engine.plan.streams_gradients:
+        if engine.plan.grad.update == "backward":
             return (
                 f"with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and not "
-                "kept; clip by GradPlan(max_norm=...), or use update='step'"
+                "kept; use update='step'"
             )
         if engine.passes.unreduced:
             return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
@@ -478,7 +476,6 @@ class VisibleGrads:
     def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
         state, at = self._where[index]
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
-        self.engine.values.undo_guess(optimizer)
         self._norms.clear()
         self._norm_values.clear()
         self.by_hand.changed(optimizer, index, operands)

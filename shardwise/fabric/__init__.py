@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.strategies import registering
-from shardwise.strategies.names import world_of
 from shardwise.strategies.namespace import FABRIC
 from shardwise.strategies.single_file import to_single_file
 from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
-from shardwise.worlds import mirror
+from shardwise.worlds import mirror, read_world
 
 __all__ = [
     "ColossalAIStrategy",
@@ -38,4 +37,4 @@ def take_over_deepspeed_names() -> None:
     registering.take_over_deepspeed_names(FABRIC)
 
 
-__getattr__, __dir__ = mirror(world_of(__name__), __all__)
+__getattr__ = mirror(read_world("lightning.fabric"))

@@ -20,7 +20,7 @@ __all__ = ["in_turn"]
 # to make room in a gather the ledger calls back into the pool (drop_idle). What a thread's running modules pin is its
 # own (hooks._Running). Under a declared capacity a second thread is an error (gather/meter.py): what operations
 # allocate is counted for one.
-# * shardwise-update          masters, state, new parameters; see [Note: Guesses and their undoing]
+# * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
 # * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
 # The first of these never takes the lock, and nothing that holds the lock waits for it.

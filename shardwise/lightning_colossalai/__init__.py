@@ -9,15 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from shardwise.strategies.names import world_of
-from shardwise.worlds import mirror
+from shardwise.worlds import mirror, read_world
 
 __all__ = ["ColossalAIPrecisionPlugin", "ColossalAIStrategy"]
 
-_world = world_of(__name__)
+_world = read_world("lightning_colossalai")
 __version__ = _world.version
 _lightning: Any = import_module(f"shardwise.{'lightning' if find_spec('lightning') else 'pytorch_lightning'}")
 ColossalAIPrecisionPlugin: Any = _lightning.ColossalAIPrecisionPlugin
 ColossalAIStrategy: Any = _lightning.ColossalAIStrategy
 
-__getattr__, __dir__ = mirror(_world, (*__all__, "__version__"))
+__getattr__ = mirror(_world)

@@ -303,13 +303,10 @@ class ChunkGrads:
     def keep_whole(self, buffer: Buffer, ledger: Ledger) -> None:
         """Whole gradients stay in ``buffer``; or beside it, where they add up in other numbers than they travel in.
 
-        They do so from the second pass of a step on, so that programs without one need no memory for it. Gradients that
-        have a dtype of their own on the way are not rounded before.
+        They do so from the second pass of a step on, so that programs without one need no memory for it.
         """
         self.buffer, self._ledger = buffer, ledger
         self.array = buffer.local
-        if self.spec.travels is not None:
-            self._widened(ledger)
 
     def _widened(self, ledger: Ledger) -> torch.Tensor:
         """``array``, with what is in it, in the dtype that passes add up in; from then on it is that."""

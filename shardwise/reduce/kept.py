@@ -126,7 +126,6 @@ class KeptReducer(Reducer):
         assert isinstance(state, KeptGrads)
         self._events.reduction_began(state.spec.index)
         state.become(Reduction.REDUCING)
-        self._events.result_came(state.spec.index)
         state.merge()
         state.result_added()
         self._events.result_added(state.spec.index)

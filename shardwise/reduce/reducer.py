@@ -327,8 +327,6 @@ class Reducer:
         if out is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
         quietly = self._dropping or state.unwanted
-        if not quietly:
-            self._events.result_came(state.spec.index)
         leaves = not self.keep_whole and self.mesh.shard.size == 1
         if self._landings.takes(state, out):
             self._landings.begin(state, out)
@@ -355,6 +353,11 @@ class Reducer:
         self._patience.end_backward()
         if sync:
             used, late = self._agree()
+            if self._observer.active and any(late):
+                raise RuntimeError(
+                    f"{sum(late)} chunks got gradients after their update in this backward pass (nested passes, as "
+                    "reentrant checkpointing makes): load a checkpoint, and use update='step'"
+                )
             for state, anyone in zip(self._order, used, strict=True):
                 if anyone and not state.launched:
                     self._launch(state)
@@ -365,20 +368,13 @@ class Reducer:
                     self._launch_late(state)
             self._complete_all()
             self._reorder(used)
-            self._agree_with_observer()
+            self._observer.end_pass()
         self._end_pass(sync)
 
-    def _agree_with_observer(self) -> None:
-        flags = self._observer.catch_up()
-        if self._observer.must_agree:
-            found = self._summarize(flags, "which chunks were updated during backward")
-            self._observer.agreed([bool(flag) for flag in found.most])
-
     def _end_pass(self, sync: bool) -> None:
-        one_result = self._observer.must_agree
         for state in self.states:
-            # A guess that is too small costs a second result.
-            if sync and state.fired and not one_result:
+            # If less comes the next time the end of the pass reduces it; if more, there is a second result.
+            if sync and state.fired and not self._observer.active:
                 state.expected = set(state.fired)
             state.fired.clear()
             if sync:
@@ -399,8 +395,8 @@ class Reducer:
         self._dropping = True
         try:
             # Whoever reads gradients beside this thread is done first. How many have begun depends on each's patience.
-            reached = [float(self._cursor), *self._observer.catch_up()]
-            found = self._summarize(reached, "how far a failed backward pass came")
+            self._observer.catch_up()
+            found = self._summarize([float(self._cursor)], "how far a failed backward pass came")
             self.begin(int(found.most[0]))
             self._complete_all()
         finally:
@@ -413,8 +409,8 @@ class Reducer:
         self.counts.forget()
         self._end_pass(sync=True)
         self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
-        if self._observer.must_agree:
-            self._observer.agreed([bool(flag) for flag in found.most[1:]])
+        if found.most[0]:
+            self._observer.lose()
         self._events.passes_lost()
         self._events.gradients_dropped(None)
 

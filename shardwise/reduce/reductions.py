@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -71,14 +70,13 @@ class Observer(Protocol):
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody at all."""
+        """Whether there is anybody at all. Then a chunk has one result a pass."""
 
-    def catch_up(self) -> list[float]:
-        """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
+    def catch_up(self) -> None:
+        """What was begun is finished."""
 
-    @property
-    def must_agree(self) -> bool:
-        """Whether :meth:`agreed` has to be told which flags any rank has, and there can be one result a pass only."""
+    def end_pass(self) -> None:
+        """A reduced pass is over."""
 
-    def agreed(self, anywhere: Sequence[bool]) -> None:
-        """The flags that any rank has."""
+    def lose(self) -> None:
+        """A pass failed, of which something was reduced on some rank."""

@@ -9,18 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from shardwise.build import Session
 from shardwise.deepspeed import zero
-from shardwise.deepspeed.checkpointing import use_settings
-from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.plan import data_ranks
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
@@ -43,7 +39,7 @@ __all__ = ["DeepSpeed"]
 
 NAMES = names_of(DeepSpeedArguments)
 SCALE = NAMES.index("loss_scale")  # where Lightning has others between them
-STEPS_PER_PRINT = 10  # DeepSpeed's own, where throughput is logged
+STEPS_PER_PRINT = 10  # DeepSpeed's own
 
 
 @documented(DeepSpeedArguments, LightningArguments)
@@ -71,7 +67,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     Args:
         config: a DeepSpeed configuration; it is never changed.
-        logging_level: of what is logged during its runs (``logging.INFO`` shows throughput).
+        logging_level: of what is logged during its runs (``logging.INFO`` shows progress).
         load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
         exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
 
@@ -95,8 +91,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         self.arguments = arguments
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
-        self._clock: StepClock | None = None
-        self._batches, self._steps = 0, 0
+        self._steps = 0
         self._lacks_states = False
         self._logging_level = known_level(logging_level)
         self._level_outside: int | None = None
@@ -155,10 +150,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         unused = scale_without_effect(self.arguments, self.config)
         if unused:
             self._warn(f"{unused} without effect: the loss scale is for 16-bit precision, where no config has fp16")
-        if settings["wall_clock_breakdown"] and not LOG.isEnabledFor(logging.INFO):
-            self._warn(
-                f"wall_clock_breakdown={settings['wall_clock_breakdown']} shows with logging_level=logging.INFO only"
-            )
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -174,11 +165,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     def _built(self, session: Session, trainer: Any) -> None:
         zero.remember(session)
-        settings = self._settings or self._read(trainer)
-        use_settings(settings)
-        every = (settings["steps_per_print"] or STEPS_PER_PRINT) if LOG.isEnabledFor(logging.INFO) else None
-        self._clock = StepClock(self.root_device, self.global_rank, settings["wall_clock_breakdown"], every)
-        self._batches = 0
         if trainer.state.fn.value == "fit" and self.is_global_zero:
             self._tell(self._translated(self._read(trainer), self.lightning_module)[1])
 
@@ -218,16 +204,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     # ---- passes and steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.training_step``."""
-        with self._timed("forward"):
-            return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The backward pass, by way of ``LightningModule.backward``."""
-        with self._timed("backward"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step.
 
@@ -238,17 +214,12 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         settings = self._settings
         if settings is None or not hasattr(optimizer, "scaler"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with watched_step(optimizer, settings), self._timed("step"):
+        with watched_step(optimizer, settings):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1
-        batches, self._batches = self._batches, 0
-        if self._clock is not None:
-            samples = batches * settings[MICRO] * data_ranks(settings, self.world_size)
-            self._clock.step_ended(self._steps, samples, lambda: self._progress(optimizer))
+        if self.is_global_zero and self._steps % (settings["steps_per_print"] or STEPS_PER_PRINT) == 0:
+            LOG.info("%s", self._progress(optimizer))
         return result
-
-    def _timed(self, what: str) -> AbstractContextManager[None]:
-        return self._clock.timed(what) if self._clock is not None else nullcontext()
 
     def _progress(self, optimizer: Any) -> str:
         rates = [group.get("lr") for group in optimizer.param_groups]
@@ -263,19 +234,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
             self._settings = self._read(trainer)
             self.config[MICRO] = self._shown[MICRO] = self._settings[MICRO]
         self._steps = int(trainer.global_step)
-        if self._clock is not None:
-            self._clock.restart()
-
-    def on_validation_end(self) -> None:
-        """What comes now is training again."""
-        super().on_validation_end()
-        if self._clock is not None:
-            self._clock.restart()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """One more batch for the step that is due."""
-        super().on_train_batch_start(batch, batch_idx)
-        self._batches += 1
 
     # ---- checkpoints
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from shardwise.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
-from shardwise.deepspeed.config_object import MONITORS
 from shardwise.deepspeed.plan import data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
 from shardwise.published import changed, given_in_vain, listed, names_of
@@ -106,17 +105,14 @@ class DeepSpeedArguments:
         allgather_bucket_size: stages 0 to 2: parameters share chunks of the smaller of the two.
         reduce_bucket_size: see ``allgather_bucket_size``.
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
-        logging_batch_size_per_gpu: samples of a rank's batch, for the logged throughput; ``"auto"`` and ``None``: the
-            loader's.
+        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         loss_scale: 0 is dynamic (fp16 only, as the four after it).
         initial_scale_power: the first scale is ``2**initial_scale_power``.
         loss_scale_window: good steps until the scale doubles.
         hysteresis: overflows until it is halved.
         min_loss_scale: an overflow at this scale is an error.
-        partition_activations: see :func:`shardwise.deepspeed.checkpointing.configure`, as the three after it.
-        cpu_checkpointing: keep activations on the host.
-        contiguous_memory_optimization: keep them in buffers.
-        synchronize_checkpoint_boundary: wait for the GPU at each.
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: no
+            effect, with a warning: arguments of checkpointed calls stay whole on their device.
 
     Raises:
         TypeError: a number or a switch that is none.
@@ -351,8 +347,8 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
     if not settings[UNUSED]:
         settings.findings.ignore(UNUSED, "Trainer's passes are a part of its steps: nothing is looked at between them")
     for path in settings.values:
-        if path.partition(".")[0] in (*MONITORS, "flops_profiler"):
-            settings.findings.ignore(path, "Trainer's loggers and profilers write what is measured")
+        if path.partition(".")[0] in ("csv_monitor", "tensorboard", "wandb"):
+            settings.findings.ignore(path, "Trainer's loggers write what is measured")
     return settings
 
 
@@ -367,7 +363,7 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
     """
     plan = plan_of(settings, world_size, numels)
     half = plan.precision.param_dtype is not None
-    return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings.report()
+    return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings
 
 
 def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:

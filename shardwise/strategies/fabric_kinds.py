@@ -15,7 +15,6 @@ from torch import nn
 from shardwise.build import Session
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.deepspeed import zero
-from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.logs import known_level, set_level
@@ -213,7 +212,6 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
 
     def _built(self, session: Session) -> None:
         zero.remember(session)
-        use_settings(self._settings or self._read())
 
     # ---- steps
 

@@ -1,8 +1,8 @@
-"""Foreign worlds: the names that programs of other libraries import, each one's in a single table.
+"""Foreign worlds: the names that programs of other libraries import, each library's in a single table.
 
-A world is a folder such as ``shardwise/colossalai`` with a table, ``names.py``, that says of each foreign name where it
-is here, or why it is not and what to do instead. The modules that programs import are made from it
-(:func:`mirror`), ``shardwise port`` rewrites and explains with it, and the pages of documentation list it.
+A table is a TOML file in this folder. It says of each foreign name where it is here, or why it is not and what to do
+instead (:mod:`shardwise.worlds.table`). The modules that programs import are made from it (:func:`mirror`),
+``shardwise port`` rewrites and explains with it, and the pages of documentation list it.
 
 What may not enter: anything that a name does. That is in the folder of the world as far as it translates arguments,
 and else below it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from shardwise.worlds.absent import NotHere
 from shardwise.worlds.impersonation import impersonate
-from shardwise.worlds.mirror import mirror
-from shardwise.worlds.table import Absent, Here, Ignored, Instead, Renamed, World
+from shardwise.worlds.mirror import lookup, mirror
+from shardwise.worlds.table import Absent, Here, World, all_worlds, read_world
 
-__all__ = ["Absent", "Here", "Ignored", "Instead", "NotHere", "Renamed", "World", "impersonate", "mirror"]
+__all__ = ["Absent", "Here", "NotHere", "World", "all_worlds", "impersonate", "lookup", "mirror", "read_world"]

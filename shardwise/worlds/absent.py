@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from functools import cache
 from typing import Any
 
 __all__ = ["NotHere", "refusing"]
@@ -37,6 +38,7 @@ class _Refusing(ABCMeta):
     __refusal__: str
 
 
+@cache
 def refusing(name: str, instead: str) -> Any:
     """A class that stands for the foreign ``name``, such as ``"colossalai.fx.ColoTracer"``."""
     module, _, last = name.rpartition(".")

@@ -1,41 +1,33 @@
-"""A foreign library's own name for a world, for programs that are not to be changed at all."""
+"""A foreign library's own name for our package, for programs that are not to be changed at all."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardwise.worlds.table import World
+from shardwise.worlds.table import HOMES
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["Impersonation", "impersonate", "impersonate_table"]
+__all__ = ["WHOLE", "Impersonation", "impersonate"]
+
+WHOLE = ("colossalai", "deepspeed")
+"""Libraries of which we take the whole place, so that their name can be ours."""
 
 
 class Impersonation(MetaPathFinder, Loader):
-    """Finds a library and all below it: the very modules of our package that takes its place.
+    """Finds the library ``foreign`` and all below it: the very modules of our package that takes its place."""
 
-    Args:
-        foreign: the library.
-        home: the package.
-        read: its table, which is asked for when something below the library is imported.
-    """
-
-    def __init__(self, foreign: str, home: str, read: Callable[[], World]) -> None:
-        self.foreign, self.home, self._read = foreign, home, read
+    def __init__(self, foreign: str) -> None:
+        self.foreign = foreign
         self._specs: dict[str, ModuleSpec | None] = {}
-
-    @cached_property
-    def world(self) -> World:
-        return self._read()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -44,9 +36,12 @@ class Impersonation(MetaPathFinder, Loader):
         top, dot, below = fullname.partition(".")
         if top != self.foreign:
             return None
-        if below and not self.world.has_module(below) and not _is_file(f"{self.home}.{below}"):
+        home = f"{HOMES[top]}{dot}{below}"
+        try:
+            there = find_spec(home) is not None
+        except ModuleNotFoundError:  # which importlib says by None
             return None
-        return ModuleSpec(fullname, self, origin=f"{self.home}{dot}{below}", is_package=True)
+        return ModuleSpec(fullname, self, origin=home, is_package=True) if there else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module at home, which keeps its own spec."""
@@ -61,45 +56,22 @@ class Impersonation(MetaPathFinder, Loader):
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """``importlib.metadata.version(...)``, by which programs ask whether a library is there."""
-        asked = None if context is None else context.name
-        return [import_module("shardwise.worlds.distribution").Named(self)] if asked in (None, self.foreign) else []
+        if context is not None and context.name not in (None, self.foreign):
+            return []
+        return [import_module("shardwise.worlds.distribution").Named(self.foreign)]
 
 
-def impersonate(world: World) -> None:
-    """From now on ``import <world.foreign>`` means ``world.home``, in this process.
+def impersonate(foreign: str) -> None:
+    """From now on the name ``foreign``, one of :data:`WHOLE`, means our package, in this process.
 
     Raises:
         ImportError: the library itself has been imported already, so that some of the program would use it.
     """
-    _install(Impersonation(world.foreign, world.home, lambda: world))
-
-
-def impersonate_table(foreign: str, table: str) -> None:
-    """The same for a library whose ``WORLD`` is in the module ``table`` of its home, which is imported when it is used.
-
-    Raises:
-        ImportError: the library itself has been imported already.
-    """
-
-    def read() -> World:
-        world: World = import_module(table).WORLD
-        return world
-
-    _install(Impersonation(foreign, table.rpartition(".")[0], read))
-
-
-def _install(finder: Impersonation) -> None:
-    there = sys.modules.get(finder.foreign)
-    if there is not None and there.__name__ != finder.home:
+    there, home = sys.modules.get(foreign), HOMES[foreign]
+    if there is not None and there.__name__ != home:
         raise ImportError(
-            f"{finder.foreign} is imported already, from {getattr(there, '__file__', None)}: {finder.home} takes its "
+            f"{foreign} is imported already, from {getattr(there, '__file__', None)}: {home} takes its "
             f"place only before anything has imported it. Move this import to the program's first line"
         )
-    if not any(isinstance(each, Impersonation) and each.home == finder.home for each in sys.meta_path):
-        sys.meta_path.insert(0, finder)
-
-
-def _is_file(name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    folders = getattr(import_module(parent), "__path__", ())
-    return any((Path(each) / f"{last}.py").is_file() or (Path(each) / last).is_dir() for each in folders)
+    if not any(isinstance(each, Impersonation) and each.foreign == foreign for each in sys.meta_path):
+        sys.meta_path.insert(0, Impersonation(foreign))

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.port import Program, rewritten, worlds
+from shardwise.port import rewritten
+from shardwise.worlds import all_worlds
 from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 
@@ -41,7 +42,7 @@ def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]
         folder = Path(name)
         for path in PROGRAMS.glob("*.py"):
             text = path.read_text("utf-8")
-            (folder / path.name).write_text(text if case.instead else rewritten(Program(text, worlds())), "utf-8")
+            (folder / path.name).write_text(text if case.instead else rewritten(text, all_worlds()), "utf-8")
         status, output = (started or _run)(_started(case), folder)
     loss = _loss(output)
     if status != 0:

@@ -35,7 +35,6 @@ class Run:
     moved: list[int] = field(default_factory=list)
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     updates: int = 0
-    rollbacks: int = 0
     peak: int = 0
     """By the accounts, where a capacity is declared."""
     allocated: int = 0
@@ -46,18 +45,14 @@ class Run:
 
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
-    """Chunks that are updated early, and updates that are taken back."""
-    update, rollback = EarlyUpdates.update, EarlyUpdates.rollback
+    """Chunks that are updated early."""
+    update = EarlyUpdates.update
 
     def counted_update(self: EarlyUpdates, *args: object) -> None:
         run.updates += 1
         update(self, *args)  # type: ignore[arg-type]
 
-    def counted_rollback(self: EarlyUpdates) -> None:
-        run.rollbacks += bool(self.updated)
-        rollback(self)
-
-    with mock.patch.multiple(EarlyUpdates, update=counted_update, rollback=counted_rollback):
+    with mock.patch.object(EarlyUpdates, "update", counted_update):
         yield
 
 
@@ -138,24 +133,20 @@ PLACES: dict[str, tuple[Shares, Shares]] = {
     "state_disk": ((0.0, 0.0), (0.0, 1.0)),
     "all_disk": ((0.0, 1.0), (0.0, 1.0)),
 }
-CLIPS = {"in_place": 0.0, "confirmed": 1e4, "taken_back": 1e-3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("where", PLACES)
 def test_updates_during_backward_change_no_bit(
-    pool: RankPool, device_type: str, tmp_path: Path, where: str, clip: str, dtype: torch.dtype
+    pool: RankPool, device_type: str, tmp_path: Path, where: str, dtype: torch.dtype
 ) -> None:
-    """Whether updates are made in place, guessed rightly, or guessed wrongly and taken back in every step."""
     params, state = PLACES[where]
-    late = in_dtype(tiered(zero(3), params, state, tmp_path), dtype).but(max_norm=CLIPS[clip])
+    late = in_dtype(tiered(zero(3), params, state, tmp_path), dtype)
     early = late.but(update="backward")
     runs = (pool.run(train_gpt, plan, device_type, timeout=240.0) for plan in (early, late))
     for rank, (one, other) in enumerate(zip(*runs, strict=True)):
-        assert_same_bits(one, other, f"{where} {clip} rank {rank}")
+        assert_same_bits(one, other, f"{where} rank {rank}")
         assert one.updates >= STEPS and other.updates == 0
-        assert (one.rollbacks > 0) == (clip == "taken_back")
 
 
 # ---- gradients at home on the host

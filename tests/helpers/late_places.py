@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +20,6 @@ from shardwise.booster.targets import model_writer
 from shardwise.build import Session, build
 from shardwise.checkpoint import PortableFiles
 from shardwise.checkpoint.run import EngineRun
-from shardwise.deepspeed.collectives import all_gather_coalesced
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.device import Accelerator, copy_ahead, page_locked
 from shardwise.plan import Plan, zero
@@ -289,16 +288,4 @@ def program_waits(name: str, seed: int) -> Found:
     return found_by(device, wrong)
 
 
-def several_collectives(name: str, seed: int) -> Found:
-    """Collectives of a program that are waited for together."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    with on_ranks(seed) as device, _session(PLANS["zero1"], MODELS["mlp"].factory()) as session:
-        group: Any = session.mesh.shard
-        outs = [torch.empty(ranks * 100, device=GPU) for _ in range(2)]
-        owns = [torch.full((100,), float(10 * index + rank), device=GPU) for index in range(2)]
-        with suppress(NotImplementedError):
-            all_gather_coalesced(outs, owns, group=group._gather, async_op=True).wait()
-        found = [(out + 0).cpu() for out in outs]
-    expected = [torch.arange(ranks).repeat_interleave(100).float() + 10 * index for index in range(2)]
-    wrong = [f"{name}: {a} for {b}" for a, b in zip(found, expected, strict=True) if not a.equal(b)]
     return found_by(device, wrong)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shardwise.build import Session, build
 from shardwise.checkpoint import Checkpointer
 from shardwise.chunk.secondary import SecondarySource
-from shardwise.deepspeed.activations import Keeper
 from shardwise.device import (
     Later,
     Lent,
@@ -59,7 +58,6 @@ PLANS: dict[str, Plan] = {
     "clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, max_norm=0.5),
     "early": zero(3).but(tiers=_tiers(0.0, 1.0), prefetch=2, update="backward"),
     "early_host": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward"),
-    "early_clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward", max_norm=0.5),
     "eight_bits": zero(3).but(compress="fp8", prefetch=2),
     "eight_bits2": zero(2).but(compress="fp8"),
     "secondary": zero(3).but(secondary=2),
@@ -281,25 +279,6 @@ def later_values(name: str, seed: int) -> Found:
         value.fill_(3.0)
         found = [later.value(), Later(value).value()]
     return Found(wrong=[] if found == [5.0, 3.0] else [f"{name}: {found}"], races=[str(race) for race in device.races])
-
-
-def activations(name: str, seed: int) -> Found:
-    """What is kept on the host for backward comes back as it was, also on another stream."""
-    with late_device(seed, check=False) as device:
-        keeper, wrong = Keeper(None, host=True, contiguous=False, number=None), []
-        for index in range(4):
-            x = torch.arange(1000.0, device=GPU) * (index + 1)
-            kept = keeper.keep(x)
-            expected = (x + 1).cpu() - 1 if index % 2 else None
-            del x
-            torch.zeros(1000, device=GPU)
-            side = side_stream(GPU)
-            assert side is not None
-            with on_stream(side):  # which waits for nothing by itself
-                back = kept.restore().cpu()
-            expected = torch.arange(1000.0) * (index + 1) if expected is None else expected
-            wrong += [] if torch.equal(back, expected) else [f"{name} {index}: {back[:3]}"]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
 
 
 def side_copies(name: str, seed: int) -> Found:

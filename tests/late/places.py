@@ -65,7 +65,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("chunk/source.py", "DiskSource.", "self.store.write", DISK),
     ("chunk/source.py", "_FromDisk.", "", DISK),
     ("update/early.py", "", "", "the host waits for its own thread"),
-    ("engine/optimizer.py", "ShardedOptimizer._settle_early", "", "the host waits for its own thread"),
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
     ("comm/compressed.py", "_Steps.finished", "", SEEN),
@@ -84,9 +83,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("reduce/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
     ("colossalai/timers.py", "", "", CLOCK),
-    ("deepspeed/checkpointing.py", "_Call._watched", "", CLOCK),
-    ("deepspeed/clock.py", "", "", CLOCK),
-    ("deepspeed/flops.py", "", "", CLOCK),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

@@ -24,7 +24,6 @@ HOMES = {
         "loaded_over",
         "program_waits",
         "renewed",
-        "several_collectives",
         "traced_graph",
     ),
     "late_stages": ("stages",),
@@ -47,7 +46,6 @@ ALONE = (
     "side_copies",
     "lent_memory",
     "later_values",
-    "activations",
     "locked_memory",
     "program_waits",
     "failed_gather",
@@ -95,7 +93,7 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(1, "train", name) for name in one]
     found += [Scenario(1, "train", name, ("mlp", True)) for name in ("host", "mixed")]
     found += [Scenario(1, "train_and_save", "host")]
-    found += [Scenario(2, name) for name in ("late_norm", "several_collectives", "axis_of_parts", "ring_of_products")]
+    found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts", "ring_of_products")]
     found += [Scenario(2, "renewed", name) for name in READS]
     found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads")]
     found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ import torch
 from shardwise.chunk.source import DiskSource
 from shardwise.comm import DONE
 from shardwise.disk.store import DiskStore
-from shardwise.engine import updates
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.tier import Tier
@@ -21,7 +19,6 @@ from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.reducer import Reducer
 from shardwise.update.disk_tiles import DiskTile
 from shardwise.update.early import EarlyUpdates
-from shardwise.update.early_disk import EarlyDisk
 from tests.parity.covering import Row
 from tests.parity.sharded import Setting
 from tests.parity.tiers import TierRun, train_tiers
@@ -104,73 +101,9 @@ def _host_gradients_not_in_the_norm() -> Any:
     return mock.patch.object(ShardedOptimizer, "_reduced", reduced)
 
 
-def _updated_twice_in_place() -> Any:
-    """The update that is only there to have something to write works on the state itself."""
-
-    def in_place(*_: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    return mock.patch.object(updates, "copied", in_place)
-
-
-def _small_state_not_undone() -> Any:
-    """The second of the two updates starts from the step count that the first one left."""
-
-    def make(real: Any) -> Any:
-        @contextlib.contextmanager
-        def copied(tile: Any, state: Any, undo: Any) -> Iterator[None]:
-            with real(tile, state, undo):
-                yield
-            for piece in tile.pieces:
-                step = state.get(piece.value, {}).get("step")
-                if step is not None:
-                    step.add_(1)
-
-        return copied
-
-    return _wrap(updates, "copied", make)
-
-
-def _early_state_not_put_back() -> Any:
-    """Of an update during backward that was wrong, only the masters are undone."""
-
-    def make(real: Any) -> Any:
-        def keep(self: EarlyUpdates, tile: Any) -> Callable[[], None]:
-            state = self._stepper.optimizer.state
-            restore = real(self, tile)
-
-            def without_state() -> None:
-                now = [(piece.value, state.get(piece.value)) for piece in tile.pieces]
-                restore()
-                state.update({value: entry for value, entry in now if entry is not None})
-
-            return without_state
-
-        return keep
-
-    return _wrap(EarlyUpdates, "_keep", make)
-
-
-def _early_steps_not_put_back() -> Any:
-    """What the disk held before such an update is read again, but steps are counted twice."""
-
-    def make(real: Any) -> Any:
-        def rollback(self: EarlyDisk) -> None:
-            real(self)
-            for each in (tile for tiles in self._tiles.values() for tile in tiles):
-                for piece in each.tile.pieces:
-                    step = each._optimizer.state.get(piece.value, {}).get("step")
-                    if step is not None:
-                        step.add_(1)
-
-        return rollback
-
-    return _wrap(EarlyDisk, "rollback", make)
-
-
 def _early_parameters_not_taken_over() -> Any:
     """Parameters stay as before an update during backward whose state is on the disk."""
-    return mock.patch.object(EarlyDisk, "take_over", lambda self, chunk: None)
+    return mock.patch.object(EarlyUpdates, "take_over", lambda self, chunks: None)
 
 
 def _not_read_ahead() -> Any:
@@ -202,7 +135,6 @@ class Fault:
     steps: int = 4
 
 
-EARLY = {"update": "backward"}
 FAULTS: dict[str, Fault] = {
     "state_not_written": Fault(_not_written("optimizer state"), ("s_disk", {})),
     "masters_not_written": Fault(_not_written("master weights"), ("s_disk", {"plan": "zero3"})),
@@ -213,13 +145,7 @@ FAULTS: dict[str, Fault] = {
     "state_from_the_wrong_place": Fault(_state_read_from_the_wrong_place, ("s_disk", {})),
     "steps_forgotten": Fault(_steps_forgotten, ("s_disk", {})),
     "host_gradients_not_in_the_norm": Fault(_host_gradients_not_in_the_norm, ("s_half_host", {"clip": "p2"})),
-    "updated_twice_in_place": Fault(_updated_twice_in_place, ("p_disk_s_host", {"plan": "zero3"})),
-    "small_state_not_undone": Fault(_small_state_not_undone, ("p_disk_s_host", {"plan": "zero3"})),
-    "early_state_not_put_back": Fault(_early_state_not_put_back, ("s_host", {**EARLY, "clip": "p2"}), 3),
-    "early_steps_not_put_back": Fault(_early_steps_not_put_back, ("s_disk", {**EARLY, "clip": "p2"}), 4),
-    "early_parameters_not_taken_over": Fault(
-        _early_parameters_not_taken_over, ("s_disk", {**EARLY, "clip": "loose"}), 2
-    ),
+    "early_parameters_not_taken_over": Fault(_early_parameters_not_taken_over, ("s_disk", {"update": "backward"}), 2),
     "not_read_ahead": Fault(_not_read_ahead, ("p_disk", {"plan": "zero3", "prefetch": "three", "knobs": "threads"}), 2),
     "late_renewal_forgotten": Fault(_late_renewal_forgotten, ("s_host", {"order": "on_use"}), 2),
 }

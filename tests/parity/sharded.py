@@ -158,7 +158,7 @@ def train_case(case: ModelCase, setting: Setting, mesh: Mesh | None = None) -> R
         session.reset_traffic()
         run.losses.append(_passes(session, case.loss, step, setting))
         run.traffic.append(session.traffic())
-        run.gradients.append({} if setting.plan.streams_gradients else session.full_gradients())
+        run.gradients.append({} if setting.plan.grad.update == "backward" else session.full_gradients())
         optimizer.step()
         run.norms.append(optimizer.get_grad_norm())
         run.skipped.append(optimizer.last_step_skipped)
@@ -286,7 +286,7 @@ def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolera
     same = True
     for step in range(setting.steps):
         where = f"{setting.model} step {step}"
-        gradients = {} if setting.plan.streams_gradients else expected.gradients[step]
+        gradients = {} if setting.plan.grad.update == "backward" else expected.gradients[step]
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
         floor = max(tolerance.floor, tolerance.share * largest)
         rtol = 0.0 if tolerance.first_is_exact and step == 0 else tolerance.rtol

@@ -60,15 +60,13 @@ STEPS, STEPS_OF_ONE, STEPS_OF_THREE = 10, 6, 4
 ranks."""
 
 PREFETCH = {"own": None, "none": 0, "three": 3}
-LOOSE_NORM = 1e4
-"""Above the norm of every gradient here: nothing is clipped, but only the end of the step shows that."""
 
 BASE: dict[str, tuple[str, ...]] = {
     "plan": ("ddp", "zero1", "zero2", "zero3", "by_tensor", "by_search", "hybrid3"),
     "ranks": ("1", "2", "4"),
     "numbers": ("fp32", "bf16", "fp16"),
     "micro": ("1x", "3x", "3x_no_sync"),
-    "clip": ("unclipped", "p2", "loose"),
+    "clip": ("unclipped", "p2"),
     "transport": ("shared", "gloo"),
     "knobs": tuple(KNOBS),
     "order": FACTORS["order"],
@@ -145,9 +143,9 @@ class TierRow:
 
     @property
     def norm_rtol(self) -> float:
-        """Of norms. Where gradients stream, they are norms of chunks' norms, in the order in which these came; not so
-        with a disk, whose plans keep gradients. Nothing but what is reported depends on them."""
-        return 1e-12 if setting_of(self.row, None, "").plan.streams_gradients else 0.0
+        """Of norms. Where gradients stream, they are norms of chunks' norms, in the order in which these came. Nothing
+        but what is reported depends on them."""
+        return 1e-12 if setting_of(self.row, None, "").plan.grad.update == "backward" else 0.0
 
 
 def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
@@ -176,10 +174,8 @@ def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
 def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:
     """What a row trains under ``mix``; ``None``: without offload."""
     row = {**FILLED, **row}
-    loose = row["clip"] == "loose"
-    setting = replace(make_setting({**row, "clip": "p2"} if loose else row), steps=steps)
+    setting = replace(make_setting(row), steps=steps)
     plan = setting.plan.but(update=row["update"])
-    plan = plan.but(max_norm=LOOSE_NORM) if loose else plan
     prefetch = PREFETCH[row["prefetch"]]
     plan = plan if prefetch is None else plan.but(prefetch=prefetch)
     plan = plan if mix is None else plan.but(tiers=tier_plan(mix, directory, row.get("knobs", "usual")))
@@ -199,7 +195,7 @@ THREE_RANKS: list[Row] = [
 _FOUR = {"ranks": "4", "micro": "3x", "clip": "p2", "transport": "shared", "knobs": "threads"}
 FOUR_RANKS: list[Row] = [
     {"plan": "zero2", "numbers": "fp16", **_FOUR, "order": "on_use", "prefetch": "own", "update": "step"},
-    {"plan": "zero3", "numbers": "bf16", **_FOUR, "order": "overlap", "prefetch": "three", "update": "backward"},
+    {"plan": "zero3", "numbers": "bf16", **_FOUR, "order": "overlap", "prefetch": "three", "update": "step"},
 ]
 _SEEDS: list[Row] = [
     {"ranks": ranks, "numbers": numbers, "micro": "3x"}
@@ -219,9 +215,9 @@ def goes(row: Row) -> bool:
             return False
         if row["prefetch"] == "none" and row.get("plan") == "by_search":
             return False  # its own
-    if row.get("update") == "backward" and row.get("micro") == "3x":
-        # Updates in place take one reduction a step.
-        return row.get("clip") != "unclipped" or row.get("numbers", "fp16") == "fp16"
+    if row.get("update") == "backward":
+        once = row.get("micro", "1x") == "1x" and row.get("clip", "unclipped") == "unclipped"
+        return once and row.get("numbers") != "fp16"
     return True
 
 

@@ -10,7 +10,6 @@ import pytest
 from program_setup import python, surroundings
 
 from shardwise.cli import as_world
-from shardwise.port import WHOLE, worlds
 
 CHILDREN = """
 import importlib, multiprocessing, subprocess, sys
@@ -47,11 +46,11 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     assert started.startswith("shardwise.colossalai 0.5.0 own ") and "children" not in started
 
     # A process that cannot have them ends, since it would go on with another library than the program.
-    broken = {"SHARDWISE_AS": "colossalai=shardwise.colossalai.names", "PYTHONPATH": str(as_world.CHILDREN)}
+    broken = {"SHARDWISE_AS": "colossalai", "PYTHONPATH": str(as_world.CHILDREN)}
     program = "import sys, types; sys.modules['colossalai'] = types.ModuleType('colossalai'); import sitecustomize"
     again = python("-S", "-c", program, env=surroundings(**broken))
     assert again.returncode == 1
-    assert "SHARDWISE_AS='colossalai=shardwise.colossalai.names': colossalai is" in again.stderr
+    assert "SHARDWISE_AS='colossalai': colossalai is" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -86,35 +85,3 @@ def test_parsers_that_know_the_local_rank_are_given_it(
     found = [parser.parse_args(), parser.parse_args(list(own)), parser.parse_args([*own[:1], *own[1:], "--lr", "3"])]
     assert [each.local_rank for each in found if expected] == expected
     assert sys.argv[1:] == own and (expected or found[0].kind == "plain")
-
-
-def test_every_library_whose_place_we_take_is_known() -> None:
-    """But for one that only Lightning loads, which stays beside us."""
-    assert {world.foreign: world.home for world in worlds() if not world.partial} == {
-        foreign: table.removesuffix(".names") for foreign, table in WHOLE.items()
-    } | {"lightning_colossalai": "shardwise.lightning_colossalai"}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["-m", "nosuch"], "-m nosuch: there is no module nosuch"),
-        (["-m", "nosuch.inner"], "-m nosuch.inner: there is no module nosuch"),
-        (["-m", "json.nosuch"], "there is no module json.nosuch"),
-        (["-m", "json"], "there is no module json.__main__"),
-        (["-m", ".json"], "-m .json: there is no module"),
-        (["-m"], "and a script (or -m and a module)"),
-        (["nosuch.py"], "nosuch.py: no such file"),
-    ],
-)
-def test_a_program_that_there_is_not_is_a_line_and_no_traceback(given: list[str], said: str) -> None:
-    shown = python("-m", "shardwise.cli.as_world", "deepspeed", *given)
-    assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr, shown.stderr
-
-
-def test_what_a_module_cannot_import_is_its_own_affair(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import something_else")
-    (tmp_path / "package" / "module.py").write_text("")
-    shown = python("-m", "shardwise.cli.as_world", "deepspeed", "-m", "package.module", cwd=tmp_path)
-    assert shown.returncode == 1 and "import something_else" in shown.stderr, shown.stderr

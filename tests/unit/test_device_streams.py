@@ -27,6 +27,7 @@ from shardwise.disk.buffers import BufferPool
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import GradRing
+from shardwise.update.disk_tiles import TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.tiles import TileStepper
 
@@ -128,7 +129,7 @@ def test_memory_for_no_gpu_is_not_locked(cuda: FakeCuda) -> None:
 def test_updates_during_backward_run_with_the_models_gpu_current(cuda: FakeCuda) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     stepper = TileStepper(torch.optim.SGD([parameter], lr=0.1), [])
-    early = EarlyUpdates(stepper, [], None, in_place=True, norm_type=2.0, device=SECOND, fits=lambda nbytes: True)
+    early = EarlyUpdates(stepper, [], {}, TileVisits([], 1), {}, 2.0, SECOND)
     assert early._worker.submit(lambda: cuda.current).result() == 1 and cuda.current == 0
     early.close()
 

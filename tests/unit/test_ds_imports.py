@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from sets import full
 
-from shardwise.deepspeed.names import WORLD
-
 ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
 NOT_OF_DEEPSPEED = {"utils.is_initialized"}
 """Read inside ``try`` by a model of transformers, and in no release of DeepSpeed since years."""
@@ -41,13 +39,13 @@ def is_here(dotted: str) -> bool:
     """Whether a module, or what one has, by way of the modules that programs import."""
     path, _, name = dotted.rpartition(".")
     try:
-        value = importlib.import_module(f"{WORLD.home}.{path}".rstrip("."))
+        value = importlib.import_module(f"shardwise.deepspeed.{path}".rstrip("."))
     except ModuleNotFoundError:
         return is_here(path)  # a method of something, such as a logger's
     if hasattr(value, name):
         return True
     try:
-        importlib.import_module(f"{WORLD.home}.{dotted}")
+        importlib.import_module(f"shardwise.deepspeed.{dotted}")
     except ModuleNotFoundError:
         return False
     return True

@@ -20,7 +20,7 @@ import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import read_config
-from shardwise.deepspeed.lamb import FusedLamb
+from shardwise.deepspeed.cpu_optimizers import FusedLamb
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.saving import good_steps
 from shardwise.deepspeed.schedules import make_schedule
@@ -88,23 +88,15 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
         ({"scheduler": {"type": "WarmupDecayLR"}}, ValueError, "needs 'total_num_steps'"),
     ],
 )
-def test_to_plan_takes_what_initialize_takes(block: Tree, error: type[Exception], message: str) -> None:
-    config = {**MINIMAL, **block}
-    for call in (
-        lambda: deepspeed.to_plan(config, 1),
-        lambda: deepspeed.initialize(model=nn.Linear(2, 1), config=config),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+def test_what_cannot_be_made_is_refused(block: Tree, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **block})
 
 
-def test_to_plan_knows_no_number_of_param_groups() -> None:
-    """A scheduler's lists are for as many groups as the program's own optimizer has."""
-    params = {"warmup_min_lr": [0.0, 0.0], "warmup_max_lr": [0.1, 0.2]}
-    deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params}}, 2)
-    with pytest.raises(ValueError, match="for 3 param groups"):
-        params["warmup_max_lr"] = [0.1, 0.2, 0.3]
-        deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params | {"warmup_min_lr": [0.0, 0.0]}}}, 2)
+def test_schedules_of_deepspeed_are_listed_by_name() -> None:
+    from shardwise.deepspeed.runtime import lr_schedules
+
+    assert lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
@@ -243,7 +235,12 @@ def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str) ->
 
 @pytest.mark.parametrize(("first", "second", "ratio"), [(100, 0, 1.0), (100, None, 0.5), (30, 70, 0.3)])
 def test_how_much_of_a_cycle_grows(first: int, second: int | None, ratio: float) -> None:
-    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": first, "cycle_second_step_size": second}
+    params = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 0.9,
+        "cycle_first_step_size": first,
+        "cycle_second_step_size": second,
+    }
     schedule: Any = make_schedule("OneCycle", torch.optim.SGD([_parameter()], lr=0.1), params)
     assert schedule.step_ratio == ratio and schedule.total_size == first / ratio
 
@@ -275,9 +272,15 @@ def test_initialize_refuses(arguments: Tree, error: type[Exception], message: st
 def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
     engine = deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, "managed_gradient_accumulation": False})[0]
     for call, message in (
-        (lambda: engine.scale(engine(torch.ones(2, 2))), r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that"),
+        (
+            lambda: engine.scale(engine(torch.ones(2, 2))),
+            r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that",
+        ),
         (lambda: engine.backward(torch.ones(())), r"backward\(loss of shape \(\), requires_grad=False\)"),
-        (lambda: engine.set_gradient_accumulation_boundary(True), r"set_gradient_accumulation_boundary\(True\) without"),
+        (
+            lambda: engine.set_gradient_accumulation_boundary(True),
+            r"set_gradient_accumulation_boundary\(True\) without",
+        ),
     ):
         for kind in (AssertionError, ValueError):
             with pytest.raises(kind, match=message):
@@ -286,7 +289,7 @@ def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
 
 
 def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = {**MINIMAL, "steps_per_print": 1, "wall_clock_breakdown": True}
+    tree = {**MINIMAL, "steps_per_print": 1}
     data = [(torch.ones(2), torch.ones(1)) for _ in range(3)]
     engine, optimizer, loader, schedule = deepspeed.initialize(
         model=nn.Linear(2, 1), config=tree, training_data=data, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
@@ -299,7 +302,7 @@ def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> N
         engine.step()
     assert engine.get_lr() == [pytest.approx(1e-4)] and engine.get_mom() == [0]
     output = capsys.readouterr().out
-    assert output.count("step=") == 3 and output.count("backward") == 3
+    assert output.count("step=") == 3
     engine.set_train_batch_size(2)
     assert engine.get_batch_info() == (2, 1, 2)
     engine.destroy()
@@ -324,10 +327,10 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
 INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
     ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' without torch.distributed"),
-    ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
-    ({"zero_param_parallel_group": "some"}, ValueError, "^zero_param_parallel_group='some'"),
-    ({"zero_quantized_weights": True}, NotImplementedError, "zero_quantized_weights=True"),
-    ({"zero_quantized_nontrainable_weights": True}, NotImplementedError, "weights=True here: .*configuration of init"),
+    ({"sequence_data_parallel_group": "some"}, ValueError, "^data_parallel_group='some'"),
+    ({"zero_param_parallel_group": "some"}, NotImplementedError, "zero_hpz_partition_size stands for"),
+    ({"zero_quantized_weights": True}, NotImplementedError, "zero_quantized_weights stands for"),
+    ({"zero_quantized_nontrainable_weights": True}, NotImplementedError, "give that key in the configuration"),
 ]
 
 
@@ -340,35 +343,21 @@ def test_zero_init_refuses_what_would_change_the_training(
             deepspeed.zero.Init(**arguments, enabled=enabled)
 
 
-ON_HOST = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-UNPINNED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}}
 HALF = {"bf16": {"enabled": True}}
 INIT_WARNS: list[tuple[Tree, str]] = [
     ({}, ""),
-    ({"config_dict_or_path": ON_HOST, "remote_device": "cpu", "pin_memory": True, "dtype": torch.float32}, ""),
-    ({"config": HALF, "remote_device": "none", "dtype": torch.bfloat16}, ""),
-    ({"dtype": torch.float32}, ""),
-    ({"enabled": False, "dtype": torch.float16, "pin_memory": True, "remote_device": "cpu"}, ""),
-    ({"remote_device": "cpu"}, "remote_device='cpu'.*the configuration of initialize decides"),
-    ({"config": ON_HOST, "remote_device": "nvme"}, "remote_device='nvme'.*has offload_param.device='cpu'"),
-    ({"config": {"zero_optimization": {**ON_HOST["zero_optimization"], "stage": 2}}, "remote_device": "cpu"}, "='none'"),
-    ({"pin_memory": True}, "pin_memory=True.*the configuration of initialize decides"),
-    ({"config": UNPINNED, "pin_memory": True}, "pin_memory=True.*='cpu' and its own pin_memory"),
-    ({"dtype": torch.float16}, "dtype=torch.float16.*the configuration of initialize decides"),
+    ({"config": HALF, "dtype": torch.bfloat16, "remote_device": "cpu", "pin_memory": True}, ""),
+    ({"config": HALF, "dtype": torch.float16, "enabled": False}, ""),
     ({"config": HALF, "dtype": torch.float16}, "dtype=torch.float16.*says torch.bfloat16"),
-    ({"config": HALF, "dtype": torch.float32}, "dtype=torch.float32.*says torch.bfloat16"),
-]  # fmt: skip
+    ({"config_dict_or_path": {}, "dtype": torch.float16}, "dtype=torch.float16.*says torch.float32"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "message"), INIT_WARNS)
-def test_zero_init_says_once_what_the_configuration_decides(
-    arguments: Tree, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deepspeed.zero.Init, "_said", set())
+def test_zero_init_says_what_the_configuration_decides(arguments: Tree, message: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            deepspeed.zero.Init(**arguments)
+        deepspeed.zero.Init(**arguments)
     texts = [str(each.message) for each in caught]
     assert len(texts) == bool(message) and all(re.search(message, text) for text in texts), texts
     assert all(each.filename == __file__ for each in caught), "the warning points at the caller"

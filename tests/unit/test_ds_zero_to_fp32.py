@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.deepspeed.zero_to_fp32 import (
-    LazyTensor,
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -89,9 +88,7 @@ def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
     assert_close(found, wanted, 0.0, case)
     assert found["head.weight"] is found["embed.weight"] and found["count"].dtype == torch.int64
     lazy = get_fp32_state_dict_from_zero_checkpoint(str(place), lazy_mode=True)
-    assert all(isinstance(each, LazyTensor) for each in lazy.values())
     assert_close({name: each.contiguous() for name, each in lazy.items()}, wanted, 0.0, case)
-    assert lazy["embed.weight"].shape == (7, 3) and lazy["embed.weight"].numel() == 21
     trained = get_fp32_state_dict_from_zero_checkpoint(place, exclude_frozen_parameters=True)
     assert set(wanted) - set(trained) == {"frozen"}
     model = load_state_dict_from_zero_checkpoint(Net(), place)

@@ -55,7 +55,10 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp_size": 2, "pp_size": 1, "communication_dtype": torch.float32}, DDP.but(reduce_dtype=torch.float32)),
     ({"tp_size": 2, "pp_size": 1, "overlap_communication": False}, DDP.but(overlap=False)),
     ({"tp_size": 2, "pp_size": 1, "device_memory": "64MiB"}, DDP.but(device_capacity_bytes=64 * M)),
-    ({"tp_size": 1, "pp_size": 1, "update": "backward"}, DDP.but(tp=1, update="backward")),
+    (
+        {"tp_size": 1, "pp_size": 1, "precision": "bf16", "update": "backward"},
+        DDP.but(tp=1, update="backward", **BF16),
+    ),
     (ZERO, SHARDED),
     ({**ZERO, "zero_stage": 2}, SHARDED.but(reduce="every")),
     ({**ZERO, "precision": "fp32"}, SHARDED.but(precision=FP32)),

@@ -8,24 +8,6 @@ from importlib import import_module
 
 import pytest
 
-from shardwise.strategies.names import COLOSSALAI, WORLDS
-from shardwise.worlds import Absent, Here, NotHere, World
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.foreign)
-def test_every_name(world: World) -> None:
-    assert world.partial == (world is not COLOSSALAI)  # which is not installed beside us
-    home = import_module(world.home)
-    for path, name, entry in world.entries():
-        module = import_module(f"{world.home}.{path}".rstrip("."))
-        found = getattr(module, "Any" if name == "*" else name)
-        if isinstance(entry, Here):
-            assert found is getattr(home, entry.name or name)
-        else:
-            assert isinstance(entry, Absent) and not isinstance(3, found)
-            with pytest.raises(NotHere, match=f"{name.replace('*', 'Any')}: "):
-                found()
-
 
 def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the published package chooses; what is only of one of them would be refused by the other's Trainer."""
@@ -41,5 +23,5 @@ def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: p
     assert type(strategy.precision_plugin) is ColossalAIPrecisionPlugin and strategy.format.scaled
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else find(name))
-    monkeypatch.delitem(sys.modules, COLOSSALAI.home)
-    assert import_module(COLOSSALAI.home).ColossalAIStrategy is pytorch_lightning.ColossalAIStrategy
+    monkeypatch.delitem(sys.modules, "shardwise.lightning_colossalai")
+    assert import_module("shardwise.lightning_colossalai").ColossalAIStrategy is pytorch_lightning.ColossalAIStrategy

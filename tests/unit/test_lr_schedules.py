@@ -19,7 +19,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.checkpoint import write_lr_scheduler
 from shardwise.checkpoint.match_schedulers import fitting_state, why_no_step
-from shardwise.checkpoint.schedulers import regrouped
+from shardwise.checkpoint.schedulers import SavedScheduler, regrouped
 from shardwise.nn import lr_scheduler as own
 
 TOTAL, WARM, STEPS = 20, 4, 26
@@ -165,20 +165,6 @@ def test_last_epoch_goes_on_where_it_says(case: str) -> None:
         _make(case, untouched, last_epoch=2)
 
 
-def test_without_a_first_stage_a_schedule_begins_with_the_rates_of_now() -> None:
-    for ours, theirs in (
-        (lambda of: own.CosineAnnealingWarmupLR(of, TOTAL), lambda of: plain.CosineAnnealingLR(of, TOTAL)),
-        (lambda of: own.MultiStepWarmupLR(of, TOTAL, milestones=[3]), lambda of: plain.MultiStepLR(of, [3])),
-    ):
-        one, other = optimizer(), optimizer()
-        for of, make in ((one, ours), (other, theirs)):
-            _walk(of, make(of), 4)
-        assert _rates(one) == _rates(other) != [*RATES]
-        again, alone = ours(one), theirs(other)
-        assert _rates(one) == _rates(other) != [*RATES]
-        assert _walk(one, again, 5) == _walk(other, alone, 5)
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 def test_explicit_epochs_go_forward_and_back() -> None:
     one = optimizer()
@@ -191,41 +177,23 @@ def test_explicit_epochs_go_forward_and_back() -> None:
     assert _rates(one) == pytest.approx([CASES["power, warm"][2](5, lr) for lr in RATES], rel=1e-11)
 
 
-def test_around_a_scheduler_of_ones_own() -> None:
-    one = optimizer()
-    scheduler = own.WarmupDelayerScheduler(one, 2, 3, plain.ExponentialLR(one, 0.5))
-    rates = [_rates(one)[0], *(each[0] for each in _walk(one, scheduler, 7))]
-    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.025])
-    for wrong, error in ((plain.ReduceLROnPlateau(one), TypeError), (plain.StepLR(optimizer(), 1), ValueError)):
-        with pytest.raises(error, match="after_scheduler"):
-            own.DelayerScheduler(one, 2, wrong)
-    with pytest.raises(ValueError, match="last_epoch=2"):
-        own.DelayerScheduler(one, 2, plain.StepLR(one, 1), last_epoch=4)
-
-
 def test_a_state_of_colossalais_goes_on() -> None:
-    one = optimizer()
-    scheduler = _make("power, warm", one)
-    _walk(one, scheduler, 9)
-    state = scheduler.state_dict() | {"last_epoch": WARM}  # theirs stands still once the warm-up is over
-    fresh = optimizer()
-    resumed = _make("power, warm", fresh)
-    fresh.load_state_dict(one.state_dict())
-    resumed.load_state_dict(state)
-    assert resumed.last_epoch == 9
-    assert _walk(fresh, resumed, 3) == _walk(one, scheduler, 3)
-
-
-def test_a_state_for_another_second_stage_is_refused_before_anything_changes() -> None:
-    cosine, power = _make("cosine, warm", optimizer()), _make("power, warm", optimizer())
-    assert "CosineAnnealingLR" in why_no_step(power, cosine.state_dict())
-    assert why_no_step(power, power.state_dict()) == ""
-    with pytest.raises(TypeError, match="build it as it was saved"):
-        power.load_state_dict(cosine.state_dict())
-    half = power.state_dict()
-    del half["after_scheduler_dict"]
-    with pytest.raises(TypeError, match="without one of the second stage"):
-        power.load_state_dict(half)
+    """Its ``last_epoch`` stands still once the warm-up is over, and the second scheduler counts."""
+    for steps in (2, 9):
+        one = optimizer()
+        scheduler = _make("power, warm", one)
+        _walk(one, scheduler, steps)
+        state = {key: value for key, value in scheduler.state_dict().items() if key in ("base_lrs", "_last_lr")}
+        second = {"last_epoch": max(0, steps - WARM), "power": 1.0}
+        state |= {"last_epoch": min(steps, WARM), "finished": steps > WARM, "warmup_epochs": WARM}
+        state |= {"after_scheduler_type": "PolynomialLR", "after_scheduler_dict": second}
+        fresh = optimizer()
+        resumed = _make("power, warm", fresh)
+        assert SavedScheduler(state).misfit(resumed) is None and why_no_step(resumed, state) == ""
+        fresh.load_state_dict(one.state_dict())
+        resumed.load_state_dict(state)
+        assert resumed.last_epoch == steps
+        assert _walk(fresh, resumed, 3) == _walk(one, scheduler, 3)
 
 
 def test_groups_that_changed_take_over_the_stage_they_are_in() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.port import worlds
-from shardwise.worlds import Here, World
+from shardwise.worlds import Here, World, all_worlds
 
 TESTS = Path(__file__).parents[1]
-OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_worlds.py", Path(__file__).name)
+OF_TABLES = (
+    *("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_tables.py", "test_worlds.py"),
+    Path(__file__).name,
+)
 """These import, list and inspect names, which is no use of them."""
 WORD = re.compile(r"\w+")
 
@@ -47,7 +49,7 @@ def unused(world: World) -> set[str]:
     called: dict[tuple[str, str], set[str]] = {}
     for _, name, entry in world.entries():
         if isinstance(entry, Here):
-            called.setdefault((entry.module, entry.name or name), {entry.name or name}).add(name)
+            called.setdefault((entry.module, entry.name), {entry.name}).add(name)
     left = list(called.values())
     for text in texts():  # a file is parsed if a name that is left may be in it
         if {each for names in left for each in names}.intersection(WORD.findall(text)):
@@ -61,6 +63,6 @@ def test_an_import_is_no_use() -> None:
     assert set(read(text)) == {"b", "g", "h", "i", "j"}
 
 
-@pytest.mark.parametrize("world", worlds(), ids=lambda world: world.foreign)
+@pytest.mark.parametrize("world", all_worlds(), ids=lambda world: world.foreign)
 def test_each_name_that_works_is_used(world: World) -> None:
     assert unused(world) == set(), f"write tests that use these names of {world.foreign}"

@@ -240,10 +240,3 @@ def test_a_count_in_the_groups_goes_on_in_shards() -> None:
     assert float(session.optimizer.state_dict()["state"][0]["step"]) == 1001
     check([session.module.state_dict()["weight"]], [plain.param_groups[0]["params"][0].detach()])
     session.close()
-
-
-@pytest.mark.parametrize("name", own.INSTEAD)
-def test_names_that_are_not_here_say_what_to_do(name: str) -> None:
-    assert isinstance(params()[0], getattr(own, name)) is False
-    with pytest.raises(NotImplementedError, match=rf"shardwise\.nn\.optimizer\.{name}: (use|leave)"):
-        getattr(own, name)(params())

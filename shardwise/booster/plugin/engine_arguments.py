@@ -26,9 +26,9 @@ class EngineArguments(ScalerArguments):
         device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
             ``None``: what it has, on a CPU no limit.
         update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward. Without clipping and loss scale this is done in
-            place, and gradients are not kept; otherwise it is a guess, which ``step()`` confirms or undoes exactly. On
-            a GPU it is done for what is at home on the host or a disk.
+            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
+            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
+            the host or a disk.
     """
 
     max_norm: float = 0.0

@@ -89,7 +89,7 @@ class GeminiArguments(EngineArguments, _First):
         placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
             step is traced, and from then on as much is on the device as its memory allows at each moment.
         enable_gradient_accumulation: both values work: backward passes before a step always add up. True does not go
-            with ``update="backward"`` in place, where each step is one backward pass.
+            with ``update="backward"``, where each step is one backward pass.
         max_prefetch: chunks gathered ahead of their use, once the order is known; none where none is gathered
             (``shard_param_frac=0.0``), or with ``enable_async_reduce=False``.
         shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
@@ -258,11 +258,10 @@ def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
-    if arguments.enable_gradient_accumulation and plan.streams_gradients:
+    if arguments.enable_gradient_accumulation and plan.grad.update == "backward":
         raise ValueError(
-            f"update={arguments.update!r} with enable_gradient_accumulation=True, max_norm={arguments.max_norm} and "
-            f"precision={arguments.precision!r}: without clipping and loss scale a gradient is used as soon as it is "
-            "reduced, so each step is one backward pass; give max_norm > 0, or update='step'"
+            f"update={arguments.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is "
+            "reduced, so each step is one backward pass; give update='step'"
         )
 
 

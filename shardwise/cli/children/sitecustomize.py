@@ -18,13 +18,13 @@ THIS = sys.modules[__name__]
 
 
 def take_the_name() -> None:
-    """Of the library that the environment names, with the module that has its table."""
-    foreign, _, table = os.environ.get("SHARDWISE_AS", "").partition("=")
-    if not table:
+    """Of the library that the environment names."""
+    foreign = os.environ.get("SHARDWISE_AS")
+    if not foreign:
         return
     if find_spec("shardwise") is None:  # the program had it from a folder that this process does not look into
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
-    import_module("shardwise.worlds.impersonation").impersonate_table(foreign, table)
+    import_module("shardwise.worlds.impersonation").impersonate(foreign)
 
 
 def run_the_other() -> None:

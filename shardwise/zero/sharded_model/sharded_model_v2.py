@@ -7,7 +7,7 @@ without one, is sharded then.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import TransparentModule
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
 from shardwise.device import numbered, total_bytes
@@ -26,14 +25,30 @@ from shardwise.remarks import warn_user
 from shardwise.trace.dump import dump_memory_stats
 from shardwise.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
-from shardwise.zero.init_ctx.init_context import ParameterMark, mark_of
-from shardwise.zero.process_groups import require_same_ranks
+from shardwise.zero.fronts import ModelFront
+from shardwise.zero.init_ctx import ParameterMark, mark_of
 from shardwise.zero.shard_utils import BaseShardStrategy
 
-__all__ = ["ShardedModelV2"]
+__all__ = ["ShardedModelV2", "require_same_ranks"]
 
 
-class ShardedModelV2(TransparentModule):
+def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Sequence[int], owner: str) -> None:
+    """``None``, or a group of just the ``ranks`` that ``owner`` is divided over.
+
+    Raises:
+        ValueError: other ranks, or this rank is no member.
+    """
+    if group is None:
+        return
+    given = ranks_of(argument, group)
+    if given != tuple(ranks):
+        raise ValueError(
+            f"{argument} has ranks {list(given)}, and {owner} those of {list(ranks)}: give the same group to both, or "
+            "None here"
+        )
+
+
+class ShardedModelV2(ModelFront):
     """A model whose parameters, gradients and optimizer state are divided over the ranks.
 
     For training it goes with :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2`, made before the first forward
@@ -94,17 +109,11 @@ class ShardedModelV2(TransparentModule):
         _check_ranks(marks, ranks)
         own["shard_strategy"], own["ranks"], own["_group"] = shard_strategy, ranks, process_group
         own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter, len(ranks))
-        own["_session"], own["_mesh"], own["_told"] = None, None, set()
+        own["_mesh"], own["_told"] = None, set()
         self.module = module
         self._tell(None)
 
     # ---- the session
-
-    @property
-    def session(self) -> Session:
-        """What this is a front-end of. Built here, without an optimizer, where there is none yet (collective)."""
-        found: Session | None = self.__dict__["_session"]
-        return found if found is not None else self._build(None, None)
 
     def attach(
         self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments, others: dist.ProcessGroup | None = None
@@ -119,15 +128,12 @@ class ShardedModelV2(TransparentModule):
         Raises:
             RuntimeError: it has one already.
         """
-        before: Session | None = self.__dict__["_session"]
-        if before is not None and before.optimizer is not None:
-            raise RuntimeError(f"the model has the optimizer {before.optimizer!r:.80} already: make one for each model")
+        self._require_no_optimizer()
         to_plan(self.arguments, arguments, self._facts)  # a fault is an error before anything is changed
         self._tell(arguments)
         if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
             self._own_mesh().join_model_parallel(others)
-        if before is not None:
-            self._whole_again(before)
+        self._unshard()
         return self._build(optimizer, arguments)
 
     def _tell(self, optimizer: OptimizerArguments | None) -> None:
@@ -136,7 +142,9 @@ class ShardedModelV2(TransparentModule):
                 self._told.add(each)
                 warn_user(f"no effect of {each}")
 
-    def _build(self, optimizer: torch.optim.Optimizer | None, arguments: OptimizerArguments | None) -> Session:
+    def _build(
+        self, optimizer: torch.optim.Optimizer | None = None, arguments: OptimizerArguments | None = None
+    ) -> Session:
         plan = to_plan(self.arguments, arguments, self._facts)
         session = build(self.module, optimizer, plan, self._own_mesh())
         self.__dict__["_session"] = session
@@ -152,11 +160,6 @@ class ShardedModelV2(TransparentModule):
             own["_mesh"] = Mesh.create(plan.mesh, self._device, plan.comm, self._group)
         mesh: Mesh = own["_mesh"]
         return mesh
-
-    def _whole_again(self, session: Session) -> None:
-        """Give the parameters their values back, to be sharded anew."""
-        session.unshard()
-        self.__dict__["_session"] = None
 
     def _refuse_accumulation(self) -> None:
         if self.session.has_gradients:
@@ -176,14 +179,6 @@ class ShardedModelV2(TransparentModule):
 
     # ---- passes
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module on the arguments, floating tensors among them cast to the model's dtype."""
-        return self.session.module(*args, **kwargs)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of ``loss``, scaled where the optimizer has a loss scale (which its step takes out)."""
-        self.session.backward(loss)
-
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
         session = self.session
@@ -192,13 +187,6 @@ class ShardedModelV2(TransparentModule):
         else:
             with session.backward_pass():
                 torch.autograd.backward(tensor, grad)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        if self.__dict__["_session"] is not None:
-            self.session.module.zero_grad(set_to_none)
-        else:
-            super().zero_grad(set_to_none)
 
     # ---- memory
 
@@ -236,40 +224,6 @@ class ShardedModelV2(TransparentModule):
         elif self._mesh.rank == 0:
             first = self.ranks[0]
             dump_memory_stats(stats, Path(f"{os.fspath(filename)}.rank{first}" if first else filename))
-
-    # ---- state
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The full state on every rank, on the host, under the module's own names; fp32 where there are masters.
-
-        Collective.
-        """
-        return self.session.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state, the same on every rank; each keeps its part.
-
-        Raises:
-            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
-        """
-        return self.session.module.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, under its own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the module, under its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModelV2:
-        """``to()``, ``half()`` and the like, where they change nothing; see :class:`~shardwise.engine.module`."""
-        self.session.module._apply(fn, recurse)
-        return self
 
 
 def _trace(session: Session) -> MemStats | None:

@@ -16,7 +16,7 @@ LAYOUTS = "internals", "cuts single layers by their `from_native_module` and rea
 HUB = "elsewhere", "loads weights from a hub"
 
 REASONS: dict[str, tuple[str, str]] = {
-    "test_booster/test_accelerator.py::test_accelerator": ("elsewhere", "asks for a device of the type cuda"),
+    "test_booster/test_accelerator.py::test_accelerator": ("refused", "booster.Accelerator: boost moves the model"),
     "test_booster/test_plugin/test_torch_fsdp_plugin.py::test_torch_fsdp_plugin": (
         "internals",
         "the model inside is torch's FullyShardedDataParallel",

@@ -28,7 +28,8 @@ from unittest.mock import MagicMock
 import torch  # noqa: F401  so that processes that are forked have it
 
 import shardwise  # noqa: F401
-from shardwise.port import Program, rewritten, worlds
+from shardwise.port import rewritten
+from shardwise.worlds import read_world
 
 __all__ = ["main"]
 
@@ -56,14 +57,14 @@ def main() -> int:
 
 def ported(checkout: Path, folder: Path) -> list[Path]:
     """Copy and port everything; paths of the programs, below ``folder``."""
-    programs, among = [], worlds()
+    programs, among = [], [read_world("colossalai")]
     for name in (*FOLDERS, "tests"):  # some take functions from its tests
         shutil.copytree(checkout / name, folder / name, ignore_dangling_symlinks=True)
         for path in (folder / name).rglob("*.py"):
             text = path.read_text("utf-8")
             if not re.search(r"^\s*(from|import) colossalai\b", text, re.MULTILINE):
                 continue
-            path.write_text(rewritten(Program(text, among)), "utf-8")
+            path.write_text(rewritten(text, among), "utf-8")
             if name in FOLDERS and "__main__" in text and "tests" not in path.relative_to(folder).parts:
                 programs.append(path.relative_to(folder))
     return sorted(programs)

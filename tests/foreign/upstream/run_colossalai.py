@@ -1,7 +1,7 @@
 """``python -m tests.foreign.upstream.run_colossalai CHECKOUT [FILE ...]``: ColossalAI's own tests, ported and run.
 
-They are copied, their imports are changed by ``shardwise port``, and nothing else in them is but that those over
-several models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail.
+They are copied with ``colossalai.testing``, and their imports are changed by ``shardwise port``; those over several
+models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail.
 ``--write`` puts the table into ``docs/porting.md``, with the reasons of ``colossalai_reasons.py``. ``--results FILE``
 keeps outcomes, so that it can be made of several runs.
 """
@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.port import Program, rewritten, worlds
+from shardwise.port import rewritten
+from shardwise.worlds import read_world
 from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher
@@ -84,7 +85,7 @@ def main() -> int:
         parser.error(f"--write is for all files, and there are {args.files}: give --results, with those of the others")
     with TemporaryDirectory(prefix="upstream-") as name:
         folder = (args.keep or Path(name)).absolute()
-        ported(args.checkout / "tests", folder / "tests")
+        ported(args.checkout, folder)
         begins = args.files or [name for name in FOLDERS if (folder / "tests" / name).is_dir()]
         found = [each for begin in begins for each in outcomes(folder, begin, args.seconds, args.zoo)]
     unknown = [each.name for each in found if each.status == "failed" and each.name not in REASONS]
@@ -106,16 +107,19 @@ def kept(results: Path | None) -> list[Outcome]:
     return [Outcome(**json.loads(line)) for line in results.read_text("utf-8").splitlines()]
 
 
-def ported(source: Path, target: Path) -> None:
-    """A copy of the tests, with imports of ColossalAI made imports of ours."""
-    shutil.rmtree(target, ignore_errors=True)
-    among = worlds()
-    for path in source.rglob("*.py"):
-        where = path.relative_to(source)
-        if len(where.parts) == 1 or where.parts[0] in ("kit", *FOLDERS, *ON_REQUEST):
-            (target / where).parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text("utf-8").replace("early_stop: bool = True", "early_stop: bool = False")
-            (target / where).write_text(rewritten(Program(text, among)), "utf-8")
+def ported(checkout: Path, folder: Path) -> None:
+    """Copy the tests, and the package they are written with; their imports of ColossalAI become imports of ours."""
+    among = [read_world("colossalai")]
+    for name, source in (("tests", checkout / "tests"), ("upstream_testing", checkout / "colossalai" / "testing")):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        for path in source.rglob("*.py"):
+            where = path.relative_to(source)
+            if len(where.parts) == 1 or where.parts[0] in ("kit", *FOLDERS, *ON_REQUEST):
+                target = folder / name / where
+                target.parent.mkdir(parents=True, exist_ok=True)
+                text = path.read_text("utf-8").replace("early_stop: bool = True", "early_stop: bool = False")
+                text = text.replace("colossalai.testing", "upstream_testing")
+                target.write_text(rewritten(text, among), "utf-8")
 
 
 def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> list[Outcome]:

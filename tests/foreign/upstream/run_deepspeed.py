@@ -27,7 +27,6 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 CHOSEN = (
     "runtime/test_ds_config_dict.py",
-    "runtime/test_ds_config_model.py",
     "runtime/test_precision_config_dynamic_scale.py",
     "runtime/test_precision_config_loss_scale.py",
     "runtime/test_ds_initialize.py",
@@ -37,7 +36,6 @@ CHOSEN = (
     "runtime/test_multiple_models.py",
     "runtime/test_no_sync_ctxt.py",
     "runtime/test_runtime_utils.py",
-    "runtime/activation_checkpointing",
     "runtime/half_precision",
     "runtime/sparse_tensor",
     "runtime/utils",
@@ -51,8 +49,6 @@ CHOSEN = (
     "ops/adam",
     "ops/lion",
     "ops/muon",
-    "monitor",
-    "profiling",
     "utils",
 )
 """Of ``tests/unit``: what is about things that there are here. Inference, pipelines, experts, compression, autotuning

@@ -50,30 +50,24 @@ class Options:
     name: str
     given: dict[str, Any]
     tried: tuple[str, ...] = ("update",)
-    micro: int = 1
-    no_sync: bool = False
-    rollbacks: bool | None = False
 
 
-def trained(plugin: ShardedPlugin, options: Options, steps: int = 5) -> Seen:
+def trained(plugin: ShardedPlugin, steps: int = 5) -> Seen:
     run = Run(plugin)
-    rank, losses, norms, skipped = dist.get_rank(), [], [], 0
+    rank, losses, norms = dist.get_rank(), [], []
     with counting() as counts:
         for step in range(steps):
-            for index in range(options.micro):
-                inputs, targets = batch(step * options.micro + index)
-                last = index + 1 == options.micro
-                with run.booster.no_sync(run.model) if options.no_sync and not last else nullcontext():
-                    loss = run.criterion(run.model(inputs[rank::RANKS]).float(), targets[rank::RANKS])
-                    run.booster.backward(loss, run.optimizer)
-                losses.append(loss.item())
+            inputs, targets = batch(step)
+            loss = run.criterion(run.model(inputs[rank::RANKS]).float(), targets[rank::RANKS])
+            run.booster.backward(loss, run.optimizer)
+            losses.append(loss.item())
             run.optimizer.step()
             run.optimizer.zero_grad()
             run.scheduler.step()
             norms.append(run.optimizer.get_grad_norm())
-            skipped += run.optimizer.last_step_skipped
+            assert not run.optimizer.last_step_skipped
     state = digest([run.model.state_dict(), run.optimizer.state_dict()])
-    return Seen(state, losses, norms, skipped, **counts)
+    return Seen(state, losses, norms, **counts)
 
 
 def _pairs(cases: list[Options]) -> list[tuple[Seen, Seen]]:
@@ -81,30 +75,23 @@ def _pairs(cases: list[Options]) -> list[tuple[Seen, Seen]]:
     for case in cases:
         make = PLUGINS[case.name]
         usual = {name: value for name, value in case.given.items() if name not in case.tried}
-        pairs.append((trained(make(**usual), case), trained(make(**case.given), case)))
+        pairs.append((trained(make(**usual)), trained(make(**case.given))))
     return pairs
 
 
-EARLY, CLIPS, LOOSE = {"update": "backward"}, {"max_norm": 0.05}, {"max_norm": 100.0}
-OVERFLOWS = {"initial_scale": 2.0**16, "hysteresis": 1}  # in the first steps
+EARLY = {"update": "backward"}
 UPDATES = [
     Options("zero1", EARLY),
-    Options("zero1", EARLY, micro=3, no_sync=True),
-    Options("zero2", EARLY | LOOSE),
-    Options("zero2-bf16", EARLY | CLIPS | {"cpu_offload": True}, rollbacks=True),
+    Options("zero2", EARLY),
+    Options("zero2-bf16", EARLY | {"cpu_offload": True}),
     Options("gemini", EARLY),
-    Options("gemini", EARLY | CLIPS, rollbacks=True),
-    Options("gemini", EARLY | LOOSE | {"enable_gradient_accumulation": True}, micro=2, rollbacks=True),
-    Options("gemini-fp16", EARLY | OVERFLOWS | {"offload_optim_frac": 0.5}, rollbacks=True),
+    Options("gemini", EARLY | {"offload_optim_frac": 0.5}),
 ]
 
 
-@pytest.mark.parametrize("cases", [UPDATES[:1] + UPDATES[-2:], *full(UPDATES[1:-2])], ids=["three", "others"])
+@pytest.mark.parametrize("cases", [UPDATES[:1] + UPDATES[-1:], *full(UPDATES[1:-1])], ids=["two", "others"])
 def test_updates_during_backward_give_the_same_bits(cases: list[Options]) -> None:
-    ranks = run_ranks(RANKS, _pairs, cases)
-    check_equal(ranks, [Case(rollbacks=options.rollbacks) for options in cases])
-    for options, (_, early) in zip(cases, ranks[0], strict=True):
-        assert 0 < early.skipped < 5 if options.name == "gemini-fp16" else not early.skipped
+    check_equal(run_ranks(RANKS, _pairs, cases), [Case() for _ in cases])
 
 
 HOST, HALVES = {"cpu_offload": True}, {"offload_optim_frac": 0.5, "offload_param_frac": 0.5}
@@ -121,7 +108,7 @@ OFFLOADED = [
 )
 def test_offloading_gives_the_same_bits(options: Options) -> None:
     for ((usual, offloaded),) in run_ranks(RANKS, _pairs, [options]):
-        assert all(map(math.isfinite, usual.losses + usual.norms)) and not usual.skipped
+        assert all(map(math.isfinite, usual.losses + usual.norms))
         assert str(offloaded) == str(usual)  # the digest of masters and state, losses and norms
 
 
@@ -150,22 +137,22 @@ def _second_pass() -> str:
     return str(error.value)
 
 
-def test_a_second_pass_without_clipping_is_refused() -> None:
+def test_a_second_pass_is_refused() -> None:
     for message in run_ranks(RANKS, _second_pass):
-        assert "update='backward'" in message and "step() before the next one" in message
+        assert "update='backward'" in message and "call step() before it" in message
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = LowLevelZeroPlugin(update="backward")
+    plugin = LowLevelZeroPlugin(update="backward", precision="bf16")
     assert updates_early(plugin.plan(1), CPU) and not updates_early(plugin.plan(1), GPU)
     assert not updates_early(LowLevelZeroPlugin(cpu_offload=True).plan(1), GPU)
     for placed in (
-        LowLevelZeroPlugin(update="backward", cpu_offload=True),
-        GeminiPlugin(update="backward", offload_optim_frac=0.25),
-        GeminiPlugin(update="backward", placement_policy="auto"),
+        LowLevelZeroPlugin(update="backward", precision="bf16", cpu_offload=True),
+        GeminiPlugin(update="backward", precision="bf16", offload_optim_frac=0.25),
+        GeminiPlugin(update="backward", precision="bf16", placement_policy="auto"),
     ):
         assert updates_early(placed.plan(1), GPU)
     built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())

@@ -12,7 +12,6 @@ from engine_setup import PLANS, adam, one_mesh, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-import shardwise.deepspeed as deepspeed
 from shardwise.build import build
 from shardwise.comm import PeerError
 from shardwise.pytorch.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -39,15 +38,6 @@ def no_moments(rank: int) -> None:
         set_optimizer_state_dict(session.module, session.optimizers[0], given, options=FROM_RANK_0)
 
 
-def failing_block(rank: int) -> None:
-    with deepspeed.zero.Init():
-        model = net()
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
-        if rank == 0:
-            raise TypeError("what rank 0 cannot give")
-        model[0].weight.data.zero_()  # type: ignore[operator, union-attr]
-
-
 def refused(call: Callable[[int], None]) -> tuple[str, str, bool]:
     """What kind of error this rank has, what it says, and whether the program's group still works."""
     kind = said = ""
@@ -63,7 +53,6 @@ def refused(call: Callable[[int], None]) -> tuple[str, str, bool]:
 CASES: dict[Callable[[int], None], tuple[str, str]] = {
     no_weights: ("the state on rank 0=None: give a dict", "nothing was loaded into the model, because other ranks"),
     no_moments: ("the state on rank 0=None: give a dict", "nothing was loaded into the optimizers, because other"),
-    failing_block: ("what rank 0 cannot give", "no changes of GatheredParameters(modifier_rank=1) were spread"),
 }
 
 

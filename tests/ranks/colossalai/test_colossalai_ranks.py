@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import socket
 import time
 import warnings
 from collections.abc import Mapping
@@ -18,17 +19,12 @@ from shardwise.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlug
 from shardwise.colossalai.cluster import DistCoordinator, ProcessGroupManager, ProcessGroupMesh
 from shardwise.colossalai.interface import ModelWrapper, OptimizerWrapper
 from shardwise.colossalai.lazy import LazyInitContext
-from shardwise.colossalai.legacy.context import ParallelMode
-from shardwise.colossalai.legacy.core import global_context
 from shardwise.colossalai.nn.optimizer import HybridAdam
-from shardwise.colossalai.testing import assert_equal_in_group, check_state_dict_equal, free_port, spawn
-from shardwise.colossalai.utils import colo_device_memory_capacity, get_dataloader
 from shardwise.colossalai.zero import (
     GeminiAdamOptimizer,
     GeminiDDP,
     GeminiOptimizer,
     LowLevelZeroOptimizer,
-    get_static_torch_model,
     zero_model_wrapper,
     zero_optim_wrapper,
 )
@@ -118,7 +114,7 @@ def by_low_level_zero() -> None:
         before = optimizer.state_dict()
         optimizer.optim.state = []  # emptied by hand
         optimizer.load_state_dict(before)
-        check_state_dict_equal(optimizer.state_dict(), before)
+        torch.testing.assert_close(optimizer.state_dict(), before)
     first = plain(batches()[0, dist.get_rank()]).square().mean()
     optimizer.backward(first)
     whole = model()
@@ -161,15 +157,6 @@ def by_gemini() -> None:
         assert isinstance(wrapped, ModelWrapper) and wrapped.unwrap() is plain
         assert_close(wrapped.state_dict(only_rank_0=False), expected, 1e-6, "GeminiDDP")
         assert len(wrapped.state_dict()) == (len(expected) if dist.get_rank() == 0 else 0)
-        parts = list(wrapped.state_dict_shard(max_shard_size=200 / 2**20, only_rank_0=False))  # one weight each
-        assert [len(part) for part, _ in parts] == [3, 2, 1] and all(size <= 200 / 2**20 for _, size in parts)
-        assert_close({name: value for part, _ in parts for name, value in part.items()}, expected, 1e-6, "in parts")
-        with pytest.raises(NotImplementedError, match="use_async"):
-            next(wrapped.state_dict_shard(pinned_state_dicts={}))
-        copied = get_static_torch_model(wrapped, only_rank_0=False)
-        assert copied.last.weight is copied.first.weight  # type: ignore[union-attr]
-        assert_close(copied.state_dict(), expected, 1e-6, "a plain copy")
-        copied(torch.zeros(1, 6))
     used = GeminiDDP(model(), mixed_precision=torch.float32)  # looked at before there is an optimizer
     before = used(batches()[0, 0]).detach()
     used.load_state_dict(expected)
@@ -185,7 +172,6 @@ def by_gemini() -> None:
         (lambda: GeminiOptimizer(adam(used.parameters()), used), "make one for each model"),
         (lambda: GeminiDDP(model(), mixed_precision=torch.int8), "int8"),
         (lambda: GeminiOptimizer(adam(model().parameters()), model()), "GeminiDDP"),
-        (lambda: GeminiDDP.set_params_to_ignore(model().parameters()), "freeze"),
         (lambda: late.backward(torch.ones(()), inputs=[]), "inputs"),
     ):
         with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError), match=said):
@@ -232,7 +218,9 @@ def test_arguments_that_an_optimizer_in_chunks_has_not_are_named(make: Any, said
 def among_ranks(directory: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     colossalai.launch(rank, ranks, "localhost", 29500, seed=5)  # they have met: only the seed is new
-    assert_equal_in_group(torch.rand(3))
+    drawn = [torch.empty(3) for _ in range(ranks)]
+    dist.all_gather(drawn, torch.rand(3))
+    assert all(torch.equal(each, drawn[0]) for each in drawn)
     with pytest.raises(RuntimeError, match=re.escape(f"rank 0 of {ranks + 1}")):
         colossalai.launch(0, ranks + 1, "localhost", 29500)
     coordinator = DistCoordinator()
@@ -268,16 +256,6 @@ def among_ranks(directory: str) -> None:
         manager.get("even")
     with pytest.raises(ValueError, match="grid of 3"):
         ProcessGroupMesh(3)
-    assert (
-        global_context.get_world_size(ParallelMode.DATA) == ranks
-        and global_context.get_local_rank(ParallelMode.DATA) == rank
-    )
-    assert global_context.get_ranks_in_group(ParallelMode.TENSOR) == [rank]
-    assert dist.get_world_size(global_context.get_group(ParallelMode.MODEL)) == 1
-    assert dist.get_world_size(global_context.get_group(ParallelMode.GLOBAL)) == ranks
-    assert (
-        len(get_dataloader(list(range(8)), batch_size=2)) == 1 and colo_device_memory_capacity(torch.device("cpu")) > 0
-    )
     _plugins()
 
 
@@ -372,7 +350,10 @@ def meet(rank: int, world_size: int, port: int, directory: str) -> None:
 def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
     """Forked by the server that starts ranks, which has imported torch."""
     assert run_ranks(2, dist.get_rank) == [0, 1]  # it runs
-    context, port = multiprocessing.get_context("forkserver"), free_port()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
     started = [context.Process(target=meet, args=(rank, 2, port, str(tmp_path))) for rank in (0, 1)]
     try:
         for each in started:
@@ -383,10 +364,4 @@ def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
     finally:
         for each in started:
             each.kill()
-    assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]
-
-
-@pytest.mark.campaign
-def test_processes_that_are_spawned_meet(tmp_path: Path) -> None:
-    spawn(meet, 2, directory=str(tmp_path))
     assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]

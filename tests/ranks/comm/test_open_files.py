@@ -65,19 +65,11 @@ def taken(plan: Plan) -> tuple[int, int, int, int]:
 
 def test_a_mesh_of_shards_takes_few_connections() -> None:
     """Beside gathers and reductions, and torch's own mesh, which are a library's on GPUs: one communicator for what is
-    told, and one for shards that are asked for, where there is a model that has such."""
-    for one, mesh, first, second in run_ranks(RANKS, taken, zero(3)):
-        torchs = one - (RANKS - 1)  # of an axis of one rank
-        assert torchs > 0 and mesh == 3 * one + torchs and first == one and second == 0
-    for one, mesh, first, second in run_ranks(RANKS, taken, zero(2)):
-        assert mesh == 3 * one + torchs and first == 0 and second == 0
-
-
-def test_replicas_are_not_asked_for_shards() -> None:
-    for one, mesh, first, second in run_ranks(RANKS, taken, zero(3, dp_replicate=2)):
-        # Over all ranks what is told, gathers and reductions; the same, and torch's, over two shards and two replicas.
-        assert first < one and second == 0
-        assert mesh == 3 * one + 8 * first
+    told; models need none."""
+    for stage in (2, 3):
+        for one, mesh, first, second in run_ranks(RANKS, taken, zero(stage)):
+            torchs = one - (RANKS - 1)  # of an axis of one rank
+            assert torchs > 0 and mesh == 3 * one + torchs and first == second == 0
 
 
 def limited(rank: int, meet: str) -> None:
@@ -106,7 +98,7 @@ def too_few(limit: int) -> None:
     said, there = str(told.message), opened()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
     assert f"no more than {limit} may be" in said and "5000 ranks" in said
-    numbers = [count + 4 * 5000 + open_files.SPARE for count in range(there - 4, there + 5)]
+    numbers = [count + open_files.GROUPS * 5000 + open_files.SPARE for count in range(there - 4, there + 5)]
     assert any(f"allow {number} on every host" in said for number in numbers)
     os._exit(17)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine counts where a pass fails, a step raises: updates stay where they belong."""
+"""What DeepSpeed's engine counts where a pass fails or a step raises: updates stay where they belong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from shardwise.testing import run_ranks
 
 PASSES = 4
 RATE = 0.5
-HALF = {
-    "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 1, "min_loss_scale": 1}
-}
 
 
 def started(stage: int, passes: int = PASSES, **more: Any) -> deepspeed.DeepSpeedEngine:
@@ -107,7 +104,10 @@ class Uncounted:
 def untold() -> None:
     engine = started(1, passes=1)
     engine.lr_scheduler = schedule = Uncounted()
-    with mock.patch.object(engine._recorder, "step_ended", side_effect=OSError("the monitor's disk is full")):
+    with (
+        mock.patch.object(engine.monitor, "enabled", True),
+        mock.patch.object(engine.monitor, "write_events", side_effect=OSError("the monitor's disk is full")),
+    ):
         engine.backward(loss(engine, 1))
         with pytest.raises(OSError, match="monitor"):
             engine.step()
@@ -137,3 +137,26 @@ def repeated() -> None:
 
 def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
     run_ranks(2, repeated)
+
+
+def interrupted() -> None:
+    """An exception behind the update, as Ctrl-C is raised when it is over."""
+    engine = started(2)
+    make(engine, 1, 2, 3)
+    engine.backward(loss(engine, 4))
+    made = engine.optimizer.step
+
+    def step() -> None:
+        made()
+        raise KeyboardInterrupt
+
+    with mock.patch.object(engine.optimizer, "step", step), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert seen(engine) == [-RATE * 2.5, RATE / 2, 1.0, PASSES, PASSES * engine.dp_world_size, 0.0]
+    make(engine, 1, 2, 3, 4)
+    assert engine.global_steps == 2
+    close(engine)
+
+
+def test_an_update_counts_whatever_is_raised_behind_it() -> None:
+    run_ranks(2, interrupted)

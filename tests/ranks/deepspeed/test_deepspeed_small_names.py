@@ -53,11 +53,6 @@ def skipped_steps(root: str) -> list[bool]:
     for nowhere in (None, ""):
         with pytest.raises(ValueError, match=f"save_dir={nowhere!r}: give a directory"):
             engine.save_checkpoint(nowhere)  # type: ignore[arg-type]
-    assert engine.sparse_tensor_module_names == set()
-    engine.destroy()
-    engine.session.mesh.close()
-    engine = start(sparse_gradients=True)
-    assert engine.sparse_tensor_module_names == {"embedding.weight"}
     engine.destroy()
     engine.session.mesh.close()
     return found

@@ -21,7 +21,7 @@ from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.comm import Buffer
-from shardwise.comm.joint import JointBuffer
+from shardwise.comm.shared_buffer import JointBuffer
 from shardwise.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero

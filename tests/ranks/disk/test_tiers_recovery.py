@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from early_setup import LOOSE
-from engine_setup import one_mesh, sharded
+from engine_setup import one_mesh
 from sets import full
 from tier_setup import (
     Fault,
     backward,
     dies_in_the_second_step,
     everything,
-    make_net,
     session_of,
     small_tiles,
     undisturbed,
@@ -24,7 +21,6 @@ from tier_setup import (
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.disk.store import DiskError
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 
@@ -117,46 +113,3 @@ def taken_over_in_part(plan: Plan) -> str:
 def test_what_cannot_be_read_ahead_is_told_by_step(tmp_path: Path) -> None:
     for message in run_ranks(2, taken_over_in_part, with_tiers(zero(2, BF16), "s_disk", str(tmp_path))):
         assert "\n  rank 0: DiskError" in message and "is not complete" in message and "rank 1" not in message
-
-
-class Breaks(torch.optim.AdamW):
-    """Its step fails while ``fails``."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            raise ArithmeticError("this update fails")
-        return super().step(closure)
-
-
-def breaks_during_backward(plan: Plan, mesh: Mesh, breaks: bool) -> tuple[str, dict[str, str]]:
-    """Two steps; in the second the optimizer of rank 1 raises, at first. What was raised, and the end."""
-    message = ""
-    model = make_net()
-    optimizer = Breaks([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    with sharded(model, optimizer, plan, mesh) as session:
-        for step in range(2):
-            optimizer.fails = breaks and step == 1 and mesh.rank == 1
-            backward(session, step, passes=1)
-            if breaks and step == 1:
-                with pytest.raises((ArithmeticError, DiskError)) as error:
-                    session.optimizer.step()
-                message = repr(error.value)
-                optimizer.fails = False
-            session.optimizer.step()
-        return message, everything(session)
-
-
-def breaks_or_not(plan: Plan) -> tuple[str, bool]:
-    with small_tiles(), one_mesh(plan) as mesh:
-        (_, expected), (message, found) = (breaks_during_backward(plan, mesh, breaks) for breaks in (False, True))
-        return message, found == expected
-
-
-def test_an_optimizer_that_raises_during_backward_is_known_to_all(tmp_path: Path) -> None:
-    plan = with_tiers(zero(2).but(update="backward", **LOOSE), "s_disk", str(tmp_path))
-    (other, same), (own, same_there) = run_ranks(2, breaks_or_not, plan)
-    assert same and same_there
-    assert own == "ArithmeticError('this update fails')"
-    assert other.startswith("DiskError") and "rank 1: ArithmeticError: this update fails" in other

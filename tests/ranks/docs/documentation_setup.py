@@ -246,8 +246,8 @@ def _muon_trains(names: Names) -> None:
 def _activations(names: Names) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     x = torch.ones(2, WIDTH, requires_grad=True)
-    names.update(mpu=None, mask=torch.ones(2, WIDTH), x=x, given=x)
-    names["block"] = lambda x, mask, scale: layer(x * mask) * scale
+    names.update(mask=torch.ones(2, WIDTH), x=x, given=x)
+    names["block"] = lambda x, mask: layer(x * mask)
 
 
 def _activations_back(names: Names) -> None:
@@ -388,7 +388,7 @@ PAGES: dict[str, list[Block]] = {
         ),
         Block(first="from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block(
-            first="deepspeed.checkpointing.configure(",
+            first="x = deepspeed.checkpointing.checkpoint(",
             before=_activations,
             after=_activations_back,
         ),

@@ -25,7 +25,6 @@ from shardwise.testing import assert_close, run_ranks
 
 STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3", "zero3_straddling")}
-ROWS |= {"zero3_guessed": zero(3).but(update="backward", max_norm=1e9)}
 Reads = list[float]
 Habit = Callable[[Any, int], Reads]
 """Called between backward and step with an optimizer and the number of the step."""

@@ -231,7 +231,6 @@ def same_bits(directory: str) -> list[str]:
         "auto": half.but(secondary=2, tiers=replace(on_device(), auto=ratios, device_capacity_bytes=1 << 20)),
         "capacity": half.but(shared_memory=False, secondary=2, device_capacity_bytes=1 << 20),
         "early": half.but(shared_memory=False, secondary=2, update="backward"),
-        "early guesses": half.but(secondary=2, update="backward", max_norm=0.05),
         "state on a disk": with_tiers(half.but(shared_memory=False, secondary=2), "s_disk", directory),
         "replicas": zero(3, dp_replicate=2).but(shared_memory=False, secondary=1),
     }

@@ -57,7 +57,6 @@ FOUND = {
     "comm/compressed.py CompressedGroup._reduce: Lent(found, sent.local)": "eight_bits (2 ranks)",
     "comm/link.py Message.wait: self._work.wait()": "ring of products (2 ranks)",
     "comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
-    "deepspeed/activations.py Kept.restore: wait_event(self.device, self._copied)": "activations (1 rank)",
     "device/ahead.py Later.__init__: record_event(value.device)": "later values (1 rank)",
     "device/streams.py Lent.drop: recorded(tensor, current)": "lent memory (1 rank)",
     "device/streams.py SideCopy.__init__: stream.wait_stream(self._owner)": "side copies (1 rank)",

@@ -17,7 +17,7 @@ from tests.late.scenarios import ALONE, HOMES, Scenario, scenarios
 
 SEEDS = range(4)
 """One of each kind of order."""
-EARLY = ("early", "early_host", "early_clipped")
+EARLY = ("early", "early_host")
 OTHERS = {function for functions in HOMES.values() for function in functions}
 
 

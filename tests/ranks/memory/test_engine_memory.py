@@ -25,7 +25,7 @@ from sets import campaign
 from torch import nn
 
 from shardwise.build import MemoryReport, Session
-from shardwise.comm.joint import JointBuffer
+from shardwise.comm.shared_buffer import JointBuffer
 from shardwise.mesh import Mesh
 from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.testing import MODELS, live_tensor_bytes, run_ranks

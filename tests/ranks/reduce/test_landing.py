@@ -118,7 +118,7 @@ def test_with_several_ranks_uploads_have_a_stream_of_their_own() -> None:
 
 def gradient() -> ChunkGrads:
     """Of a chunk of two elements on a device, at home on the host."""
-    spec = SimpleNamespace(index=0, slots=(), gaps=(), padded_numel=2, travels=None)
+    spec = SimpleNamespace(index=0, slots=(), gaps=(), padded_numel=2)
     chunk: Any = SimpleNamespace(spec=spec, shard_numel=2, device=torch.device("cpu"))
     memory = torch.empty(2)
     return ChunkGrads(chunk, torch.float32, torch.float32, Tier.HOST, lambda: memory)

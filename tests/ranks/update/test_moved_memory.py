@@ -129,7 +129,7 @@ def plans(directory: str) -> dict[str, Plan]:
     found["disk"] = zero(3).but(tiers=tiers("s_disk", directory))
     found["all_disk"] = zero(3).but(tiers=tiers("all_disk", directory))
     found["early"] = zero(3).but(update="backward")
-    found["early_guessed"] = zero(2).but(update="backward", max_norm=1e9, tiers=host)
+    found["early_host"] = zero(2).but(update="backward", tiers=host)
     found["early_disk"] = zero(3).but(update="backward", tiers=tiers("s_disk", directory))
     return found
 

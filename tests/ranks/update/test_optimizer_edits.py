@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from early_setup import LOOSE, counting
 from engine_setup import check, one_mesh
 from sets import full
 from tier_setup import small_tiles, with_tiers
@@ -105,9 +104,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("device", {}),
     ("p_disk_s_host", {}),
     ("all_disk", {}),
-    ("device", {"update": "backward", "max_norm": 0.05}),
     ("device", {"update": "backward"}),
-    ("s_disk", {"update": "backward", **LOOSE}),
+    ("s_disk", {"update": "backward"}),
 ]
 
 
@@ -130,8 +128,7 @@ def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, 
         expected = plain(2, make, late=late)
         for mix, changes in VARIANTS:
             what = f"{make.__name__} {mix} {changes}, late={late}"
-            if "max_norm" not in changes or changes is VARIANTS[-1][1]:
-                check([states[at] for states in by_rank], expected, what)
+            check([states[at] for states in by_rank], expected, what)
             if not changes:  # the same bits in every tier
                 device = by_rank[0][at - at % len(VARIANTS)]
                 assert all(torch.equal(by_rank[0][at][name], value) for name, value in device.items()), what
@@ -142,13 +139,13 @@ def clipped(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
     """With the norms that the steps report."""
     found = []
     with small_tiles(), one_mesh(zero(3)) as mesh:
-        for mix, update in (("device", "step"), ("device", "backward"), ("p_disk_s_host", "step")):
+        for mix in ("device", "p_disk_s_host"):
             norms: list[float] = []
 
             def look(optimizer: Any, step: int, norms: list[float] = norms) -> None:
                 norms.append(optimizer.get_grad_norm() if step else 0.0)
 
-            plan = with_tiers(zero(3), mix, directory).but(update=update, max_norm=0.05)
+            plan = with_tiers(zero(3), mix, directory).but(max_norm=0.05)
             found.append((trained(plan, mesh, nesterov, look), norms))
     return found
 
@@ -196,7 +193,6 @@ GROUP_CASES: list[tuple[Make, Edit, dict[str, Any]]] = [
     (groups, half, {"update": "backward"}),
     (groups, reverse, {"update": "backward"}),
     (hooked(groups), nothing, {}),
-    (hooked(groups), nothing, {"update": "backward", **LOOSE}),
 ]
 
 
@@ -370,27 +366,30 @@ def test_a_loaded_state_is_not_shared_with_whoever_gave_it() -> None:
         assert "capturable=True in param group 0" in message
 
 
-def nan_rate(value: Any) -> tuple[str, int, bool]:
-    """What a step says of a rate that is no number, how often the guess was undone until a right one, and whether the
-    parameters are finite then."""
-    plan = zero(3).but(update="backward", **LOOSE)
-    with one_mesh(plan) as mesh, counting() as counts:
+def nan_rate(value: Any, update: str) -> tuple[str, bool]:
+    """What a step says of a rate that is no number, and whether the parameters are finite after a right one."""
+    plan = zero(3).but(update=update)
+    with one_mesh(plan) as mesh:
         model = Late()
         session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
         group = session.optimizers[0].param_groups[0]
         right, group["lr"] = group["lr"], value
-        session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
+        loss = session.module(rows(mesh.rank, 0), 0, False).square().mean()
         with pytest.raises(ValueError) as error:
+            session.backward(loss, retain_graph=True)
             session.optimizers[0].step()
         group["lr"] = right
+        if update == "backward":  # whose pass was refused
+            session.backward(loss)
         session.optimizers[0].step()
         finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
         session.close()
-        return str(error.value), counts["rollbacks"], finite
+        return str(error.value), finite
 
 
+@pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan"))])
-def test_a_rate_that_is_not_a_number_is_refused_and_may_be_mended(value: Any) -> None:
-    ((message, undone, finite),) = run_ranks(1, nan_rate, value)
+def test_a_rate_that_is_not_a_number_is_refused_and_may_be_mended(value: Any, update: str) -> None:
+    ((message, finite),) = run_ranks(1, nan_rate, value, update)
     assert "lr=nan" in message.replace("tensor(nan)", "nan") and "param group 0" in message
-    assert undone == 1 and finite
+    assert finite

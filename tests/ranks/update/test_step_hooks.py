@@ -19,7 +19,6 @@ STEPS = 3
 SCALED = {
     "zero1": zero(1).but(scaler=SCALER),
     "zero3": zero(3).but(scaler=SCALER),
-    "zero3_guessed": zero(3).but(scaler=SCALER, update="backward"),
     "zero2_clipped": zero(2).but(scaler=SCALER, max_norm=0.02),
 }
 

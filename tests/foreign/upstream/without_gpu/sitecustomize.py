@@ -28,8 +28,8 @@ FACTORIES += ("scalar_tensor", "tensor", "zeros", "zeros_like")
 ZOO = "tests.kit.model_zoo."
 IN_PLACE = {
     "shardwise.colossalai.legacy.amp": ("convert_to_apex_amp", "with_apex"),
-    "shardwise.colossalai.testing": ("clear_cache_before_run", "given_back"),
-    "shardwise.colossalai.testing.utils": ("clear_cache_before_run", "given_back"),
+    "upstream_testing": ("clear_cache_before_run", "given_back"),
+    "upstream_testing.utils": ("clear_cache_before_run", "given_back"),
     "shardwise.colossalai.tensor.colo_parameter": ("ColoParameter", "parameters"),
 }
 """Modules, each with a name in it and the function here that makes what takes its place."""
@@ -76,7 +76,7 @@ def to_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """Finds modules of the zoo and those of ours in which something takes a name's place, and gives torchvision's
+    """Finds modules of the zoo and those in which something takes a name's place, and gives torchvision's
     operators names."""
 
     def find_spec(
