@@ -45,6 +45,14 @@ def test_marks_of_parameters() -> None:
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
 
 
+def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
+    model, entry = nn.Sequential(nn.Linear(2, 2)), importlib.import_module("shardwise.deepspeed.entry")
+    settings = entry.read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
+    assert entry._plan(settings, 2, model).comm.same_order is None
+    importlib.import_module("shardwise.deepspeed.utils").set_z3_leaf_modules(model, [nn.Linear])
+    assert entry._plan(settings, 2, model).comm.same_order is False
+
+
 class Sharing(nn.Module):
     """Its forward pass reads a parameter of another module."""
 
@@ -85,8 +93,6 @@ def test_tensors_are_made_with_a_dtype() -> None:
     ones = zero.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)
     assert torch.equal(ones(2), torch.ones(2).half()) and ones(2, dtype=torch.float64).dtype == torch.float16
     assert ones(2).dtype == torch.float16 and ones(2, dtype=torch.int64).dtype == torch.int64
-
-
 
 
 def test_gradients_are_clipped_as_torchs() -> None:
