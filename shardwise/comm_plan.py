@@ -26,8 +26,9 @@ class CommPlan:
             ``False``: they agree before each gather, for models whose ranks take different branches. Between CPU ranks
             of one host, which read shared memory, gathers need neither. There those from a disk and of secondary
             shards, and everywhere those under a declared capacity, are always agreed on.
-        wait_timeout_s: seconds that a rank waits in training for a peer that does not come, before it raises an error
-            that says what each rank is doing. Saving, loading and other calls wait as long as the process group does.
+        wait_timeout_s: seconds that a rank waits within a pass for a peer that does not come, before it raises an error
+            that says what each rank is doing. The first meeting of a pass, and calls such as saving and loading, wait
+            as long as the process group does: one rank may work alone before it comes.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use by a module. Until then they show this rank's part as it is after the step, the others' parts as
             before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.

@@ -48,6 +48,7 @@ class Activity:
         self._last = ""
         self._place: tuple[int, str, str, Callable[[int], str], int] | None = None
         self._told_at, self.step = 0.0, 0
+        self._alone = True
         self._store: Any = None
         self.rank = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -67,9 +68,18 @@ class Activity:
 
     @property
     def limit(self) -> timedelta | None:
-        """How long to wait for peers now; ``None``: as long as the communicator does. In calls that take one rank
-        longer than others (a file, a disk) there is no limit of their own."""
-        return None if self._inside else self._limit
+        """How long to wait for peers now; ``None``: as long as the communicator does. There is no limit of its own in
+        calls that take one rank longer than others (a file, a disk), and at the first meeting of a pass: before it, a
+        rank may have written a file or evaluated alone."""
+        return None if self._inside or self._alone else self._limit
+
+    def begin_pass(self) -> None:
+        """A forward pass begins, perhaps later than on other ranks."""
+        self._alone = True
+
+    def met(self) -> None:
+        """This rank has waited for its peers, and they came."""
+        self._alone = False
 
     def at(self, phase: str, operation: str, name_of: Callable[[int], str], number: int) -> None:
         """In ``phase`` of a step this rank begins an ``operation`` on what ``name_of(number)`` says."""

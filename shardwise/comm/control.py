@@ -115,6 +115,7 @@ class Control:
         limit = self.activity.limit
         if work is not None:
             work.wait() if limit is None else work.wait(limit)
+            self.activity.met()
 
     def around(self, ranks: Sequence[int]) -> str:
         """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""

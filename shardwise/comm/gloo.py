@@ -129,6 +129,7 @@ class Batch:
                 return
             for message in self._messages:
                 message.wait(self._control.activity.limit)
+                self._control.activity.met()
             self._messages = []
         except PeerError as error:
             self._error = self._control.gave_up(error)

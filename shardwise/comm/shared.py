@@ -380,6 +380,7 @@ class SharedGroup(Group):
         """
         for _ in range(SPINS):
             if not missing():
+                self.activity.met()
                 return
             os.sched_yield()
         started = checked = time.monotonic()
@@ -393,6 +394,7 @@ class SharedGroup(Group):
             if now - checked >= CHECK_S:
                 checked = now
                 self._check(missing, what, now - started, meeting)
+        self.activity.met()
 
     def _progress(self) -> None:
         for reduction in list(self._unfinished):

@@ -130,6 +130,7 @@ class ChunkPool:
     @in_turn
     def begin_forward(self, training: bool) -> None:
         """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
+        self.group.activity.begin_pass()
         self.trace = self._training if training else self._evaluation
         self._looked = 0
 

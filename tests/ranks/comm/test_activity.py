@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -23,3 +24,14 @@ def asked(path: str) -> list[bool]:
 def test_a_store_in_a_file_is_not_asked(tmp_path: Path) -> None:
     """A killed rank may have written half a record, which torch reads for ever."""
     assert run_ranks(2, asked, str(tmp_path / "store")) == [[True, False, False]] * 2
+
+
+def test_the_first_meeting_of_a_pass_waits_as_long_as_the_group() -> None:
+    activity = Activity(limit_s=60.0)
+    assert activity.limit is None
+    activity.met()
+    assert activity.limit == timedelta(seconds=60)
+    with activity.doing("saving"):
+        assert activity.limit is None
+    activity.begin_pass()
+    assert activity.limit is None
