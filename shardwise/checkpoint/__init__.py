@@ -5,7 +5,7 @@
 (:mod:`shardwise.checkpoint.formats`).
 
 Tensors are global here, by name. Which part of one a rank holds, in which tier, and how it is put back is asked of
-:mod:`shardwise.engine.fragments`; beside that only ``run`` and ``frozen`` look into an engine.
+:mod:`shardwise.engine.fragments`; beside that only ``run``, ``frozen`` and ``dcp_state`` look into an engine.
 """
 
 from __future__ import annotations
