@@ -25,20 +25,25 @@ class _Guard:
     def begin(self, what: str, program: Callable[[int, FrameType | None], Any]) -> None:
         """Replace the handler of the program."""
         self._pending, self._what, self._program = False, what, program
+        signal.signal(signal.SIGINT, self.handle)
         self.active = True
-        signal.signal(signal.SIGINT, self._handle)
 
     def end(self) -> None:
         """Restore the handler of the program, and call it if Ctrl-C came meanwhile."""
-        self.active = False
-        signal.signal(signal.SIGINT, self._program)
+        try:
+            signal.signal(signal.SIGINT, self._program)
+        finally:
+            if signal.getsignal(signal.SIGINT) == self.handle:  # a second Ctrl-C was raised there
+                signal.signal(signal.SIGINT, self._program)
+            self.active = False
         if self._pending:
             self._program(signal.SIGINT, None)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the first Ctrl-C, and hand the second to the program."""
         if self._pending:
             self._pending = False
-            self._program(number, frame)
+            self._program(number, frame)  # mostly raises KeyboardInterrupt
             return
         self._pending = True
         if sys.stderr.isatty():
@@ -65,11 +70,11 @@ def deferred_interrupts(what: str) -> Iterator[None]:
     """
     outer = _GUARD.active or threading.current_thread() is not threading.main_thread()
     program = None if outer else signal.getsignal(signal.SIGINT)
-    if not callable(program):
+    if not callable(program) or program == _GUARD.handle:
         yield
         return
-    _GUARD.begin(what, program)
     try:
+        _GUARD.begin(what, program)  # inside: signal.signal raises what is pending
         yield
     finally:
         _GUARD.end()

@@ -48,7 +48,7 @@ class Activity:
         self._last = ""
         self._place: tuple[int, str, str, Callable[[int], str], int] | None = None
         self._told_at, self.step = 0.0, 0
-        self._alone = True
+        self._met = set[str]()  # groups
         self._store: Any = None
         self.rank = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -66,20 +66,19 @@ class Activity:
         """What was given with it, for ranks that do not meet in it."""
         return next((advice for _, advice in self._inside if advice), "")
 
-    @property
-    def limit(self) -> timedelta | None:
-        """How long to wait for peers now; ``None``: as long as the communicator does. There is no limit of its own in
-        calls that take one rank longer than others (a file, a disk), and at the first meeting of a pass: before it, a
-        rank may have written a file or evaluated alone."""
-        return None if self._inside or self._alone else self._limit
+    def limit(self, group: str) -> timedelta | None:
+        """How long to wait for the peers of ``group`` now; ``None``: as long as the communicator does. That is so in
+        calls that take one rank longer than others (a file, a disk), and at the first meeting of a pass: before it,
+        a rank may have written a file or evaluated alone."""
+        return self._limit if group in self._met and not self._inside else None
 
     def begin_pass(self) -> None:
-        """A forward pass begins, perhaps later than on other ranks."""
-        self._alone = True
+        """A pass begins, perhaps later than on other ranks."""
+        self._met.clear()
 
-    def met(self) -> None:
-        """This rank has waited for its peers, and they came."""
-        self._alone = False
+    def met(self, group: str) -> None:
+        """This rank has waited for all of its peers in ``group``, and they came."""
+        self._met.add(group)
 
     def at(self, phase: str, operation: str, name_of: Callable[[int], str], number: int) -> None:
         """In ``phase`` of a step this rank begins an ``operation`` on what ``name_of(number)`` says."""
@@ -101,9 +100,9 @@ class Activity:
     def doing(self, what: str, advice: str = "") -> Iterator[None]:
         """Inside the block this rank does ``what`` ("saving checkpoint 'x'"). Ctrl-C waits for its end."""
         with deferred_interrupts(what):
-            self._inside.append((what, advice))
-            self._tell()
             try:
+                self._inside.append((what, advice))
+                self._tell()
                 yield
             finally:
                 self._inside.pop()

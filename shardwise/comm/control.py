@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -112,10 +113,15 @@ class Control:
         return rows
 
     def _wait(self, work: dist.Work | None) -> None:
-        limit = self.activity.limit
+        limit = self.limit
         if work is not None:
             work.wait() if limit is None else work.wait(limit)
-            self.activity.met()
+            self.activity.met(self.name)
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long to wait for peers now; see :meth:`Activity.limit`."""
+        return self.activity.limit(self.name)
 
     def around(self, ranks: Sequence[int]) -> str:
         """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""
@@ -137,7 +143,7 @@ class Control:
 
     def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
         """``error`` with what all ranks of the group are doing; this one tells the others that it waited in vain."""
-        limit = self.activity.limit
+        limit = self.limit
         self.activity.gave_up(self.activity.now or operation)
         around = self.around([rank for rank in range(self.size) if rank != self.rank])
         waits = f". The plan's comm has wait_timeout_s={limit.total_seconds():g}" if limit is not None else ""

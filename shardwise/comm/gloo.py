@@ -127,9 +127,10 @@ class Batch:
             # One operation of the dictionary, so that two threads cannot both be first.
             if self._taker.setdefault("is", me) is not me:
                 return
+            limit = self._control.limit
             for message in self._messages:
-                message.wait(self._control.activity.limit)
-                self._control.activity.met()
+                message.wait(limit)
+            self._control.activity.met(self._control.name)
             self._messages = []
         except PeerError as error:
             self._error = self._control.gave_up(error)

@@ -328,11 +328,7 @@ class SharedGroup(Group):
             return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
 
         if missing():
-            try:
-                self.wait_until(missing, _full_name(head, purpose), meeting=True)
-            except PeerError:
-                mine[slot] = arrived * KINDS + GIVEN_UP  # who comes late sees it
-                raise
+            self.wait_until(missing, _full_name(head, purpose), meeting=True)
         rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
         # Heads are read behind the values: who writes a slot again takes its head away first.
         heads = [(words[slot], words[slot + 1]) for words in self._words]
@@ -380,7 +376,7 @@ class SharedGroup(Group):
         """
         for _ in range(SPINS):
             if not missing():
-                self.activity.met()
+                self.activity.met(self.name)
                 return
             os.sched_yield()
         started = checked = time.monotonic()
@@ -394,7 +390,7 @@ class SharedGroup(Group):
             if now - checked >= CHECK_S:
                 checked = now
                 self._check(missing, what, now - started, meeting)
-        self.activity.met()
+        self.activity.met(self.name)
 
     def _progress(self) -> None:
         for reduction in list(self._unfinished):
@@ -404,7 +400,7 @@ class SharedGroup(Group):
         together = meeting and self._words[self.rank][STATE] == FAILED
         fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
         lost = {rank: told for rank, told in fate.items() if told}
-        limit = self.activity.limit
+        limit = self.activity.limit(self.name)
         limit_s = self.timeout_s if limit is None else min(limit.total_seconds(), self.timeout_s)
         if not lost and waited_s < limit_s:
             return
@@ -413,6 +409,8 @@ class SharedGroup(Group):
         if not waited_for:
             return
         self.fail()
+        if meeting:  # before anything that takes time: ranks that come late have to see it
+            self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + GIVEN_UP
         self.activity.gave_up(self.activity.now or what)
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(

@@ -161,6 +161,7 @@ class PipelineSteps:
             Exception: ``refusal``.
             PeerError: another rank has one.
         """
+        self._engine.mesh.world.activity.begin_pass()
         words = (float(zlib.crc32(told.encode())), values, float(bool(refusal)))
         posts = self._model.exchange(words, "the batch of a step of a pipeline")
         if any(post[2] for post in posts):

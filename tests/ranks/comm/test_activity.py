@@ -28,10 +28,11 @@ def test_a_store_in_a_file_is_not_asked(tmp_path: Path) -> None:
 
 def test_the_first_meeting_of_a_pass_waits_as_long_as_the_group() -> None:
     activity = Activity(limit_s=60.0)
-    assert activity.limit is None
-    activity.met()
-    assert activity.limit == timedelta(seconds=60)
+    activity.met("tensor")
+    assert activity.limit("shard") is None
+    activity.met("shard")
+    assert activity.limit("shard") == timedelta(seconds=60)
     with activity.doing("saving"):
-        assert activity.limit is None
+        assert activity.limit("shard") is None
     activity.begin_pass()
-    assert activity.limit is None
+    assert activity.limit("shard") is None
