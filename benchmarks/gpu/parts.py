@@ -43,7 +43,6 @@ FIRST_TESTS = {
     "running_ahead": GpuTests(14, 20.0),  # the GPU sleeps
     "counts": GpuTests(27, 10.0),  # the profiler starts
     "launch": GpuTests(2, 20.0),
-    "hosts": GpuTests(0),
     "memory_and_streams": GpuTests(12, 10.0),
     "packed_weights": GpuTests(12, 20.0),
     "trace": GpuTests(4, 10.0),

@@ -105,9 +105,15 @@ class Init:
                 raise NotImplementedError(
                     f"zero.Init with what zero_optimization.{name} stands for: give that key in the configuration"
                 )
-        group = group_of_mpu(mpu) if mpu is not None else data_parallel_group or sequence_data_parallel_group
-        if group is not None:
-            ranks_of("data_parallel_group", group)
+        groups = {
+            "data_parallel_group": data_parallel_group,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "mpu.get_data_parallel_group()": group_of_mpu(mpu) if mpu is not None else None,
+        }
+        ranks = {name: ranks_of(name, each) for name, each in groups.items() if each is not None}
+        if len(set(ranks.values())) > 1:
+            raise ValueError(f"zero.Init with groups of different ranks ({ranks}): give one group")
+        group = next((groups[name] for name in ranks), None)
         self._group = None if group is dist.group.WORLD else group
         given = config_dict_or_path if config_dict_or_path is not None else config
         if given is not None:

@@ -110,8 +110,10 @@ class DeepSpeedArguments:
         loss_scale_window: good steps until the scale doubles.
         hysteresis: overflows until it is halved.
         min_loss_scale: an overflow at this scale is an error.
-        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: no
-            effect, with a warning: arguments of checkpointed calls stay whole on their device.
+        partition_activations: no effect, as the three after it: activations are kept as torch keeps them.
+        cpu_checkpointing: see there.
+        contiguous_memory_optimization: see there.
+        synchronize_checkpoint_boundary: see there.
 
     Raises:
         TypeError: a number or a switch that is none.

@@ -45,7 +45,6 @@ BOUND = (
 )
 SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
-CLOCK = "for a clock: without it times are wrong, and no value"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("testing/", "", "", "of pools of ranks, which have no device"),
     ("device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
@@ -81,7 +80,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("reduce/landing.py", "Landings.begin", "popleft().land", BOUND),
     ("reduce/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
-    ("colossalai/timers.py", "", "", CLOCK),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

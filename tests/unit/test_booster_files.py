@@ -39,7 +39,7 @@ def test_tree_round_trip() -> None:
     }
     tensors: dict[str, torch.Tensor] = {}
     data = json.loads(json.dumps(tree.encode(value, tensors), allow_nan=False))
-    back = tree.decode(data, tree.outline(json.loads(json.dumps(tree.inline(tensors), allow_nan=False))))
+    back = tree.decode(data, tensors)
     assert torch.equal(back["state"][0].pop("exp_avg"), value["state"][0].pop("exp_avg"))  # type: ignore[index, union-attr]
     assert back == value
     assert type(back["milestones"]) is Counter and type(back["param_groups"][0]["betas"]) is tuple

@@ -97,8 +97,8 @@ def test_some_of_a_file(tmp_path: Path) -> None:
     given = ("--without-pytest", "test_parity.py", "--only", "test_without_overlap_is_the_same")
     (name,) = _names(tmp_path / "one", *given)
     assert name == "test_parity.py::test_without_overlap_is_the_same"
-    status, shown = finished("tests.gpu", "test_hosts.py", "--only", "test_fp32", log=tmp_path / "none")
-    assert status == 2 and "test_fp32: no test of test_hosts.py" in shown
+    status, shown = finished("tests.gpu", "test_trace.py", "--only", "test_fp32", log=tmp_path / "none")
+    assert status == 2 and "test_fp32: no test of test_trace.py" in shown
 
 
 @pytest.mark.full
@@ -107,12 +107,12 @@ def test_another_package_named_tests_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     for name in ("tests/__init__.py", "tests/gpu/__init__.py", "tests/gpu/__main__.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong one')")
-    (part,) = (p for p in parts(STAND_IN, "/disk") if p.name == "tests hosts")
+    (part,) = (p for p in parts(STAND_IN, "/disk") if p.name == "tests launch")
     out = str(tmp_path / "found.json")
     command = [text.replace(OUT, out) for text in part.command]
     done = python(*command, "--without-pytest", env=surroundings(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(Path(out).read_text())["line"] == "1 skipped"
+    assert json.loads(Path(out).read_text())["line"].endswith("skipped")
 
 
 def test_fixtures_parameters_and_outcomes(tmp_path: Path) -> None:

@@ -476,4 +476,4 @@ def _missing_on_one_rank(folder: str) -> str:
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_everywhere(tmp_path: Path) -> None:
-    assert run_ranks(RANKS, _missing_on_one_rank, str(tmp_path)) == ["FileNotFoundError"] * 2
+    assert run_ranks(RANKS, _missing_on_one_rank, str(tmp_path)) == ["CheckpointError"] * 2

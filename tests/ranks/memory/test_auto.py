@@ -128,8 +128,9 @@ def programs(shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
 
 @pytest.mark.parametrize("ranks, shared, steps, changes", [
     *full((1, None, SOME, {})),
-    *campaign((1, None, dict.fromkeys(PROGRAMS, 4), {}), (2, None, SEVERAL, {}), (2, False, SEVERAL, {})),
-    *full((2, False, {"ranks differ": 3}, {"prefetch": 2})),
+    *campaign((1, None, dict.fromkeys(PROGRAMS, 4), {}), (2, None, SEVERAL, {})),
+    *campaign((2, False, SEVERAL, {"same_order": False})),
+    *full((2, False, {"ranks differ": 3}, {"prefetch": 2, "same_order": False})),
     *campaign((4, None, {"ranks differ": 4}, {})),
     (1, None, {"evaluation": 3, "accumulation": 3}, {}),  # the tests below have others
 ])  # fmt: skip
