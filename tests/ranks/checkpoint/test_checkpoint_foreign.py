@@ -310,6 +310,40 @@ def test_files_that_this_user_cannot_read_are_kept_or_named() -> None:
     assert version == 2 and there == ["best", "latest"]
 
 
+def _is_weights(name: str) -> bool:
+    return name.startswith("model.safetensors")
+
+
+def test_a_save_leaves_alone_what_is_converted_beside_it(session: Session, tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "hf", _is_weights) as fresh:
+        (fresh / "model.safetensors").write_text("new")
+        Checkpointer(session).save(tmp_path, "a")
+    assert sorted(os.listdir(tmp_path)) == ["a", "hf", "latest"]
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
+def test_a_save_does_not_settle_what_a_killed_conversion_left(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take old weights for a user's file, and move them beside the new index."""
+
+    def write(name: str) -> None:
+        with atomic_directory(tmp_path / "model", _is_weights) as fresh:
+            (fresh / name).write_text("weights")
+
+    write("model.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.checkpoint.atomic.DISK.exchange", lambda one, other: False)
+        patch.setattr("shardwise.checkpoint.atomic._settle", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write("model.safetensors.index.json")
+    Checkpointer(session).save(tmp_path, "a")
+    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
+    write("model.safetensors.index.json")
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest", "model"]
+    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
+
+
 def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:
     Checkpointer(session).save(tmp_path / "runs", "a")
     for _ in range(2):
