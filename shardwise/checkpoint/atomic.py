@@ -155,8 +155,18 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     directory.finish()
 
 
-def settle_leftovers(root: str, owned: Owned, files: Any = DISK, hidden: re.Pattern[str] = HIDDEN) -> list[str]:
-    """Finish or undo what killed processes left in ``root`` under ``hidden`` names.
+def settle_leftovers(
+    root: str, owned: Owned, files: Any = DISK, hidden: re.Pattern[str] = HIDDEN, last: str | None = None
+) -> list[str]:
+    """Finish or undo what killed processes left in ``root``.
+
+    Args:
+        root: the directory.
+        owned: which files in what they left a save writes.
+        files: the file system.
+        hidden: the names it has.
+        last: the file that is written last. A directory that has it is whole, and may have been exchanged for its
+            successor: what is in it and not a save's moves over.
 
     Returns:
         The directories that other processes (or threads) are writing there now.
@@ -175,6 +185,8 @@ def settle_leftovers(root: str, owned: Owned, files: Any = DISK, hidden: re.Patt
                 files.sync_directory(root)
         elif match["kind"] == "saving" and _is_being_written(files, path):
             busy.append(path)
+        elif last and os.path.isfile(os.path.join(path, last)) and os.path.isdir(final):
+            _settle(files, path, final, owned)
         else:
             files.remove_tree(path)
     return busy

@@ -111,7 +111,7 @@ class CheckpointRoot:
         """
         final = os.path.join(self.path, check_tag(tag))
         os.makedirs(self.path, exist_ok=True)
-        busy = settle_leftovers(self.path, is_file_name, self._files)
+        busy = settle_leftovers(self.path, is_file_name, self._files, last=MANIFEST)
         if busy:
             raise ValueError(
                 f"{busy[0]} is being written by another process, or for another model of this one: give each job and "

@@ -236,6 +236,31 @@ def test_what_a_killed_save_left_goes_without_what_is_the_users(session: Session
     assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
 
 
+def test_what_a_save_had_not_moved_when_it_was_killed_is_moved_by_the_next(session: Session, tmp_path: Path) -> None:
+    """Files that appear in the old directory after the others were taken along, where names are exchanged."""
+
+    class Dying(FileSystem):
+        def exchange(self, one: str, other: str) -> bool:
+            done = super().exchange(one, other)
+            if done:
+                for name in ("early", "tokens"):
+                    Path(one, name).write_text(name)
+            return done
+
+        def rename(self, old: str, new: str) -> None:
+            if os.path.basename(old) == "tokens":
+                raise KeyboardInterrupt  # as good as dead
+            super().rename(old, new)
+
+    Checkpointer(session).save(tmp_path, "best")
+    with pytest.raises(KeyboardInterrupt):
+        Checkpointer(session, Dying()).save(tmp_path, "best")
+    assert any(name.startswith(".best.saving-") for name in os.listdir(tmp_path))
+    Checkpointer(session).save(tmp_path, "other")
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"] and verify(tmp_path / "best") == []
+    assert [(tmp_path / "best" / name).read_text() for name in ("early", "tokens")] == ["early", "tokens"]
+
+
 def _refusing(path: str, place: str) -> None:
     raise PermissionError(1, "Operation not permitted", path)
 
