@@ -138,7 +138,9 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give a directory to write to")
-    place = os.path.abspath(path)
+    # A link at the end is replaced, and those before it are followed: ".." behind one leads out of what it points to.
+    plain = path.name not in ("", "..")
+    place = os.path.join(os.path.realpath(path.parent), path.name) if plain else os.path.realpath(path)
     parent, name = os.path.split(place)
     if os.path.isdir(parent):
         hidden = re.compile(rf"\.(?P<name>{re.escape(name)})\.{OUTPUT}(?P<kind>saving|replaced)-[0-9a-f]{{16}}")

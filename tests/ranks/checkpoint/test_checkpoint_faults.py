@@ -156,6 +156,20 @@ def test_a_link_to_a_model_is_replaced_and_what_it_points_to_stays(tmp_path: Pat
     assert os.listdir(tmp_path / "best") == ["notes"]
 
 
+def test_a_path_that_goes_back_through_a_link_is_where_the_system_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/inner")
+    monkeypatch.chdir(tmp_path / "far" / "inner")
+    for path in (tmp_path / "link" / ".." / "model", Path("."), tmp_path / "link" / ".."):
+        with atomic_directory(path, lambda name: name == "weights") as fresh:
+            (fresh / "weights").write_text("new")
+    assert sorted(os.listdir(tmp_path)) == ["far", "link"]
+    assert sorted(os.listdir(tmp_path / "far")) == ["inner", "model", "weights"]
+    assert os.listdir(tmp_path / "far" / "model") == os.listdir(tmp_path / "far" / "inner") == ["weights"]
+
+
 def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
