@@ -60,6 +60,7 @@ class AtomicDirectory:
         files.make_directory(self.hidden)
         # It tells others that this is no leftover; the system drops it when the process ends.
         self._lock: int | None = files.lock_directory(self.hidden)
+        self._committed = False
         self._replaced: str | None = None
 
     def take_along(self) -> None:
@@ -101,6 +102,7 @@ class AtomicDirectory:
                 if replaces:
                     files.rename(aside, path)
             raise
+        self._committed = True  # what has the hidden name now is what was replaced
         self._unlock()
         if replaces:
             self._replaced = self.hidden if exchanged else aside
@@ -116,8 +118,9 @@ class AtomicDirectory:
             _settle(self._files, replaced, self.path, self._owned)
 
     def discard(self) -> None:
-        """Remove what was written."""
-        self._files.remove_tree(self.hidden)
+        """Remove what was written, unless it was committed."""
+        if not self._committed:
+            self._files.remove_tree(self.hidden)
         self._unlock()
 
     def _unlock(self) -> None:

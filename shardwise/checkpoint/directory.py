@@ -153,7 +153,7 @@ class CheckpointRoot:
             self._directory.finish()
 
     def discard(self) -> None:
-        """Remove what :meth:`prepare` made, if it made anything."""
+        """Remove what :meth:`prepare` made, if it made anything and :meth:`commit` did not show it."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.discard()

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     Checkpointer(session).save(root, "other", user_state=2)
     assert sorted(os.listdir(root)) == ["latest", "other", "same"]
     assert verify(tmp_path / "same") == []
+    session.close()
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool
+) -> None:
+    """The second Ctrl-C, and a thread's communicator that cannot be made."""
+    session = build(nn.Linear(3, 2), None, zero(3))
+    saver = Checkpointer(session)
+    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.Contents", KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"shardwise.checkpoint.{place}", mock.Mock(side_effect=error))
+        with pytest.raises(error):
+            saver.save(tmp_path, "a", use_async=use_async)
+    assert os.listdir(tmp_path) == []
+    saver.save(tmp_path, "a", use_async=use_async)
+    saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
     session.close()
 
 
