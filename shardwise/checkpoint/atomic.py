@@ -1,9 +1,10 @@
 """Directories that appear whole: written under a hidden name beside their place, which they take in one step.
 
 ``.<name>.saving-<hex>`` is being written (or was exchanged for its successor), ``.<name>.replaced-<hex>`` stepped aside
-where the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. A killed process may leave any of
-them; whoever writes there next calls :func:`settle_leftovers`. Files of another origin in a directory that is replaced
-are taken along: see :mod:`shardwise.checkpoint.foreign`.
+where the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. Directories of other formats
+have ``output-saving`` and ``output-replaced``: they may stand among the checkpoints of a run, whose saves leave them
+alone. A killed process may leave any of these; whoever writes there next calls :func:`settle_leftovers`. Files of
+another origin in a directory that is replaced are taken along: see :mod:`shardwise.checkpoint.foreign`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from shardwise.checkpoint.foreign import settle, take_along
 __all__ = ["HIDDEN", "AtomicDirectory", "Owned", "atomic_directory", "hidden_name", "settle_leftovers"]
 
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{16}")
+"""What belongs to checkpoints of a run."""
+OUTPUT = "output-"
+"""Begins the kind of what belongs to other directories."""
 Owned = Callable[[str], bool]
 """Says of a file name whether a save writes it: such files of an earlier save are not kept."""
 
 
 def hidden_name(path: str, kind: str) -> str:
-    """A fresh name beside ``path``; ``kind`` is one of those in :data:`HIDDEN`."""
+    """A fresh name beside ``path``; ``kind`` is one of those in :data:`HIDDEN`, perhaps after :data:`OUTPUT`."""
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{name}.{kind}-{secrets.token_hex(8)}")
 
@@ -40,6 +44,7 @@ class AtomicDirectory:
         path: the directory to make or replace.
         owned: which files in it a save writes.
         files: the file system.
+        prefix: of the kind in hidden names.
 
     Attributes:
         hidden: where to write.
@@ -48,13 +53,14 @@ class AtomicDirectory:
         OSError: it cannot be made.
     """
 
-    def __init__(self, path: str, owned: Owned, files: Any = DISK) -> None:
-        self.path, self._owned, self._files = path, owned, files
+    def __init__(self, path: str, owned: Owned, files: Any = DISK, prefix: str = "") -> None:
+        self.path, self._owned, self._files, self._prefix = path, owned, files, prefix
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        self.hidden = hidden_name(path, "saving")
+        self.hidden = hidden_name(path, f"{prefix}saving")
         files.make_directory(self.hidden)
         # It tells others that this is no leftover; the system drops it when the process ends.
         self._lock: int | None = files.lock_directory(self.hidden)
+        self._committed = False
         self._replaced: str | None = None
 
     def take_along(self) -> None:
@@ -74,7 +80,7 @@ class AtomicDirectory:
             OSError: what stood there is still there.
         """
         files, path, parent = self._files, self.path, os.path.dirname(self.path)
-        aside = hidden_name(path, "replaced")
+        aside = hidden_name(path, f"{self._prefix}replaced")
         replaces = os.path.lexists(path)
         exchanged = replaces and files.exchange(self.hidden, path)
         if not exchanged:
@@ -96,6 +102,7 @@ class AtomicDirectory:
                 if replaces:
                     files.rename(aside, path)
             raise
+        self._committed = True  # what has the hidden name now is what was replaced
         self._unlock()
         if replaces:
             self._replaced = self.hidden if exchanged else aside
@@ -111,8 +118,9 @@ class AtomicDirectory:
             _settle(self._files, replaced, self.path, self._owned)
 
     def discard(self) -> None:
-        """Remove what was written."""
-        self._files.remove_tree(self.hidden)
+        """Remove what was written, unless it was committed."""
+        if not self._committed:
+            self._files.remove_tree(self.hidden)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -133,10 +141,14 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give a directory to write to")
-    place = os.path.abspath(path)
-    if os.path.isdir(os.path.dirname(place)):
-        settle_leftovers(os.path.dirname(place), owned, only=os.path.basename(place))
-    directory = AtomicDirectory(place, owned)
+    # A link at the end is replaced, and those before it are followed: ".." behind one leads out of what it points to.
+    plain = path.name not in ("", "..")
+    place = os.path.join(os.path.realpath(path.parent), path.name) if plain else os.path.realpath(path)
+    parent, name = os.path.split(place)
+    if os.path.isdir(parent):
+        hidden = re.compile(rf"\.(?P<name>{re.escape(name)})\.{OUTPUT}(?P<kind>saving|replaced)-[0-9a-f]{{16}}")
+        settle_leftovers(parent, owned, hidden=hidden)
+    directory = AtomicDirectory(place, owned, prefix=OUTPUT)
     try:
         yield Path(directory.hidden)
         directory.take_along()
@@ -148,16 +160,26 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     directory.finish()
 
 
-def settle_leftovers(root: str, owned: Owned, files: Any = DISK, only: str | None = None) -> list[str]:
-    """Finish or undo what killed processes left in ``root``, of all names or ``only`` one.
+def settle_leftovers(
+    root: str, owned: Owned, files: Any = DISK, hidden: re.Pattern[str] = HIDDEN, last: str | None = None
+) -> list[str]:
+    """Finish or undo what killed processes left in ``root``.
+
+    Args:
+        root: the directory.
+        owned: which files in what they left a save writes.
+        files: the file system.
+        hidden: the names it has.
+        last: the file that is written last. A directory that has it is whole, and may have been exchanged for its
+            successor: what is in it and not a save's moves over.
 
     Returns:
         The directories that other processes (or threads) are writing there now.
     """
     busy = []
     for name in sorted(files.list_directory(root)):
-        match = HIDDEN.fullmatch(name)
-        if match is None or only not in (None, match["name"]):
+        match = hidden.fullmatch(name)
+        if match is None:
             continue
         path, final = os.path.join(root, name), os.path.join(root, match["name"])
         if match["kind"] == "replaced" and os.path.isdir(path) and not os.path.islink(path):
@@ -168,6 +190,8 @@ def settle_leftovers(root: str, owned: Owned, files: Any = DISK, only: str | Non
                 files.sync_directory(root)
         elif match["kind"] == "saving" and _is_being_written(files, path):
             busy.append(path)
+        elif last and os.path.isfile(os.path.join(path, last)) and os.path.isdir(final):
+            _settle(files, path, final, owned)
         else:
             files.remove_tree(path)
     return busy

@@ -111,7 +111,7 @@ class CheckpointRoot:
         """
         final = os.path.join(self.path, check_tag(tag))
         os.makedirs(self.path, exist_ok=True)
-        busy = settle_leftovers(self.path, is_file_name, self._files)
+        busy = settle_leftovers(self.path, is_file_name, self._files, last=MANIFEST)
         if busy:
             raise ValueError(
                 f"{busy[0]} is being written by another process, or for another model of this one: give each job and "
@@ -153,7 +153,7 @@ class CheckpointRoot:
             self._directory.finish()
 
     def discard(self) -> None:
-        """Remove what :meth:`prepare` made, if it made anything."""
+        """Remove what :meth:`prepare` made, if it made anything and :meth:`commit` did not show it."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.discard()

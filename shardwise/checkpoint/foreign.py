@@ -73,7 +73,8 @@ def settle(files: Any, old: str, new: str, ours: Ours) -> None:
         CheckpointError: something could not be moved over; it is still there.
     """
     try:
-        names = sorted(files.list_directory(old))
+        # Ours last: a directory that has them is known as one that was replaced, should this be interrupted.
+        names = sorted(files.list_directory(old), key=lambda name: (ours(os.path.join(old, name)), name))
     except OSError:
         return
     files.open_up(old)

@@ -98,29 +98,38 @@ class Checkpointer:
             run.settle()
             given = Given(step, self.steps, lr_schedulers, data_position, user_state)
             there = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged)
-            begun = begin(run, there, tag)
-            contents: Contents | None = None
-            failure: Exception | None = None
             try:
-                contents = Contents(run, given, begun.digests)
-            except Exception as error:  # the others learn of it when they agree on what was written
-                failure = error
-
-            def values() -> Iterator[torch.Tensor]:
-                if failure is not None or contents is None:
-                    raise failure or RuntimeError(f"no contents ({contents}); report this")
-                return contents.values()
-
-            job = SaveJob(run.rank, begun, self._files, Head(tag, begun.serial, step), contents, keep)
-            if use_async:
-                self._lane.start(
-                    self._run.device.type == "cuda",
-                    lambda image: image.take(job.layout, values()),
-                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
-                )
-            else:
-                job.run(lambda: map(as_bytes, values()), run.gather)
+                self._write(there, tag, given, keep, use_async)
+            except BaseException:
+                if not self._lane.running:  # its thread ends the save itself
+                    there.discard()
+                raise
             return os.path.join(os.fspath(root), tag)
+
+    def _write(self, root: CheckpointRoot, tag: str, given: Given, keep: int | None, use_async: bool) -> None:
+        run = self._run
+        begun = begin(run, root, tag)
+        contents: Contents | None = None
+        failure: Exception | None = None
+        try:
+            contents = Contents(run, given, begun.digests)
+        except Exception as error:  # the others learn of it when they agree on what was written
+            failure = error
+
+        def values() -> Iterator[torch.Tensor]:
+            if failure is not None or contents is None:
+                raise failure or RuntimeError(f"no contents ({contents}); report this")
+            return contents.values()
+
+        job = SaveJob(run.rank, begun, self._files, Head(tag, begun.serial, given.step), contents, keep)
+        if use_async:
+            self._lane.start(
+                run.device.type == "cuda",
+                lambda image: image.take(job.layout, values()),
+                lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
+            )
+        else:
+            job.run(lambda: map(as_bytes, values()), run.gather)
 
     @property
     def saving(self) -> bool:

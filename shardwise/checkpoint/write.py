@@ -87,7 +87,7 @@ class Begun:
 
 
 def begin(run: Run, root: CheckpointRoot, tag: str) -> Begun:
-    """Make the directory that a save is written into. Collective.
+    """Make the directory that a save is written into. Collective; discard ``root`` where this raises.
 
     Raises:
         ValueError: on every rank: another tag on another rank, or rank 0 cannot save under this one.
@@ -101,20 +101,16 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> Begun:
         serial = root.prepare(tag)
         return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.held())]
 
-    try:
-        told = agree(run.gather, run.rank, what, make)[1]
-        _, serial, name, digests = told[0]
-        hidden = os.path.join(root.path, name)
+    told = agree(run.gather, run.rank, what, make)[1]
+    _, serial, name, digests = told[0]
+    hidden = os.path.join(root.path, name)
 
-        def look() -> bool:
-            _check_tags([row[0] for row in told])
-            return appears(hidden)
+    def look() -> bool:
+        _check_tags([row[0] for row in told])
+        return appears(hidden)
 
-        seen = agree(run.gather, run.rank, what, look)[1]
-        agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
-    except BaseException:
-        root.discard()
-        raise
+    seen = agree(run.gather, run.rank, what, look)[1]
+    agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
     return Begun(root if run.rank == 0 else None, hidden, serial, digests)
 
 

@@ -114,7 +114,7 @@ def test_an_index_that_is_a_hole_is_not_read(tmp_path: Path) -> None:
             open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("plant", [".t.replaced-0123456789abcdef", ".t.saving-0123456789abcdef"])
+@pytest.mark.parametrize("plant", [".t.output-replaced-0123456789abcdef", ".t.output-saving-0123456789abcdef"])
 def test_links_that_wait_for_a_conversion_are_not_taken_for_ours(saved: Path, tmp_path: Path, plant: str) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()

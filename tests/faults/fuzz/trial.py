@@ -34,7 +34,15 @@ __all__ = ["PLANTED", "READ", "REFUSED", "Bounds", "Trials", "differing", "ways_
 READ, REFUSED = "read", "refused"
 TARGETS = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 HEX = "0123456789abcdef"
-PLANTED = (f".t.saving-{HEX}", f".t.replaced-{HEX}", ".latest.partial", "latest", ".t.safetensors.partial")
+PLANTED = (
+    f".t.saving-{HEX}",
+    f".t.replaced-{HEX}",
+    f".t.output-saving-{HEX}",
+    f".t.output-replaced-{HEX}",
+    ".latest.partial",
+    "latest",
+    ".t.safetensors.partial",
+)
 """Names in the directory that is written to, as links to a file outside."""
 UNKNOWN = re.compile(
     r"could not [^\n]*: (?!CheckpointError|CheckpointDamage|ValueError)[A-Z]\w+(Error|Exception|Stop\w*): "

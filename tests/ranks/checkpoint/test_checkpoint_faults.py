@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,25 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool
+) -> None:
+    """The second Ctrl-C, and a thread's communicator that cannot be made."""
+    session = build(nn.Linear(3, 2), None, zero(3))
+    saver = Checkpointer(session)
+    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.Contents", KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"shardwise.checkpoint.{place}", mock.Mock(side_effect=error))
+        with pytest.raises(error):
+            saver.save(tmp_path, "a", use_async=use_async)
+    assert os.listdir(tmp_path) == []
+    saver.save(tmp_path, "a", use_async=use_async)
+    saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
+    session.close()
+
+
 def test_purging_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     """A file is missing or cut off, or a load found the damage: none of these is one of those that remain."""
     session = build(nn.Linear(3, 2), None, zero(3))
@@ -154,6 +174,20 @@ def test_a_link_to_a_model_is_replaced_and_what_it_points_to_stays(tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == ["best", "model"] and not (tmp_path / "model").is_symlink()
     assert sorted(os.listdir(tmp_path / "model")) == ["notes", "weights"]
     assert os.listdir(tmp_path / "best") == ["notes"]
+
+
+def test_a_path_that_goes_back_through_a_link_is_where_the_system_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/inner")
+    monkeypatch.chdir(tmp_path / "far" / "inner")
+    for path in (tmp_path / "link" / ".." / "model", Path("."), tmp_path / "link" / ".."):
+        with atomic_directory(path, lambda name: name == "weights") as fresh:
+            (fresh / "weights").write_text("new")
+    assert sorted(os.listdir(tmp_path)) == ["far", "link"]
+    assert sorted(os.listdir(tmp_path / "far")) == ["inner", "model", "weights"]
+    assert os.listdir(tmp_path / "far" / "model") == os.listdir(tmp_path / "far" / "inner") == ["weights"]
 
 
 def test_wrong_uses_are_errors(tmp_path: Path) -> None:

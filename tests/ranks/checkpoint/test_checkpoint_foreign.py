@@ -236,6 +236,32 @@ def test_what_a_killed_save_left_goes_without_what_is_the_users(session: Session
     assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
 
 
+def test_what_a_save_had_not_moved_when_it_was_killed_is_moved_by_the_next(session: Session, tmp_path: Path) -> None:
+    """Files that appear in the old directory after the others were taken along, where names are exchanged."""
+
+    class Dying(FileSystem):
+        def exchange(self, one: str, other: str) -> bool:
+            done = super().exchange(one, other)
+            if done:
+                for name in ("early", "tokens"):
+                    Path(one, name).write_text(name)
+            return done
+
+        def rename(self, old: str, new: str) -> None:
+            if os.path.basename(old) == "tokens":
+                raise KeyboardInterrupt  # as good as dead
+            super().rename(old, new)
+
+    Checkpointer(session).save(tmp_path, "best")
+    with pytest.raises(KeyboardInterrupt):
+        Checkpointer(session, Dying()).save(tmp_path, "best")
+    (left,) = tmp_path.glob(".best.saving-*")
+    assert (left / "tokens").exists()
+    Checkpointer(session).save(tmp_path, "other")
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"] and verify(tmp_path / "best") == []
+    assert [(tmp_path / "best" / name).read_text() for name in ("early", "tokens")] == ["early", "tokens"]
+
+
 def _refusing(path: str, place: str) -> None:
     raise PermissionError(1, "Operation not permitted", path)
 
@@ -308,6 +334,40 @@ def test_files_that_this_user_cannot_read_are_kept_or_named() -> None:
     assert kept == ["a", "best", "ended", "latest", "manifest.json", "own", "pieces-0.safetensors"]
     assert "best/closed is not the checkpoint's and cannot be taken along: EACCES" in error
     assert version == 2 and there == ["best", "latest"]
+
+
+def _is_weights(name: str) -> bool:
+    return name.startswith("model.safetensors")
+
+
+def test_a_save_leaves_alone_what_is_converted_beside_it(session: Session, tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "hf", _is_weights) as fresh:
+        (fresh / "model.safetensors").write_text("new")
+        Checkpointer(session).save(tmp_path, "a")
+    assert sorted(os.listdir(tmp_path)) == ["a", "hf", "latest"]
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
+def test_a_save_does_not_settle_what_a_killed_conversion_left(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take old weights for a user's file, and move them beside the new index."""
+
+    def write(name: str) -> None:
+        with atomic_directory(tmp_path / "model", _is_weights) as fresh:
+            (fresh / name).write_text("weights")
+
+    write("model.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.checkpoint.atomic.DISK.exchange", lambda one, other: False)
+        patch.setattr("shardwise.checkpoint.atomic._settle", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write("model.safetensors.index.json")
+    Checkpointer(session).save(tmp_path, "a")
+    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
+    write("model.safetensors.index.json")
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest", "model"]
+    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
 
 
 def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:
