@@ -197,6 +197,7 @@ _OFFLOAD_OPTIMIZER = {
     "super_offload": _skip("bool", False, "updates on the host run after backward; the numbers are the same", False),
     "cpuadam_cores_perc": _skip("float", 0.8, "torch's own number of threads is used"),
 }
+_LEAF_MODULE = {"classes": _use("list", None), "names": _use("list", None), "name_suffixes": _use("list", None)}
 _AIO = {
     "block_size": _use("int", 1_048_576, 1, MOST_BLOCK_BYTES),
     "queue_depth": _use("int", 8, 1, MOST_QUEUED),
@@ -267,6 +268,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "zero_optimization": _ZERO,
     "zero_optimization.offload_param": _OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+    "zero_optimization.leaf_module": _LEAF_MODULE,
     "aio": _AIO,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
@@ -314,7 +316,6 @@ BLOCKS: dict[str, ConfigBlock] = {
         "ignored", "arguments of checkpointed calls stay whole on their device", None
     ),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
-    "zero_optimization.leaf_module": ConfigBlock("ignored", "what is gathered follows the modules that run", None),
     "comet": ConfigBlock("refused", "give wandb, tensorboard or csv_monitor, or log with comet_ml in the program"),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
     "autotuning": ConfigBlock("refused", "leave it out"),

@@ -159,6 +159,7 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "zero_quantized_weights", True, 3, {}, {"compress_weights": "int8"}),
     (ZERO + "zero_quantized_gradients", True, 3, {}, {"compress_gradients": "int4"}),
     (ZERO + "zero_quantized_nontrainable_weights", True, 3, {}, {"compress_frozen": "int8"}),
+    *((f"{ZERO}leaf_module.{n}", ["x"], 3, {}, {"same_order": False}) for n in ("classes", "names", "name_suffixes")),
     (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
     (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": GROUPS}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),

@@ -43,14 +43,14 @@ def test_marks_of_parameters() -> None:
     assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
     with pytest.raises(ValueError, match="no module of the model is one of"):
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
-
-
-def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
-    model, entry = nn.Sequential(nn.Linear(2, 2)), importlib.import_module("shardwise.deepspeed.entry")
-    settings = entry.read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert entry._plan(settings, 2, model).comm.same_order is None
-    importlib.import_module("shardwise.deepspeed.utils").set_z3_leaf_modules(model, [nn.Linear])
-    assert entry._plan(settings, 2, model).comm.same_order is False
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [leaf] and utils.get_z3_leaf_modules(model) == []
+    for setter, name in ((utils.set_z3_leaf_modules_by_name, "0"), (utils.set_z3_leaf_modules_by_suffix, "0")):
+        assert setter(model, [name, "x"]) == ([leaf], ["x"]) and utils.get_z3_leaf_modules(model) == [leaf]
+        assert setter(model, [name], flag=False) == ([leaf], []) and not utils.z3_leaf_module(leaf)
+        with pytest.raises(ValueError, match="no module of the model is one of"):
+            setter(model, ["x"])
+    utils.set_z3_leaf_module(leaf, True)
+    assert utils.get_z3_leaf_modules(model) == [leaf]
 
 
 class Sharing(nn.Module):
