@@ -78,7 +78,7 @@ _ARRAY = "each chunk's gradients always share one array"
 _ANY_OPTIMIZER = "every element-wise torch optimizer is accepted"
 _CONTEXT = "parameters are gathered and dropped by the order of use alone"
 
-_SHARED = "leave it out, and save into a directory that all ranks see"
+_SHARED = "checkpoints go into a directory that all ranks see; saving into another is an error"
 _TOP = {
     "train_batch_size": _use("int", None, 1, MOST_COUNT),
     "train_micro_batch_size_per_gpu": _use("int", None, 1, MOST_COUNT),
@@ -106,7 +106,7 @@ _TOP = {
     "log_level": _skip("text", None, "use Python's warnings filters"),
     "vocabulary_size": _skip("int", None, "it serves a warning of DeepSpeed only"),
     "use_data_before_expert_parallelism": _skip("bool", False, "there is no expert parallelism here", False),
-    "use_node_local_storage": _refuse("bool", False, _SHARED),
+    "use_node_local_storage": _skip("bool", False, _SHARED, False),
 }
 
 _FP16 = {
@@ -216,7 +216,7 @@ _SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
 _CHECKPOINT = {
     "tag_validation": _use("text", "WARN", choices=("IGNORE", "WARN", "FAIL")),
     "load_universal": _use("bool", False),
-    "use_node_local_storage": _refuse("bool", False, _SHARED),
+    "use_node_local_storage": _skip("bool", False, _SHARED, False),
     "parallel_write": _skip("map", None, "every rank always writes its own part"),
     "writer": _skip("map", None, "every rank always writes its own part"),
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),

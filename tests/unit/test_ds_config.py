@@ -272,6 +272,11 @@ def test_a_key_without_effect_is_listed_once_with_its_reason(path: str) -> None:
         assert exact[0] == found and not exact[1].ignored and path in exact[1].used
 
 
+@pytest.mark.parametrize("path", ["use_node_local_storage", "checkpoint.use_node_local_storage"])
+def test_save_on_each_node_of_transformers_is_no_error(path: str) -> None:
+    assert "a directory that all ranks see" in to_plan(tree_of(path, True), 4)[1].ignored[path]
+
+
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_key_that_is_not_available_is_refused(path: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"{path}=.*{KEYS[path].reason[:20]}"):
