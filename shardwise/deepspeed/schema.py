@@ -305,6 +305,8 @@ ALIASES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
@@ -334,8 +336,6 @@ BLOCKS: dict[str, ConfigBlock] = {
     "compression_training": ConfigBlock("refused", "leave it out", None),
     "quantize_training": ConfigBlock("refused", "leave it out"),
     "weight_quantization": ConfigBlock("refused", "leave it out", None),
-    "zero_optimization.cpu_offload": ConfigBlock("refused", "give offload_optimizer={'device': 'cpu'}", None),
-    "zero_optimization.cpu_offload_param": ConfigBlock("refused", "give offload_param={'device': 'cpu'}", None),
     "zero_optimization.cpu_offload_use_pin_memory": ConfigBlock("ignored", "give pin_memory in its block", None),
     "zero_optimization.zenflow": ConfigBlock("refused", "leave it out", None),
     "zero_optimization.zeropp_loco_param": ConfigBlock("refused", "leave it out", None),
