@@ -72,6 +72,21 @@ def test_parameters_that_are_written_to_inside_zero_init() -> None:
     run_ranks(RANKS, written_while_built)
 
 
+def collectives() -> None:
+    rank, comm, log = torch.distributed.get_rank(), deepspeed.comm, {"prof": False, "log_name": "x", "debug": "y"}
+    both, one = torch.zeros(RANKS), torch.zeros(1)
+    comm.all_gather_into_tensor(both, tensor=torch.tensor(float(rank)), **log)
+    assert both.tolist() == [0.0, 1.0]
+    comm.reduce_scatter_tensor(one, tensor=both, **log)
+    assert one.tolist() == [2.0 * rank]
+    comm.all_to_all_single(both, tensor=torch.tensor([10.0, 20.0]) + rank, **log)
+    assert both.tolist() == [10.0 * (rank + 1), 10.0 * (rank + 1) + 1.0]
+
+
+def test_collectives_have_the_names_of_their_arguments() -> None:
+    run_ranks(RANKS, collectives)
+
+
 def failing_block() -> str:
     with deepspeed.zero.Init():
         model = net()
