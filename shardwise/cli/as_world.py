@@ -7,6 +7,7 @@ it as a module. The name is ours in Python processes that the program starts, to
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: the library's name, perhaps ``-m``, the script, and what it is given.
 
     Raises:
-        SystemExit: too few of them, or another library.
+        SystemExit: too few of them, another library, or no such script or module.
     """
     if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
         sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     _tell_children(library)
     if library == "deepspeed":
         _give_local_rank()
+    _check(rest)
     if rest[0] == "-m":
         sys.argv[:] = rest[1:]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -47,6 +49,18 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv[:] = rest
     sys.path[0] = str(Path(rest[0]).resolve().parent)
     runpy.run_path(rest[0], run_name="__main__")
+
+
+def _check(rest: Sequence[str]) -> None:
+    """One line, as Python's, where :mod:`runpy` has a traceback."""
+    if rest[0] != "-m":
+        there = Path(rest[0]).exists()
+    else:
+        there = importlib.util.find_spec(rest[1].partition(".")[0] or "-") is not None
+    if not there:
+        what = f"no module {rest[1]}" if rest[0] == "-m" else f"{rest[0]}: no such file"
+        print(f"{what}; give a Python script (or -m and a module name)", file=sys.stderr)
+        sys.exit(2)
 
 
 def _tell_children(library: str) -> None:

@@ -1,4 +1,5 @@
-"""``deepspeed.comm``: which ranks there are. Collectives under its names are those of ``torch.distributed``.
+"""``deepspeed.comm``: which ranks there are. Collectives under its names are those of ``torch.distributed``, but for
+three whose tensors DeepSpeed names otherwise; arguments of its log of collectives have no effect in these.
 
 Where nothing was initialised this is one process: rank 0 of 1.
 """
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.members import made_together
@@ -109,3 +111,46 @@ def get_world_group() -> Any:
 def new_group(ranks: Sequence[int]) -> Any:
     """A group of some. Every process calls it."""
     return made_together(ranks, None)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: str | None = None,
+) -> Any:
+    """Every rank's ``tensor``, one behind the other."""
+    given = tensor if tensor.dim() else tensor.reshape(1)  # gloo wants it so
+    return dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: str | None = None,
+) -> Any:
+    """The sum over the ranks of this rank's part of ``tensor``."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all_single",
+    debug: str | None = None,
+) -> Any:
+    """Part ``i`` of ``tensor`` goes to rank ``i``."""
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)

@@ -232,6 +232,11 @@ class _Reader:
             if canonical == "zero_optimization" and isinstance(value, bool):
                 self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
                 value = {"stage": int(value)}
+            if path.startswith("zero_optimization.cpu_offload") and canonical != path:  # a switch, now a block
+                self.findings.note(f"Config parameter {path} is deprecated: give {canonical}={{'device': 'cpu'}}")
+                self.findings.use(path)
+                on = value not in (None, AUTO) and _convert(path, Key("bool", False), value)
+                value = {"device": "cpu"} if on else None
             if canonical in BLOCKS:
                 self._block(path, BLOCKS[canonical], value)
             elif canonical in KEYS:

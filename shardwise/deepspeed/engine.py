@@ -272,7 +272,7 @@ class DeepSpeedEngine(Steps):
         ``latest`` moves.
 
         Args:
-            save_dir: a directory of checkpoints; hosts that do not share it keep their own parts there.
+            save_dir: a directory of checkpoints that all ranks see.
             tag: ``global_step<n>`` if not given.
             client_state: numbers, texts, tensors, lists and dicts of the program's own; rank 0's are kept.
             save_latest: write the tag into ``save_dir/latest``.
@@ -310,8 +310,8 @@ class DeepSpeedEngine(Steps):
 
         Args:
             load_dir: what was saved into.
-            tag: by default what ``load_dir/latest`` names, or the newest. With several parts what all parts'
-                ``latest`` name, or, with a warning, the newest that all parts have whole and of one step.
+            tag: by default what ``load_dir/latest`` names, or the newest. Several parts have to name the same
+                checkpoint, of one step.
             load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer
                 or schedule are errors. Shapes always are. False takes what fits by name, with one warning.
             load_optimizer_states: also masters' moments and the loss scale.

@@ -20,7 +20,7 @@ from shardwise.deepspeed.config_object import required_batch
 from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
-from shardwise.deepspeed.leaf_modules import has_leaf_modules
+from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.optimizer_names import give_names
@@ -135,7 +135,7 @@ def initialize(
 def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
     # Children of leaf modules run in another order from rank to rank.
-    return plan.but(same_order=False) if has_leaf_modules(model) else plan
+    return plan.but(same_order=False) if get_z3_leaf_modules(model) else plan
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:

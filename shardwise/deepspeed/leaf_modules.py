@@ -9,35 +9,93 @@ from torch import nn
 
 from shardwise.printable import class_name
 
-__all__ = ["has_leaf_modules", "set_z3_leaf_modules"]
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
 
 FLAG = "_z3_leaf"
 """DeepSpeed's attribute of such a module."""
+Classes = Sequence[type[nn.Module] | str]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether it is flagged."""
+    return bool(getattr(model, FLAG, False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Those in ``model`` that are flagged."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Flag it, or not."""
+    setattr(model, FLAG, flag)
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Flag the modules of these classes, or of classes of these names, and return them.
 
     Raises:
         ValueError: there is none, and ``raise_if_not_found``.
     """
-    kinds = tuple(each for each in leaf_module_classes if isinstance(each, type))
-    found = [
+    return _flag(_of_classes(model, leaf_module_classes), True, leaf_module_classes, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The opposite of :func:`set_z3_leaf_modules`."""
+    return _flag(_of_classes(model, leaf_module_classes), False, leaf_module_classes, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Flag the modules of these names in ``named_modules()``; returns them, and the names that there are not.
+
+    Raises:
+        ValueError: there is none, and ``raise_if_not_found``.
+    """
+    known = dict(model.named_modules())
+    found = [known[name] for name in module_names if name in known]
+    return _flag(found, flag, module_names, raise_if_not_found), [name for name in module_names if name not in known]
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Flag the modules whose names end like this; returns them, and the endings that no name has.
+
+    Raises:
+        ValueError: there is none, and ``raise_if_not_found``.
+    """
+    known = dict(model.named_modules())
+    found = [module for name, module in known.items() if name.endswith(tuple(module_name_suffixes))]
+    missing = [ending for ending in module_name_suffixes if not any(name.endswith(ending) for name in known)]
+    return _flag(found, flag, module_name_suffixes, raise_if_not_found), missing
+
+
+def _of_classes(model: nn.Module, wanted: Classes) -> list[nn.Module]:
+    kinds = tuple(each for each in wanted if isinstance(each, type))
+    return [
         module
         for module in model.modules()
-        if isinstance(module, kinds) or {type(module).__name__, class_name(type(module))} & set(leaf_module_classes)
+        if isinstance(module, kinds) or {type(module).__name__, class_name(type(module))} & set(wanted)
     ]
-    if not found and raise_if_not_found:
-        raise ValueError(
-            f"no module of the model is one of {leaf_module_classes!r}: give classes, or their names, that it has"
-        )
+
+
+def _flag(found: list[nn.Module], flag: bool, asked: object, needed: bool) -> list[nn.Module]:
+    if not found and needed:
+        raise ValueError(f"no module of the model is one of {asked!r}: give classes, or names, that it has")
     for module in found:
-        setattr(module, FLAG, True)
+        set_z3_leaf_module(module, flag)
     return found
-
-
-def has_leaf_modules(model: nn.Module) -> bool:
-    """Whether modules of ``model`` are flagged."""
-    return any(getattr(module, FLAG, False) for module in model.modules())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardwise.build import ShardedOptimizer
+from shardwise.reduce.scaler import LossScaler
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -13,18 +14,36 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedOptimizer", "give_names"]
 
 
-class LossScale(NamedTuple):
-    """What ``optimizer.loss_scaler`` says now, for programs that log it."""
+class LossScale:
+    """``optimizer.loss_scaler``: the scale that is in use; ``fp16`` of the configuration says how it moves.
 
-    loss_scale: float
-    cur_scale: float
-    dynamic: bool
+    Attributes:
+        raise_error_at_min_scale: whether a step that overflows at the lowest scale is an error. It may be set.
+    """
+
+    __slots__ = ("_scaler", "raise_error_at_min_scale")
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        self._scaler, self.raise_error_at_min_scale = scaler, True
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it ever moves."""
+        return self._scaler is not None and self._scaler.dynamic
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
     """The optimizer of a DeepSpeed engine."""
 
     _of: weakref.ref[DeepSpeedEngine]
+    loss_scaler: LossScale
 
     @property
     def _own(self) -> DeepSpeedEngine:
@@ -41,7 +60,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale moves."""
-        return self.scaler is not None and self.scaler.dynamic
+        return self.loss_scaler.dynamic
 
     @property
     def overflow(self) -> bool:
@@ -67,11 +86,6 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """Backward passes a step; ``engine.set_train_batch_size()`` changes it."""
         return self._own.gradient_accumulation_steps()
 
-    @property
-    def loss_scaler(self) -> LossScale:
-        """The scale that is in use; ``fp16`` of the configuration says how it moves."""
-        return LossScale(self.loss_scale, self.loss_scale, self.dynamic_loss_scale)
-
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DeepSpeedEngine.offload_states`."""
         self._own.offload_states(*args, **kwargs)
@@ -90,3 +104,4 @@ def give_names(engine: DeepSpeedEngine) -> None:
     if engine.optimizer is not None:
         engine.optimizer.__class__ = DeepSpeedOptimizer
         engine.optimizer._of = weakref.ref(engine)
+        engine.optimizer.loss_scaler = LossScale(engine.optimizer.scaler)

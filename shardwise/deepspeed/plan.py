@@ -29,7 +29,8 @@ from shardwise.precision_plan import HALF_DTYPES
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
 ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
-STAGE_3 = tuple(
+LEAVES = tuple(f"{ZERO}.leaf_module.{name}" for name in ("classes", "names", "name_suffixes"))
+STAGE_3 = LEAVES + tuple(
     f"{ZERO}.{name}"
     for name in (
         "stage3_prefetch_bucket_size",
@@ -150,6 +151,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
         compress_weights="int8" if weights in asked else None,
         compress_gradients="int4" if gradients in asked else None,
         compress_frozen="int8" if s.stage == 3 and s[FROZEN] else None,  # MixZ++
+        same_order=False if s.stage == 3 and any(s[path] for path in LEAVES) else None,  # see leaf_modules
     )
 
 

@@ -78,7 +78,7 @@ _ARRAY = "each chunk's gradients always share one array"
 _ANY_OPTIMIZER = "every element-wise torch optimizer is accepted"
 _CONTEXT = "parameters are gathered and dropped by the order of use alone"
 
-_SHARED = "leave it out, and save into a directory that all ranks see"
+_SHARED = "checkpoints go into a directory that all ranks see; saving into another is an error"
 _TOP = {
     "train_batch_size": _use("int", None, 1, MOST_COUNT),
     "train_micro_batch_size_per_gpu": _use("int", None, 1, MOST_COUNT),
@@ -106,7 +106,7 @@ _TOP = {
     "log_level": _skip("text", None, "use Python's warnings filters"),
     "vocabulary_size": _skip("int", None, "it serves a warning of DeepSpeed only"),
     "use_data_before_expert_parallelism": _skip("bool", False, "there is no expert parallelism here", False),
-    "use_node_local_storage": _refuse("bool", False, _SHARED),
+    "use_node_local_storage": _skip("bool", False, _SHARED, False),
 }
 
 _FP16 = {
@@ -197,6 +197,7 @@ _OFFLOAD_OPTIMIZER = {
     "super_offload": _skip("bool", False, "updates on the host run after backward; the numbers are the same", False),
     "cpuadam_cores_perc": _skip("float", 0.8, "torch's own number of threads is used"),
 }
+_LEAF_MODULE = {"classes": _use("list", None), "names": _use("list", None), "name_suffixes": _use("list", None)}
 _AIO = {
     "block_size": _use("int", 1_048_576, 1, MOST_BLOCK_BYTES),
     "queue_depth": _use("int", 8, 1, MOST_QUEUED),
@@ -215,7 +216,7 @@ _SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
 _CHECKPOINT = {
     "tag_validation": _use("text", "WARN", choices=("IGNORE", "WARN", "FAIL")),
     "load_universal": _use("bool", False),
-    "use_node_local_storage": _refuse("bool", False, _SHARED),
+    "use_node_local_storage": _skip("bool", False, _SHARED, False),
     "parallel_write": _skip("map", None, "every rank always writes its own part"),
     "writer": _skip("map", None, "every rank always writes its own part"),
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
@@ -267,6 +268,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "zero_optimization": _ZERO,
     "zero_optimization.offload_param": _OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+    "zero_optimization.leaf_module": _LEAF_MODULE,
     "aio": _AIO,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
@@ -303,6 +305,8 @@ ALIASES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
@@ -314,7 +318,6 @@ BLOCKS: dict[str, ConfigBlock] = {
         "ignored", "arguments of checkpointed calls stay whole on their device", None
     ),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
-    "zero_optimization.leaf_module": ConfigBlock("ignored", "what is gathered follows the modules that run", None),
     "comet": ConfigBlock("refused", "give wandb, tensorboard or csv_monitor, or log with comet_ml in the program"),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
     "autotuning": ConfigBlock("refused", "leave it out"),
@@ -333,8 +336,6 @@ BLOCKS: dict[str, ConfigBlock] = {
     "compression_training": ConfigBlock("refused", "leave it out", None),
     "quantize_training": ConfigBlock("refused", "leave it out"),
     "weight_quantization": ConfigBlock("refused", "leave it out", None),
-    "zero_optimization.cpu_offload": ConfigBlock("refused", "give offload_optimizer={'device': 'cpu'}", None),
-    "zero_optimization.cpu_offload_param": ConfigBlock("refused", "give offload_param={'device': 'cpu'}", None),
     "zero_optimization.cpu_offload_use_pin_memory": ConfigBlock("ignored", "give pin_memory in its block", None),
     "zero_optimization.zenflow": ConfigBlock("refused", "leave it out", None),
     "zero_optimization.zeropp_loco_param": ConfigBlock("refused", "leave it out", None),

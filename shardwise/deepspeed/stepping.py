@@ -131,18 +131,20 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     """Around ``optimizer.step()``.
 
     Raises:
-        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, as under DeepSpeed.
+        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, and not where
+            ``optimizer.loss_scaler.raise_error_at_min_scale`` was set to false, as under DeepSpeed.
     """
     scaler = optimizer.scaler
     if scaler is None:
         yield
         return
     at_floor = scaler.scale <= scaler.plan.min_scale < scaler.plan.max_scale
+    raises = settings.stage > 0 and getattr(getattr(optimizer, "loss_scaler", None), "raise_error_at_min_scale", True)
     yield
     if not optimizer.last_step_skipped:
         if settings["fp16.consecutive_hysteresis"]:
             scaler.forget_overflows()
-    elif settings.stage > 0 and at_floor and scaler.overflows >= scaler.plan.hysteresis:
+    elif raises and at_floor and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"

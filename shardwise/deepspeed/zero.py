@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.comm import ranks_of
+from shardwise.comm import PeerError, ranks_of
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
@@ -214,6 +214,8 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
+            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
+                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
         finally:
@@ -228,6 +230,22 @@ class GatheredParameters:
         """Those of the parameters that no engine has yet."""
         known = {id(param) for _, own in shares for param in own}
         return [param for param in self.params if id(param) not in known]
+
+    def _meet(self, error: Exception | None) -> None:
+        """Before values of parameters that no engine has are sent: nobody would notice a rank whose block failed."""
+        alone = self._alone(self._shares())
+        if not alone or not _several():
+            return
+        group = getattr(alone[0], MARK, None)
+        told: list[Any] = [None] * dist.get_world_size(group)
+        with nullcontext() if error is None else suppress(Exception):  # it is raised in any case
+            dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None]
+        if failed and error is None:
+            raise PeerError(
+                f"no changes of GatheredParameters(modifier_rank={self.modifier_rank}) were spread, because the block "
+                f"failed on other ranks: {'; '.join(failed)}"
+            )
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:

@@ -40,6 +40,9 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
     "write_program",
@@ -203,6 +206,35 @@ def load_state_dict_from_zero_checkpoint(
 def _some(names: Iterable[str]) -> str:
     listed = list(names)
     return (", ".join(listed[:5]) or "nothing") + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """Files of DeepSpeed's in a directory that hold optimizers' state, in the order of their numbers.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    return _numbered(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """Those that hold models' state; see :func:`get_optim_files`."""
+    return _numbered(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The first rank's of :func:`get_model_state_files`, whose name depends on the stage."""
+    ranks = "zero_pp_rank_0_mp_rank_00" if zero_stage > 2 else "mp_rank_00"
+    return _numbered(checkpoint_dir, f"{ranks}_model_states.pt")[0]
+
+
+def _numbered(folder: str | Path, pattern: str) -> list[str]:
+    found = [str(path) for path in Path(folder).glob(pattern)]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no {pattern}; get_fp32_state_dict_from_zero_checkpoint reads shardwise's own checkpoints"
+        )
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
 def write_program(directory: str | Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.deepspeed.config import Report, Settings, load_config, read_config
+from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_parallel
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
@@ -136,6 +137,8 @@ class ConfiguredByDeepSpeed:
     def _translated(self, settings: Settings, module: Any) -> tuple[Plan, Report]:
         numels = [param.numel() for param in module.parameters()]
         plan, report = to_plan(settings, self.world_size, numels, clip_outside=not self._clips_in_step)
+        if get_z3_leaf_modules(module):
+            plan = plan.but(same_order=False)  # their children run in another order from rank to rank
         if self.format.dtype is torch.float64:
             if plan.precision.param_dtype is not None:
                 raise self._misconfiguration(

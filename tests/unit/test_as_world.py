@@ -53,6 +53,12 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     assert "SHARDWISE_AS='colossalai': colossalai is" in again.stderr
 
 
+@pytest.mark.parametrize("program", [["missing.py"], ["-m", "missing"]])
+def test_a_program_that_is_missing_is_one_line(tmp_path: Path, program: list[str]) -> None:
+    shown = python("-m", "shardwise.cli.as_world", "deepspeed", *program, cwd=tmp_path, env=surroundings(tmp_path))
+    assert shown.returncode == 2 and shown.stderr.count("\n") == 1 and "missing" in shown.stderr, shown.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "launched", "expected"),
     [

@@ -159,6 +159,7 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "zero_quantized_weights", True, 3, {}, {"compress_weights": "int8"}),
     (ZERO + "zero_quantized_gradients", True, 3, {}, {"compress_gradients": "int4"}),
     (ZERO + "zero_quantized_nontrainable_weights", True, 3, {}, {"compress_frozen": "int8"}),
+    *((f"{ZERO}leaf_module.{n}", ["x"], 3, {}, {"same_order": False}) for n in ("classes", "names", "name_suffixes")),
     (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
     (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": GROUPS}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
@@ -180,6 +181,9 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     ("aio.single_submit", True, 3, NVME, disk(single_submit=True)),
     ("aio.overlap_events", False, 3, NVME, disk(overlap_events=False)),
     ("bfloat16.enabled", True, 1, {}, BF16),
+    (ZERO + "cpu_offload", True, 2, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
+    (ZERO + "cpu_offload", False, 2, {}, {}),
+    (ZERO + "cpu_offload_param", True, 3, {}, {"param_host_fraction": 1.0, "pin_memory": True}),
     ("tensor_parallel.autotp_size", 2, 2, {}, {"tp": 2}),
     ("tensor_parallel.tp.tp_size", 4, 0, {"tensor_parallel": {"autotp_size": 4}}, {"tp": 4}),
     ("sequence_parallel_size", 2, 3, {"tensor_parallel": {"autotp_size": 2}}, {"tp": 2, "sp": 2}),
@@ -269,6 +273,17 @@ def test_a_key_without_effect_is_listed_once_with_its_reason(path: str) -> None:
     for value in KEYS[path].exact:
         exact = to_plan(merged(tree, tree_of(path, value, stage)), 4)
         assert exact[0] == found and not exact[1].ignored and path in exact[1].used
+
+
+def test_an_old_name_of_offloading_is_told() -> None:
+    report = to_plan(tree_of(ZERO + "cpu_offload", True, 2), 4)[1]
+    told = f"Config parameter {ZERO}cpu_offload is deprecated: give {ZERO}offload_optimizer={{'device': 'cpu'}}"
+    assert report.notes == [told]
+
+
+@pytest.mark.parametrize("path", ["use_node_local_storage", "checkpoint.use_node_local_storage"])
+def test_save_on_each_node_of_transformers_is_no_error(path: str) -> None:
+    assert "a directory that all ranks see" in to_plan(tree_of(path, True), 4)[1].ignored[path]
 
 
 @pytest.mark.parametrize("path", REFUSED)

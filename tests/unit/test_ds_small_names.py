@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,14 +44,32 @@ def test_marks_of_parameters() -> None:
     assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
     with pytest.raises(ValueError, match="no module of the model is one of"):
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [leaf] and utils.get_z3_leaf_modules(model) == []
+    for setter, name in ((utils.set_z3_leaf_modules_by_name, "0"), (utils.set_z3_leaf_modules_by_suffix, "0")):
+        assert setter(model, [name, "x"]) == ([leaf], ["x"]) and utils.get_z3_leaf_modules(model) == [leaf]
+        assert setter(model, [name], flag=False) == ([leaf], []) and not utils.z3_leaf_module(leaf)
+        with pytest.raises(ValueError, match="no module of the model is one of"):
+            setter(model, ["x"])
+    utils.set_z3_leaf_module(leaf, True)
+    assert utils.get_z3_leaf_modules(model) == [leaf]
 
 
-def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
-    model, entry = nn.Sequential(nn.Linear(2, 2)), importlib.import_module("shardwise.deepspeed.entry")
-    settings = entry.read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert entry._plan(settings, 2, model).comm.same_order is None
-    importlib.import_module("shardwise.deepspeed.utils").set_z3_leaf_modules(model, [nn.Linear])
-    assert entry._plan(settings, 2, model).comm.same_order is False
+def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for kind, pattern in (
+        ("optim_files", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
+        ("model_state_files", "mp_rank_{:02d}_model_states.pt"),
+    ):
+        files = found("utils.zero_to_fp32", f"get_{kind}")
+        with pytest.raises(FileNotFoundError, match=r"has no \*_"):
+            files(str(tmp_path))
+        expected = [tmp_path / pattern.format(number) for number in (0, 2, 10, 100)]
+        for path in reversed(expected):
+            path.touch()
+        assert files(str(tmp_path)) == [str(path) for path in expected]
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    first = found("utils.zero_to_fp32", "get_model_state_file")
+    for stage, name in ((2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")):
+        assert first(str(tmp_path), stage) == str(tmp_path / f"{name}_model_states.pt")
 
 
 class Sharing(nn.Module):

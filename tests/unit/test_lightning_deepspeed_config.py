@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+import shardwise.fabric
+import shardwise.lightning
 from shardwise.deepspeed.config import read_config
+from shardwise.deepspeed.leaf_modules import set_z3_leaf_module
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
 from shardwise.strategies.deepspeed import DeepSpeed, _batch_size
 from shardwise.strategies.deepspeed_config import (
@@ -452,3 +456,13 @@ def test_autocast_is_lightnings_own() -> None:
     with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
         read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
     assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0
+
+
+@pytest.mark.parametrize("package", [shardwise.fabric, shardwise.lightning])
+def test_leaf_modules_have_ranks_agree_before_gathers(package: Any) -> None:
+    strategy, module = package.DeepSpeedStrategy(stage=3), nn.Linear(2, 2)
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings = read({**sizes, "zero_optimization": {"stage": 3}}, 1)
+    assert strategy._translated(settings, module)[0].comm.same_order is None
+    set_z3_leaf_module(module, True)
+    assert strategy._translated(settings, module)[0].comm.same_order is False

@@ -8,6 +8,7 @@ from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
+from shardwise.comm import PeerError
 from shardwise.testing import assert_close, run_ranks
 
 
@@ -69,3 +70,39 @@ def written_while_built() -> None:
 
 def test_parameters_that_are_written_to_inside_zero_init() -> None:
     run_ranks(RANKS, written_while_built)
+
+
+def collectives() -> None:
+    rank, comm, log = torch.distributed.get_rank(), deepspeed.comm, {"prof": False, "log_name": "x", "debug": "y"}
+    both, one = torch.zeros(RANKS), torch.zeros(1)
+    comm.all_gather_into_tensor(both, tensor=torch.tensor(float(rank)), **log)
+    assert both.tolist() == [0.0, 1.0]
+    comm.reduce_scatter_tensor(one, tensor=both, **log)
+    assert one.tolist() == [2.0 * rank]
+    comm.all_to_all_single(both, tensor=torch.tensor([10.0, 20.0]) + rank, **log)
+    assert both.tolist() == [10.0 * (rank + 1), 10.0 * (rank + 1) + 1.0]
+
+
+def test_collectives_have_the_names_of_their_arguments() -> None:
+    run_ranks(RANKS, collectives)
+
+
+def failing_block() -> str:
+    with deepspeed.zero.Init():
+        model = net()
+    said = ""
+    try:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                raise TypeError("what rank 0 cannot give")
+    except (TypeError, PeerError) as error:
+        said = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()  # the program's own group works
+    return said
+
+
+def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> None:
+    own, other = run_ranks(2, failing_block)
+    assert own == "TypeError: what rank 0 cannot give"
+    assert other.startswith("PeerError: no changes of GatheredParameters(modifier_rank=0)")
+    assert f"rank 0: {own}" in other

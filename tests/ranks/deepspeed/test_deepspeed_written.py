@@ -165,7 +165,7 @@ def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:
     assert engine.optimizer.gradient_accumulation_steps == PASSES
     engine.tput_timer.update_epoch_count()
     with pytest.raises(AttributeError):
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # which would have no effect
+        engine.optimizer.loss_scaler.scale_window = 5  # which would have no effect
     passes(engine, 0, 0)
     engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=False)
     with pytest.raises(RuntimeError):
