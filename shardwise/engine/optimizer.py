@@ -343,6 +343,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
+        if self._early is not None:
+            self.engine.passes.recover(dropping=True)  # it would take what is loaded for what a failed pass has left
         self._full.distribute(lambda: self._taken(state_dict), self.scaler)
         self.engine.unfinished.end(state_of(self.index))
         loaded(self.optimizer)

@@ -224,7 +224,7 @@ def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
 
 def after_a_failed_pass(root: str) -> None:
     with one_mesh(zero(3)) as mesh:
-        for how in ("states", "a checkpoint"):
+        for how in ("states", "states at once", "a checkpoint"):
             with deep_session(mesh) as session:
                 own, model = session.optimizers[0], session.module.unwrap()
                 one_pass(session, 0)
@@ -237,10 +237,15 @@ def after_a_failed_pass(root: str) -> None:
                     one_pass(session, 1)
                 model.fail = False
                 if how == "states":
+                    assert "load a checkpoint" in refusal(own.state_dict)  # which drops the pass itself
+                    assert "load a checkpoint" in refusal(session.module.state_dict)
                     own.zero_grad()
                     assert "load a checkpoint" in refusal(lambda: one_pass(session, 2))
                     session.module.load_state_dict(saved[0])
                     own.load_state_dict(saved[1])
+                elif how == "states at once":
+                    own.load_state_dict(saved[1])
+                    session.module.load_state_dict(saved[0])
                 else:
                     session.checkpoints.load(root, how)
                 one_pass(session, 2)
