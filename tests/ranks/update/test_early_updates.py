@@ -134,6 +134,32 @@ def test_equal_to_plain_pytorch(tmp_path: Path) -> None:
     run_ranks(2, steps_in, str(tmp_path))
 
 
+def written_before_backward() -> None:
+    def halve(model: nn.Module) -> None:
+        with torch.no_grad():
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.bias.mul_(0.5)  # type: ignore[operator, union-attr]
+
+    plain = deep()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, eps=1e-4)
+    with one_mesh(zero(1)) as mesh, deep_session(mesh, reduce="last", gathered_fraction=1.0) as session:
+        for step in range(2):
+            optimizer.zero_grad()
+            expected = sum(plain(x_of(rank, step)).square().mean() / mesh.size for rank in range(mesh.size))
+            loss = session.module(x_of(mesh.rank, step)).square().mean()
+            halve(plain)
+            halve(session.module.unwrap())
+            expected.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            session.backward(loss)
+            session.optimizers[0].step()
+        close_to(session.module.state_dict(), plain.state_dict())
+
+
+def test_parameters_written_between_forward_and_backward() -> None:
+    run_ranks(2, written_before_backward)
+
+
 # ---- what an update in place cannot serve
 
 SCALER = ScalerPlan(
@@ -284,34 +310,35 @@ def test_a_second_gradient_in_one_pass() -> None:
 
 
 class Broken(torch.optim.SGD):
-    """Its step fails while ``fails``."""
+    """Its step raises ``error``."""
 
-    fails = False
+    error: BaseException | None = None
 
     def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            raise ArithmeticError("this update fails")
+        if self.error is not None:
+            raise self.error
         return super().step(closure)
 
 
-def failing_update() -> tuple[str, str]:
+def failing_update(error_type: type[BaseException]) -> tuple[str, str]:
     model = deep()
     optimizer = Broken(model.parameters(), lr=0.1, momentum=0.5)
     with sharded(model, optimizer, zero(3).but(update="backward")) as session:
         own = session.optimizers[0]
         one_pass(session, 0)
         own.step()
-        optimizer.fails = session.mesh.rank == 0
+        optimizer.error = error_type("this update fails") if session.mesh.rank == 0 else None
         one_pass(session, 1)
         with pytest.raises((ArithmeticError, RuntimeError)) as error:
             own.step()
-        optimizer.fails = False
+        optimizer.error = None
         own.zero_grad()
         return repr(error.value), refusal(lambda: full_state(session))
 
 
-def test_an_update_that_fails_is_raised_by_step_on_every_rank() -> None:
-    (own, left), (other, left_there) = run_ranks(2, failing_update)
+@pytest.mark.parametrize("error_type", [ArithmeticError])
+def test_an_update_that_fails_is_raised_by_step_on_every_rank(error_type: type[BaseException]) -> None:
+    (own, left), (other, left_there) = run_ranks(2, failing_update, error_type)
     assert "this update fails" in own and "this update fails" in other
     assert "load a checkpoint" in left and "load a checkpoint" in left_there
 
