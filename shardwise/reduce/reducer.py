@@ -483,11 +483,11 @@ class Reducer:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
-        self._events.gradients_dropped(optimizer)
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
         self.counts.forget(None if optimizer is None else (optimizer, -1))
+        self._events.gradients_dropped(optimizer)  # last: a listener may raise
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""

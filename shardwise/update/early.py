@@ -270,6 +270,10 @@ class EarlyObserver:
         for index in self.by_optimizer if optimizers is None else optimizers:
             self._unfinished.begin(BY, PARAMETERS, state_of(index))
             self.by_optimizer[index].lose()
+            for state in self._grads.values():
+                if state.spec.optimizer == index:
+                    state.clear()
+            self._counts.forget([index])
             if self._store is not None:
                 self._store.rollback(index)
 

@@ -24,7 +24,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, ScalerPlan, zero
 from shardwise.reduce import patience
 from shardwise.testing import run_ranks
-from shardwise.update.early import EarlyObserver
+from shardwise.update.early import EarlyObserver, EarlyUpdates
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [
@@ -282,6 +282,31 @@ def after_a_failed_pass(root: str) -> None:
 @pytest.mark.parametrize("ranks", [2, *full(1)])
 def test_a_pass_that_fails_leaves_a_state_to_load(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, after_a_failed_pass, str(tmp_path))
+
+
+def dropped_or_lost() -> None:
+    real = EarlyUpdates.takes
+    half = mock.patch.object(EarlyUpdates, "takes", lambda self, state: state.spec.index % 2 == 0 and real(self, state))
+    with one_mesh(zero(3)) as mesh, half, deep_session(mesh) as session:
+        own = session.optimizers[0]
+        one_pass(session, 0)
+        own.step()
+        saved = session.module.state_dict(), own.state_dict()
+        for drops in (True, False):
+            one_pass(session, 1)
+            if drops:
+                assert "are dropped" in refusal(own.zero_grad)
+            session.module.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+            one_pass(session, 2)
+            own.step()
+            close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+            session.module.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+
+
+def test_gradients_that_were_not_used_go_with_those_that_were() -> None:
+    run_ranks(2, dropped_or_lost)
 
 
 class Nested(nn.Module):
