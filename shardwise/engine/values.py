@@ -105,7 +105,7 @@ class Values:
         engine = self._engine
         if engine.early.active:
             engine.passes.recover(dropping=True)
-            engine.early.lose([index for index, each in engine.early.by_optimizer.items() if each.pending])
+            engine.early.lose(engine.early.pending)
         if not whole:
             engine.master_edits.take()
 

@@ -409,7 +409,7 @@ class Reducer:
         self.counts.forget()
         self._end_pass(sync=True)
         self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
-        if found.most[0]:
+        if found.most[0] or self._observer.pending:  # the latter where only the end of the pass failed
             self._observer.lose()
         self._events.passes_lost()
         self._events.gradients_dropped(None)

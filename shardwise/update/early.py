@@ -218,13 +218,18 @@ class EarlyObserver:
         """Whether anybody wants reduced gradients as soon as they are there."""
         return bool(self.by_optimizer)
 
+    @property
+    def pending(self) -> list[int]:
+        """The optimizers that a pass has reached since their last step; the same on all ranks."""
+        return [index for index, each in self.by_optimizer.items() if each.pending]
+
     def begin_pass(self) -> None:
         """An outermost pass is about to begin.
 
         Raises:
             RuntimeError: the step has had its pass.
         """
-        if used := self._pending():
+        if used := self.pending:
             raise RuntimeError(
                 "a second backward pass before step() under update='backward', which has used the gradients of the "
                 f"first (of optimizers {used}): call step() before it, or use update='step' to accumulate gradients"
@@ -238,7 +243,7 @@ class EarlyObserver:
         Raises:
             RuntimeError: some are those of the next step already.
         """
-        if self._pending():
+        if self.pending:
             raise RuntimeError(
                 f"{what} between backward() and step() under update='backward': masters and state are in part those "
                 "of the next step; call step() first, or use update='step'"
@@ -262,9 +267,6 @@ class EarlyObserver:
         for index, each in self.by_optimizer.items():
             each.pending = self._counts.reduced.get(index, 0) > 0
 
-    def _pending(self) -> list[int]:
-        return [index for index, each in self.by_optimizer.items() if each.pending]
-
     def lose(self, optimizers: Collection[int] | None = None) -> None:
         """What these optimizers (``None``: all) updated will have no step: it can be neither used nor put back."""
         for index in self.by_optimizer if optimizers is None else optimizers:
@@ -283,7 +285,7 @@ class EarlyObserver:
         Raises:
             RuntimeError: they have been used already.
         """
-        used = [index for index in self._pending() if optimizer in (None, index)]
+        used = [index for index in self.pending if optimizer in (None, index)]
         if used:
             self.lose(used)
             raise RuntimeError(

@@ -23,6 +23,7 @@ from shardwise.disk.store import DiskError
 from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, ScalerPlan, zero
 from shardwise.reduce import patience
+from shardwise.reduce.reducer import Reducer
 from shardwise.testing import run_ranks
 from shardwise.update.early import EarlyObserver, EarlyUpdates
 
@@ -307,6 +308,31 @@ def dropped_or_lost() -> None:
 
 def test_gradients_that_were_not_used_go_with_those_that_were() -> None:
     run_ranks(2, dropped_or_lost)
+
+
+def interrupted_at_the_end() -> None:
+    real = Reducer._end_pass
+
+    def end_pass(self: Reducer, sync: bool) -> None:
+        real(self, sync)
+        raise KeyboardInterrupt
+
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        own = session.optimizers[0]
+        one_pass(session, 0)
+        own.step()
+        saved = session.module.state_dict(), own.state_dict()
+        with pytest.raises(KeyboardInterrupt), mock.patch.object(Reducer, "_end_pass", end_pass):
+            one_pass(session, 1)
+        session.module.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        one_pass(session, 2)
+        own.step()
+        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+
+
+def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
+    run_ranks(2, interrupted_at_the_end)
 
 
 class Nested(nn.Module):
