@@ -148,8 +148,10 @@ class EarlyUpdates:
 
     def catch_up(self) -> None:
         """Wait for all that was begun; what it raised is in :attr:`failure`."""
-        while self._jobs:
-            self._wait_for_one()
+        if self.updated:
+            # Behind all that was begun, also what an interrupt has kept from being noted down.
+            self._worker.submit(int).result()
+        self._jobs.clear()
         if self.failure is None:
             try:
                 self._visits.drain()
@@ -194,6 +196,7 @@ class EarlyUpdates:
     def close(self) -> None:
         """Wait for what was begun and end the worker."""
         self._worker.shutdown()
+        self.updated.clear()
 
 
 class EarlyObserver:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -333,6 +335,37 @@ def interrupted_at_the_end() -> None:
 
 def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
     run_ranks(2, interrupted_at_the_end)
+
+
+class Interrupted(deque[Any]):
+    """Ctrl-C comes before anything is noted down in it."""
+
+    def append(self, _item: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def interrupted_before_it_is_noted() -> tuple[int, int]:
+    real, begun, ended = EarlyUpdates._run, 0, 0
+
+    def slow(self: EarlyUpdates, *args: Any) -> None:
+        nonlocal begun, ended
+        begun += 1
+        time.sleep(0.5)
+        real(self, *args)
+        ended += 1
+
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        early = session.engine.early.by_optimizer[0]
+        with mock.patch.object(EarlyUpdates, "_run", slow), mock.patch.object(early, "_jobs", Interrupted()):
+            with pytest.raises(KeyboardInterrupt):
+                one_pass(session, 0)
+            session.optimizers[0].zero_grad()
+            return begun, ended
+
+
+def test_an_update_whose_beginning_is_interrupted_is_waited_for() -> None:
+    begun, ended = run_ranks(1, interrupted_before_it_is_noted)[0]
+    assert begun == ended > 0
 
 
 class Nested(nn.Module):
