@@ -105,33 +105,33 @@ class EarlyUpdates:
         # State may have moved to a GPU since.
         return tiles is not None and tiles[0].pieces[0].value.device.type == "cpu"
 
-    def update(self, state: ChunkGrads) -> None:
-        """Begin to update a chunk, whose gradient is reduced."""
+    def update(self, state: ChunkGrads, factor: float) -> None:
+        """Begin to update a chunk with ``factor`` times its gradient, which is reduced."""
         reduced = state.reduced
         if reduced is None:
             raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
         while len(self._jobs) >= PENDING:
             self._wait_for_one()
         self.updated.add(state.spec.index)
-        self._jobs.append(self._worker.submit(self._run, state, reduced))
+        self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
 
-    def _run(self, state: ChunkGrads, reduced: torch.Tensor) -> None:
+    def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
         if self.failure is not None:
             return
         try:
-            self._update_chunk(state.chunk, reduced)
+            self._update_chunk(state.chunk, reduced, factor)
             self.norms.append(shard_norm(reduced, self._norm_type))
             state.release()
         except Exception as error:
             self.failure = error
 
     @torch.no_grad()
-    def _update_chunk(self, chunk: Chunk, reduced: torch.Tensor) -> None:
+    def _update_chunk(self, chunk: Chunk, reduced: torch.Tensor, factor: float) -> None:
         index = chunk.spec.index
         with self._stepper.groups() as groups:
 
             def step(tile: Tile, shard: torch.Tensor | None) -> None:
-                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], 1.0, groups)
+                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], factor, groups)
 
             if index not in self._disk:
                 for tile in self._tiles[index]:
@@ -257,7 +257,7 @@ class EarlyObserver:
         state = self._grads[chunk]
         early = self.by_optimizer.get(state.spec.optimizer)
         if early is not None and early.takes(state):
-            early.update(state)
+            early.update(state, 1.0 / self._counts.loss_scale)
 
     def catch_up(self) -> None:
         """Nothing runs beside the caller any more."""

@@ -137,6 +137,37 @@ def test_equal_to_plain_pytorch(tmp_path: Path) -> None:
     run_ranks(2, steps_in, str(tmp_path))
 
 
+def scaled_by_hand() -> None:
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        own, norms = session.optimizers[0], []
+
+        def loss(step: int) -> Tensor:
+            value: Tensor = session.module(x_of(mesh.rank, step)).square().mean()
+            return value
+
+        for scale in (1.0, 64.0):
+            saved = session.module.state_dict(), own.state_dict()
+            with session.backward_pass(scale):
+                (loss(0) * scale).backward()  # type: ignore[no-untyped-call]
+            own.step()
+            norms.append(own.get_grad_norm())
+            if scale == 1.0:
+                session.module.load_state_dict(saved[0])
+                own.load_state_dict(saved[1])
+        assert norms[0] == pytest.approx(norms[1])
+        session.expect_backward(32.0)
+        (loss(1) * 32.0).backward()  # type: ignore[no-untyped-call]
+        own.step()
+        session.divide_own_passes(16.0)
+        (loss(2) * 16.0).backward()  # type: ignore[no-untyped-call]
+        own.step()
+        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 1, 2]))
+
+
+def test_a_loss_that_the_program_scaled() -> None:
+    run_ranks(2, scaled_by_hand)
+
+
 def written_before_backward() -> None:
     def halve(model: nn.Module) -> None:
         with torch.no_grad():
