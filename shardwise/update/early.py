@@ -124,6 +124,9 @@ class EarlyUpdates:
             state.release()
         except Exception as error:
             self.failure = error
+        except BaseException as error:  # as SystemExit of a user's optimizer: waiting for the worker must not raise it
+            self.failure = RuntimeError(f"an update during backward was ended by {error!r}")
+            self.failure.__cause__ = error
 
     @torch.no_grad()
     def _update_chunk(self, chunk: Chunk, reduced: torch.Tensor, factor: float) -> None:

@@ -451,7 +451,7 @@ def failing_update(error_type: type[BaseException]) -> tuple[str, str]:
         return repr(error.value), refusal(lambda: full_state(session))
 
 
-@pytest.mark.parametrize("error_type", [ArithmeticError])
+@pytest.mark.parametrize("error_type", [ArithmeticError, SystemExit])
 def test_an_update_that_fails_is_raised_by_step_on_every_rank(error_type: type[BaseException]) -> None:
     (own, left), (other, left_there) = run_ranks(2, failing_update, error_type)
     assert "this update fails" in own and "this update fails" in other
