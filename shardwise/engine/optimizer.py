@@ -195,7 +195,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor)
         # Only now may the scale move: these gradients were made under the old one.
-        if self.scaler is not None:
+        if self.scaler is not None and (norm or self._counting is not None or any(s.touched for s in self._states)):
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
