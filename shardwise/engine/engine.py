@@ -135,6 +135,7 @@ class Engine:
             events.unit_ready.listen(self.meter.after_use)
         if self.plan.grad.update == "backward":
             events.backward_asked.listen(early.begin_pass)
+            events.backward_asked.listen(self.values.take_edits)  # written since the forward pass
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
         events.backward_began.listen(visible.begin_pass)

@@ -195,7 +195,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor)
         # Only now may the scale move: these gradients were made under the old one.
-        if self.scaler is not None:
+        if self.scaler is not None and (norm or self._counting is not None or any(s.touched for s in self._states)):
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
@@ -343,6 +343,8 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
+        if self._early is not None:
+            self.engine.passes.recover(dropping=True)  # it would take what is loaded for what a failed pass has left
         self._full.distribute(lambda: self._taken(state_dict), self.scaler)
         self.engine.unfinished.end(state_of(self.index))
         loaded(self.optimizer)

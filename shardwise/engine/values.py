@@ -53,11 +53,16 @@ class Values:
         """Units of each block around the program now that writes back what it changes in them; ``None``: all."""
 
     def make_current(self, what: str) -> None:
-        """Before ``what`` reads or writes all values: masters have what the program wrote to parameters.
+        """Before ``what`` reads or writes all values: masters have what the program wrote to parameters. Collective.
 
         Raises:
             RuntimeError: some are neither old nor new; see :class:`Unfinished`, or :class:`EarlyObserver`.
         """
+        if self._engine.early.active:
+            self._engine.passes.recover(dropping=True)  # a pass that failed may have updated masters
+        self._take_edits(what)
+
+    def _take_edits(self, what: str) -> None:
         engine = self._engine
         engine.unfinished.check(what)
         engine.early.check_current(what)
@@ -92,7 +97,7 @@ class Values:
     def take_edits(self, optimizer: int | None = None) -> None:
         """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
         if self._engine.master_edits.moved(optimizer):
-            self.make_current("an update of changed parameters")
+            self._take_edits("an update of changed parameters")
 
     def before_load(self, whole: bool) -> None:
         """Masters are about to be replaced, the ``whole`` model's or some: what was updated during backward no longer
@@ -100,7 +105,7 @@ class Values:
         engine = self._engine
         if engine.early.active:
             engine.passes.recover(dropping=True)
-            engine.early.lose([index for index, each in engine.early.by_optimizer.items() if each.pending])
+            engine.early.lose(engine.early.pending)
         if not whole:
             engine.master_edits.take()
 

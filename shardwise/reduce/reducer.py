@@ -409,7 +409,7 @@ class Reducer:
         self.counts.forget()
         self._end_pass(sync=True)
         self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
-        if found.most[0]:
+        if found.most[0] or self._observer.pending:  # the latter where only the end of the pass failed
             self._observer.lose()
         self._events.passes_lost()
         self._events.gradients_dropped(None)
@@ -483,11 +483,11 @@ class Reducer:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
-        self._events.gradients_dropped(optimizer)
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
         self.counts.forget(None if optimizer is None else (optimizer, -1))
+        self._events.gradients_dropped(optimizer)  # last: a listener may raise
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -71,6 +72,10 @@ class Observer(Protocol):
     @property
     def active(self) -> bool:
         """Whether there is anybody at all. Then a chunk has one result a pass."""
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """The optimizers that have used gradients of a whole pass and made no step since."""
 
     def catch_up(self) -> None:
         """What was begun is finished."""

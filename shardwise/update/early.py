@@ -105,33 +105,36 @@ class EarlyUpdates:
         # State may have moved to a GPU since.
         return tiles is not None and tiles[0].pieces[0].value.device.type == "cpu"
 
-    def update(self, state: ChunkGrads) -> None:
-        """Begin to update a chunk, whose gradient is reduced."""
+    def update(self, state: ChunkGrads, factor: float) -> None:
+        """Begin to update a chunk with ``factor`` times its gradient, which is reduced."""
         reduced = state.reduced
         if reduced is None:
             raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
         while len(self._jobs) >= PENDING:
             self._wait_for_one()
         self.updated.add(state.spec.index)
-        self._jobs.append(self._worker.submit(self._run, state, reduced))
+        self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
 
-    def _run(self, state: ChunkGrads, reduced: torch.Tensor) -> None:
+    def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
         if self.failure is not None:
             return
         try:
-            self._update_chunk(state.chunk, reduced)
+            self._update_chunk(state.chunk, reduced, factor)
             self.norms.append(shard_norm(reduced, self._norm_type))
             state.release()
         except Exception as error:
             self.failure = error
+        except BaseException as error:  # as SystemExit of a user's optimizer: waiting for the worker must not raise it
+            self.failure = RuntimeError(f"an update during backward was ended by {error!r}")
+            self.failure.__cause__ = error
 
     @torch.no_grad()
-    def _update_chunk(self, chunk: Chunk, reduced: torch.Tensor) -> None:
+    def _update_chunk(self, chunk: Chunk, reduced: torch.Tensor, factor: float) -> None:
         index = chunk.spec.index
         with self._stepper.groups() as groups:
 
             def step(tile: Tile, shard: torch.Tensor | None) -> None:
-                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], 1.0, groups)
+                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], factor, groups)
 
             if index not in self._disk:
                 for tile in self._tiles[index]:
@@ -148,8 +151,10 @@ class EarlyUpdates:
 
     def catch_up(self) -> None:
         """Wait for all that was begun; what it raised is in :attr:`failure`."""
-        while self._jobs:
-            self._wait_for_one()
+        if self.updated:
+            # Behind all that was begun, also what an interrupt has kept from being noted down.
+            self._worker.submit(int).result()
+        self._jobs.clear()
         if self.failure is None:
             try:
                 self._visits.drain()
@@ -194,6 +199,7 @@ class EarlyUpdates:
     def close(self) -> None:
         """Wait for what was begun and end the worker."""
         self._worker.shutdown()
+        self.updated.clear()
 
 
 class EarlyObserver:
@@ -218,13 +224,18 @@ class EarlyObserver:
         """Whether anybody wants reduced gradients as soon as they are there."""
         return bool(self.by_optimizer)
 
+    @property
+    def pending(self) -> list[int]:
+        """The optimizers that a pass has reached since their last step; the same on all ranks."""
+        return [index for index, each in self.by_optimizer.items() if each.pending]
+
     def begin_pass(self) -> None:
         """An outermost pass is about to begin.
 
         Raises:
             RuntimeError: the step has had its pass.
         """
-        if used := self._pending():
+        if used := self.pending:
             raise RuntimeError(
                 "a second backward pass before step() under update='backward', which has used the gradients of the "
                 f"first (of optimizers {used}): call step() before it, or use update='step' to accumulate gradients"
@@ -238,7 +249,7 @@ class EarlyObserver:
         Raises:
             RuntimeError: some are those of the next step already.
         """
-        if self._pending():
+        if self.pending:
             raise RuntimeError(
                 f"{what} between backward() and step() under update='backward': masters and state are in part those "
                 "of the next step; call step() first, or use update='step'"
@@ -249,7 +260,7 @@ class EarlyObserver:
         state = self._grads[chunk]
         early = self.by_optimizer.get(state.spec.optimizer)
         if early is not None and early.takes(state):
-            early.update(state)
+            early.update(state, 1.0 / self._counts.loss_scale)
 
     def catch_up(self) -> None:
         """Nothing runs beside the caller any more."""
@@ -262,14 +273,15 @@ class EarlyObserver:
         for index, each in self.by_optimizer.items():
             each.pending = self._counts.reduced.get(index, 0) > 0
 
-    def _pending(self) -> list[int]:
-        return [index for index, each in self.by_optimizer.items() if each.pending]
-
     def lose(self, optimizers: Collection[int] | None = None) -> None:
         """What these optimizers (``None``: all) updated will have no step: it can be neither used nor put back."""
         for index in self.by_optimizer if optimizers is None else optimizers:
             self._unfinished.begin(BY, PARAMETERS, state_of(index))
             self.by_optimizer[index].lose()
+            for state in self._grads.values():
+                if state.spec.optimizer == index:
+                    state.clear()
+            self._counts.forget([index])
             if self._store is not None:
                 self._store.rollback(index)
 
@@ -279,7 +291,7 @@ class EarlyObserver:
         Raises:
             RuntimeError: they have been used already.
         """
-        used = [index for index in self._pending() if optimizer in (None, index)]
+        used = [index for index in self.pending if optimizer in (None, index)]
         if used:
             self.lose(used)
             raise RuntimeError(

@@ -219,6 +219,23 @@ def test_defect_10_the_scale_and_its_counters_are_part_of_the_state() -> None:
         assert second == {"scale": 256.0, "overflows": 3.0, "good_steps": 0.0}
 
 
+def steps_without_gradients(plan: Plan) -> list[float]:
+    model = Pair()
+    found = []
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        for factor in (None, 0.0, None):
+            if factor is not None:
+                session.backward(session.module(*inputs(False, session.mesh.rank)) * factor)
+            session.optimizer.step()
+            found.append(session.optimizer.scaler.state_dict()["good_steps"])
+    return found
+
+
+def test_a_step_without_gradients_is_no_good_step() -> None:
+    for found in run_ranks(2, steps_without_gradients, PLANS["zero2"].but(scaler=scaler())):
+        assert found == [0.0, 1.0, 1.0]
+
+
 def direct_backward(plan: Plan) -> list[str]:
     model = Pair()
     messages = []

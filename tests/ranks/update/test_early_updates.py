@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +25,9 @@ from shardwise.disk.store import DiskError
 from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, ScalerPlan, zero
 from shardwise.reduce import patience
+from shardwise.reduce.reducer import Reducer
 from shardwise.testing import run_ranks
-from shardwise.update.early import EarlyObserver
+from shardwise.update.early import EarlyObserver, EarlyUpdates
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [
@@ -134,6 +137,63 @@ def test_equal_to_plain_pytorch(tmp_path: Path) -> None:
     run_ranks(2, steps_in, str(tmp_path))
 
 
+def scaled_by_hand() -> None:
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        own, norms = session.optimizers[0], []
+
+        def loss(step: int) -> Tensor:
+            value: Tensor = session.module(x_of(mesh.rank, step)).square().mean()
+            return value
+
+        for scale in (1.0, 64.0):
+            saved = session.module.state_dict(), own.state_dict()
+            with session.backward_pass(scale):
+                (loss(0) * scale).backward()  # type: ignore[no-untyped-call]
+            own.step()
+            norms.append(own.get_grad_norm())
+            if scale == 1.0:
+                session.module.load_state_dict(saved[0])
+                own.load_state_dict(saved[1])
+        assert norms[0] == pytest.approx(norms[1])
+        session.expect_backward(32.0)
+        (loss(1) * 32.0).backward()  # type: ignore[no-untyped-call]
+        own.step()
+        session.divide_own_passes(16.0)
+        (loss(2) * 16.0).backward()  # type: ignore[no-untyped-call]
+        own.step()
+        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 1, 2]))
+
+
+def test_a_loss_that_the_program_scaled() -> None:
+    run_ranks(2, scaled_by_hand)
+
+
+def written_before_backward() -> None:
+    def halve(model: nn.Module) -> None:
+        with torch.no_grad():
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.bias.mul_(0.5)  # type: ignore[operator, union-attr]
+
+    plain = deep()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, eps=1e-4)
+    with one_mesh(zero(1)) as mesh, deep_session(mesh, reduce="last", gathered_fraction=1.0) as session:
+        for step in range(2):
+            optimizer.zero_grad()
+            expected = sum(plain(x_of(rank, step)).square().mean() / mesh.size for rank in range(mesh.size))
+            loss = session.module(x_of(mesh.rank, step)).square().mean()
+            halve(plain)
+            halve(session.module.unwrap())
+            expected.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            session.backward(loss)
+            session.optimizers[0].step()
+        close_to(session.module.state_dict(), plain.state_dict())
+
+
+def test_parameters_written_between_forward_and_backward() -> None:
+    run_ranks(2, written_before_backward)
+
+
 # ---- what an update in place cannot serve
 
 SCALER = ScalerPlan(
@@ -224,7 +284,7 @@ def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
 
 def after_a_failed_pass(root: str) -> None:
     with one_mesh(zero(3)) as mesh:
-        for how in ("states", "a checkpoint"):
+        for how in ("states", "states at once", "a checkpoint"):
             with deep_session(mesh) as session:
                 own, model = session.optimizers[0], session.module.unwrap()
                 one_pass(session, 0)
@@ -237,10 +297,15 @@ def after_a_failed_pass(root: str) -> None:
                     one_pass(session, 1)
                 model.fail = False
                 if how == "states":
+                    assert "load a checkpoint" in refusal(own.state_dict)  # which drops the pass itself
+                    assert "load a checkpoint" in refusal(session.module.state_dict)
                     own.zero_grad()
                     assert "load a checkpoint" in refusal(lambda: one_pass(session, 2))
                     session.module.load_state_dict(saved[0])
                     own.load_state_dict(saved[1])
+                elif how == "states at once":
+                    own.load_state_dict(saved[1])
+                    session.module.load_state_dict(saved[0])
                 else:
                     session.checkpoints.load(root, how)
                 one_pass(session, 2)
@@ -251,6 +316,87 @@ def after_a_failed_pass(root: str) -> None:
 @pytest.mark.parametrize("ranks", [2, *full(1)])
 def test_a_pass_that_fails_leaves_a_state_to_load(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, after_a_failed_pass, str(tmp_path))
+
+
+def dropped_or_lost() -> None:
+    real = EarlyUpdates.takes
+    half = mock.patch.object(EarlyUpdates, "takes", lambda self, state: state.spec.index % 2 == 0 and real(self, state))
+    with one_mesh(zero(3)) as mesh, half, deep_session(mesh) as session:
+        own = session.optimizers[0]
+        one_pass(session, 0)
+        own.step()
+        saved = session.module.state_dict(), own.state_dict()
+        for drops in (True, False):
+            one_pass(session, 1)
+            if drops:
+                assert "are dropped" in refusal(own.zero_grad)
+            session.module.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+            one_pass(session, 2)
+            own.step()
+            close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+            session.module.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+
+
+def test_gradients_that_were_not_used_go_with_those_that_were() -> None:
+    run_ranks(2, dropped_or_lost)
+
+
+def interrupted_at_the_end() -> None:
+    real = Reducer._end_pass
+
+    def end_pass(self: Reducer, sync: bool) -> None:
+        real(self, sync)
+        raise KeyboardInterrupt
+
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        own = session.optimizers[0]
+        one_pass(session, 0)
+        own.step()
+        saved = session.module.state_dict(), own.state_dict()
+        with pytest.raises(KeyboardInterrupt), mock.patch.object(Reducer, "_end_pass", end_pass):
+            one_pass(session, 1)
+        session.module.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        one_pass(session, 2)
+        own.step()
+        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+
+
+def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
+    run_ranks(2, interrupted_at_the_end)
+
+
+class Interrupted(deque[Any]):
+    """Ctrl-C comes before anything is noted down in it."""
+
+    def append(self, _item: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def interrupted_before_it_is_noted() -> tuple[int, int]:
+    real, begun, ended = EarlyUpdates._run, 0, 0
+
+    def slow(self: EarlyUpdates, *args: Any) -> None:
+        nonlocal begun, ended
+        begun += 1
+        time.sleep(0.5)
+        real(self, *args)
+        ended += 1
+
+    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
+        early = session.engine.early.by_optimizer[0]
+        with mock.patch.object(EarlyUpdates, "_run", slow), mock.patch.object(early, "_jobs", Interrupted()):
+            with pytest.raises(KeyboardInterrupt):
+                one_pass(session, 0)
+            session.optimizers[0].zero_grad()
+            return begun, ended
+
+
+def test_an_update_whose_beginning_is_interrupted_is_waited_for() -> None:
+    begun, ended = run_ranks(1, interrupted_before_it_is_noted)[0]
+    assert begun == ended > 0
 
 
 class Nested(nn.Module):
@@ -279,34 +425,35 @@ def test_a_second_gradient_in_one_pass() -> None:
 
 
 class Broken(torch.optim.SGD):
-    """Its step fails while ``fails``."""
+    """Its step raises ``error``."""
 
-    fails = False
+    error: BaseException | None = None
 
     def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            raise ArithmeticError("this update fails")
+        if self.error is not None:
+            raise self.error
         return super().step(closure)
 
 
-def failing_update() -> tuple[str, str]:
+def failing_update(error_type: type[BaseException]) -> tuple[str, str]:
     model = deep()
     optimizer = Broken(model.parameters(), lr=0.1, momentum=0.5)
     with sharded(model, optimizer, zero(3).but(update="backward")) as session:
         own = session.optimizers[0]
         one_pass(session, 0)
         own.step()
-        optimizer.fails = session.mesh.rank == 0
+        optimizer.error = error_type("this update fails") if session.mesh.rank == 0 else None
         one_pass(session, 1)
         with pytest.raises((ArithmeticError, RuntimeError)) as error:
             own.step()
-        optimizer.fails = False
+        optimizer.error = None
         own.zero_grad()
         return repr(error.value), refusal(lambda: full_state(session))
 
 
-def test_an_update_that_fails_is_raised_by_step_on_every_rank() -> None:
-    (own, left), (other, left_there) = run_ranks(2, failing_update)
+@pytest.mark.parametrize("error_type", [ArithmeticError, SystemExit])
+def test_an_update_that_fails_is_raised_by_step_on_every_rank(error_type: type[BaseException]) -> None:
+    (own, left), (other, left_there) = run_ranks(2, failing_update, error_type)
     assert "this update fails" in own and "this update fails" in other
     assert "load a checkpoint" in left and "load a checkpoint" in left_there
 
