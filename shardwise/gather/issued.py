@@ -33,8 +33,8 @@ KEPT = 4096
 # none of a unit's parameters has a gradient, where others have them, is on another branch.
 # Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a running
 # fingerprint of their gathers; and a rank that waits for a gather that another one does not come to gives up, and says
-# what each of them is doing. Ranks that fail in the midst of a backward pass have issued different numbers of gathers:
-# when they drop it, those that are behind issue what is missing (ChunkPool.catch_up).
+# what each of them is doing. Ranks that fail in the midst of a pass have issued different numbers of gathers: when they
+# drop it, those that are behind issue what is missing (ChunkPool.catch_up).
 class Issued:
     """Of one model over one shard group.
 

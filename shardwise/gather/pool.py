@@ -47,6 +47,7 @@ class ChunkPool:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
         in_order: they issue gathers in program order instead.
         issued: which ones.
+        in_forward: a forward pass has begun and not ended; outside of one, it has failed.
         blocks: ``gathered()`` that are open.
         followed: the last step used the units in the order of the one before.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
@@ -78,7 +79,7 @@ class ChunkPool:
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
-        self.issued, self._kept = Issued(), set[int]()
+        self.issued, self.in_forward, self._kept = Issued(), False, set[int]()
         """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
@@ -133,6 +134,7 @@ class ChunkPool:
         self.group.activity.begin_pass()
         self.trace = self._training if training else self._evaluation
         self._looked = 0
+        self.in_forward = current_graph_task() == -1 or self.in_forward  # in backward it is part of that
 
     @in_turn
     def end_forward(self) -> None:
@@ -140,6 +142,7 @@ class ChunkPool:
         if self.trace is self._evaluation:
             self._evaluation.end_step()
             self.trace = self._training
+        self.in_forward = False
 
     @in_turn
     def acquire(self, unit: int, holder: object = None) -> None:
@@ -318,6 +321,8 @@ class ChunkPool:
         self.drop_idle()
         self.rounds.secondary.forget()
         self._training.restart()
+        self._evaluation.restart()
+        self.trace, self.in_forward = self._training, False
         self.issued.restart()
 
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
