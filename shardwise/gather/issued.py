@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
 
-from shardwise.comm import Group, PeerError
+from shardwise.comm import Group, Party, PeerError
 from shardwise.comm.meeting import ranks_text
 
 __all__ = ["Issued", "SameOrder"]
@@ -39,9 +39,9 @@ class Issued:
     """Of one model over one shard group.
 
     Attributes:
-        count: gathers so far.
+        count: gathers so far, of one chunk each.
         fingerprint: of those since the last step.
-        last: units of the last ones, since the last step.
+        last: chunks of the last ones, since the last step.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,26 @@ class Issued:
         self.last = deque[int](maxlen=KEPT)
         self._first = 0
 
-    def note(self, unit: int) -> None:
-        """A gather of ``unit`` is issued."""
+    def note(self, chunk: int) -> None:
+        """A gather of ``chunk`` was issued."""
         self.count += 1
-        self.fingerprint = zlib.crc32(b"%d," % unit, self.fingerprint)
-        self.last.append(unit)
+        self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
+        self.last.append(chunk)
+
+    def missing(self, group: Group, party: Party) -> list[int]:
+        """Gathers that another rank of ``group`` has issued and this one has not, in order. Collective.
+
+        Raises:
+            PeerError: they are too many, on every rank.
+        """
+        found = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
+        if found.least == found.most:
+            return []
+        logs: list[tuple[int, list[int]]] = group.exchange_object([self.count, list(self.last)])
+        most, last = max(logs)
+        if most - min(logs)[0] > len(last):
+            raise PeerError(f"group {group.name!r}: the ranks are more than {len(last)} gathers apart; start again")
+        return last[len(last) - (most - self.count) :]
 
     def restart(self) -> None:
         """All ranks have issued the same."""
@@ -73,7 +88,7 @@ class SameOrder:
         issued: this rank's.
         world: the ranks that compare.
         replica: which of the replicas this rank belongs to; only ranks of one gather together.
-        name_of: what to call a unit.
+        name_of: what to call the unit of a chunk.
     """
 
     def __init__(self, issued: Issued, world: Group, replica: int, name_of: Callable[[int], str]) -> None:
@@ -91,18 +106,18 @@ class SameOrder:
         own = [self._replica, issued.since_restart - len(issued.last), list(issued.last)]
         told = self._world.exchange_object(own, "which gathers they issued")
         for replica in dict.fromkeys(row[0] for row in told):
-            rows = {rank: (start, units) for rank, (own, start, units) in enumerate(told) if own == replica}
+            rows = {rank: (start, chunks) for rank, (own, start, chunks) in enumerate(told) if own == replica}
             if any(row != next(iter(rows.values())) for row in rows.values()):
                 raise PeerError(self._difference(rows))
 
     def _difference(self, rows: dict[int, tuple[int, list[int]]]) -> str:
         first, where = max(start for start, _ in rows.values()), f"before the last {KEPT}"
-        for at, units in enumerate(zip_longest(*(units[first - start :] for start, units in rows.values()))):
-            if len(set(units)) > 1:
-                ranks = {unit: [rank for rank, own in zip(rows, units, strict=True) if own == unit] for unit in units}
-                names = {unit: "none" if unit is None else self._name_of(unit) for unit in ranks}
+        for at, chunks in enumerate(zip_longest(*(chunks[first - start :] for start, chunks in rows.values()))):
+            if len(set(chunks)) > 1:
+                ranks = {each: [rank for rank, own in zip(rows, chunks, strict=True) if own == each] for each in chunks}
+                names = {chunk: "none" if chunk is None else self._name_of(chunk) for chunk in ranks}
                 where = f"gather {first + at + 1} is " + "; ".join(
-                    f"{names[unit]} on {ranks_text(of)}" for unit, of in ranks.items()
+                    f"{names[chunk]} on {ranks_text(of)}" for chunk, of in ranks.items()
                 )
                 break
         return (

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+import torch
+
 from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
@@ -311,13 +313,8 @@ class ChunkPool:
         """All ranks have dropped a pass: each issues what any of them has, and all go on alike. Collective."""
         if not self.in_order:
             return
-        found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
-        if found.least != found.most:
-            logs = self.group.exchange_object([self.issued.count, list(self.issued.last)])
-            units = next(units for count, units in logs if count == int(found.most[0]))
-            for unit in units[len(units) - (int(found.most[0]) - self.issued.count) :]:
-                self.issued.note(unit)
-                self._now(unit)
+        for chunk in [self.chunks[index] for index in self.issued.missing(self.group, self._party)]:
+            self._issue(chunk, self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)).wait()
         self.drop_idle()
         self.rounds.secondary.forget()
         self._training.restart()
@@ -419,16 +416,20 @@ class ChunkPool:
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
             if held is None:
                 self.ledger.claim(out)
-            chunk.source.gather(self.group, out).wait()
+            self._issue(chunk, out).wait()
             if held is None:
                 self.arrays.give(out)
+
+    def _issue(self, chunk: Chunk, out: torch.Tensor) -> Handle:
+        handle = chunk.source.gather(self.group, out)
+        if self.in_order:
+            self.issued.note(chunk.spec.index)
+        return handle
 
     def _start(self, unit: int) -> None:
         passes = "forward" if self.in_training else "evaluation"
         phase = "backward" if current_graph_task() != -1 else passes
         self.group.activity.at(phase, "gather of unit", self.name_of, unit)
-        if self.in_order:
-            self.issued.note(unit)
         if unit in self._held:
             self._now(unit)
             self._kept.discard(unit)
@@ -451,7 +452,7 @@ class ChunkPool:
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
                     self.ledger.claim(full)
-                    chunk.pending = chunk.source.gather(self.group, full)
+                    chunk.pending = self._issue(chunk, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole

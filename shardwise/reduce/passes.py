@@ -222,9 +222,9 @@ class BackwardPasses:
             self._expected = self._before = None
             if earlier and not dropping:
                 warn_user(
-                    "a forward or backward pass failed: its gradients, and those of "
-                    f"{earlier} earlier pass{'es' * (earlier > 1)} of this step, which plain PyTorch keeps, were dropped. Make all passes of the step again; "
-                    "zero_grad() after a failure says that they are to go"
+                    f"a forward or backward pass failed: its gradients, and those of {earlier} earlier "
+                    f"pass{'es' * (earlier > 1)} of this step, which plain PyTorch keeps, were dropped. Make all "
+                    "passes of the step again; zero_grad() after a failure says that they are to go"
                 )
 
     def expect(self, loss_scale: float) -> None:
