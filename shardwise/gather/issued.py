@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from shardwise.comm import Group, Party, PeerError
+import torch
+
+from shardwise.chunk.arrays import ArrayPool
+from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Group, Handle, Party, PeerError
 from shardwise.comm.meeting import ranks_text
 
 __all__ = ["Issued", "SameOrder"]
@@ -34,9 +38,13 @@ KEPT = 4096
 # Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a running
 # fingerprint of their gathers; and a rank that waits for a gather that another one does not come to gives up, and says
 # what each of them is doing. Ranks that fail in the midst of a pass have issued different numbers of gathers: when they
-# drop it, those that are behind issue what is missing (ChunkPool.catch_up).
+# drop it, those that are behind issue what is missing (ChunkPool.make_up), before anything waits for a reduction: a
+# peer's device may come to that behind one of these gathers.
 class Issued:
     """Of one model over one shard group.
+
+    Args:
+        in_order: otherwise nothing is counted.
 
     Attributes:
         count: gathers so far, of one chunk each.
@@ -44,10 +52,19 @@ class Issued:
         last: chunks of the last ones, since the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool) -> None:
+        self._in_order = in_order
         self.count, self.fingerprint = 0, 0
         self.last = deque[int](maxlen=KEPT)
         self._first = 0
+        self._made_up, self._unread = list[Handle](), dict[tuple[int, torch.dtype], torch.Tensor]()
+
+    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Handle:
+        """Issue one."""
+        handle = chunk.source.gather(group, out)
+        if self._in_order:
+            self.note(chunk.spec.index)
+        return handle
 
     def note(self, chunk: int) -> None:
         """A gather of ``chunk`` was issued."""
@@ -55,12 +72,31 @@ class Issued:
         self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
         self.last.append(chunk)
 
-    def missing(self, group: Group, party: Party) -> list[int]:
-        """Gathers that another rank of ``group`` has issued and this one has not, in order. Collective.
+    def make_up(self, group: Group, party: Party, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
+        """Issue what another rank of ``group`` has issued and this one has not, into arrays that nobody reads. Where
+        waits are queued nothing waits for these gathers before :meth:`made_up`: what others wait for first may have to
+        begin here. Collective.
 
         Raises:
             PeerError: they are too many, on every rank.
         """
+        for chunk in [chunks[index] for index in self._missing(group, party)]:
+            size = chunk.spec.padded_numel, chunk.spec.dtype
+            if size not in self._unread:
+                self._unread[size] = arrays.take(*size)
+            self._made_up.append(self.gather(chunk, group, self._unread[size]))
+            # Otherwise those that are under way pass on to the peers what this array has, as secondary shards do.
+            if not group.waits_in_queue or chunk.source.peers_take_part:
+                self._made_up.pop().wait()
+
+    def made_up(self, arrays: ArrayPool) -> None:
+        """Wait for these gathers."""
+        while self._made_up:
+            self._made_up.pop(0).wait()
+        while self._unread:
+            arrays.give(self._unread.popitem()[1])
+
+    def _missing(self, group: Group, party: Party) -> list[int]:
         found = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
         if found.least == found.most:
             return []

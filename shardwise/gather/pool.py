@@ -11,8 +11,6 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-import torch
-
 from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
@@ -81,7 +79,7 @@ class ChunkPool:
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
-        self.issued, self.in_forward, self._kept = Issued(), False, set[int]()
+        self.issued, self.in_forward, self._kept = Issued(self.in_order), False, set[int]()
         """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
@@ -309,12 +307,17 @@ class ChunkPool:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 
     @in_turn
+    def make_up(self) -> None:
+        """All ranks drop a pass: each issues the gathers that any of them has. Collective."""
+        if self.in_order:
+            self.issued.make_up(self.group, self._party, self.chunks, self.arrays)
+
+    @in_turn
     def catch_up(self) -> None:
-        """All ranks have dropped a pass: each issues what any of them has, and all go on alike. Collective."""
+        """They have: all go on alike."""
         if not self.in_order:
             return
-        for chunk in [self.chunks[index] for index in self.issued.missing(self.group, self._party)]:
-            self._issue(chunk, self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)).wait()
+        self.issued.made_up(self.arrays)
         self.drop_idle()
         self.rounds.secondary.forget()
         self._training.restart()
@@ -416,15 +419,9 @@ class ChunkPool:
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
             if held is None:
                 self.ledger.claim(out)
-            self._issue(chunk, out).wait()
+            self.issued.gather(chunk, self.group, out).wait()
             if held is None:
                 self.arrays.give(out)
-
-    def _issue(self, chunk: Chunk, out: torch.Tensor) -> Handle:
-        handle = chunk.source.gather(self.group, out)
-        if self.in_order:
-            self.issued.note(chunk.spec.index)
-        return handle
 
     def _start(self, unit: int) -> None:
         passes = "forward" if self.in_training else "evaluation"
@@ -452,7 +449,7 @@ class ChunkPool:
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
                     self.ledger.claim(full)
-                    chunk.pending = self._issue(chunk, full)
+                    chunk.pending = self.issued.gather(chunk, self.group, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole

@@ -212,7 +212,7 @@ class BackwardPasses:
                 self._pool.abandon_phase()
                 self._gathering = False
             try:
-                self._reducer.abort()
+                self._reducer.abort(self._pool.make_up)
             except PeerError:  # others may still be at what comes before it
                 self._gathering = True
                 raise
