@@ -34,24 +34,24 @@ REST = "base, plan, session"
 """The part of all rooms that are in no other."""
 TESTS = "tests"
 BUDGETS = {
-    REST: _of(2560, 2300, ""),
-    "comm, mesh": _of(4950, 3220, "comm mesh"),
-    "memory, deferred, optim": _of(4840, 4390, "memory deferred optim disk trace"),
+    REST: _of(2610, 2300, ""),
+    "comm, mesh": _of(3230, 3220, "comm mesh"),
+    "memory, deferred, optim": _of(4820, 4390, "memory deferred optim disk trace"),
     "parallel": _of(5330, 4900, "tensor sequence pipeline float8"),
-    "shards": _of(2370, 1780, "chunk gather"),
-    "grads": _of(1730, 1650, "reduce"),
-    "update, engine, checks": _of(7510, 5610, "update engine checks"),
-    "checkpoint": _of(8550, 6900, "checkpoint"),
-    "booster": _of(2790, 2500, "booster"),
+    "shards": _of(2210, 1780, "chunk gather"),
+    "grads": _of(1590, 1650, "reduce"),
+    "update, engine, checks": _of(7130, 5610, "update engine checks"),
+    "checkpoint": _of(7540, 6900, "checkpoint"),
+    "booster": _of(2830, 2500, "booster"),
     "lightning, fabric": _of(
-        3030, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
+        2860, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
     ),
-    "deepspeed": _of(6600, 3650, "deepspeed"),
-    "colossalai, zero, nn, shardformer": _of(4160, 2050, "colossalai zero nn shardformer"),
-    "huggingface, pytorch, late": _of(1260, 1150, "huggingface pytorch late"),
-    "compat, port": _of(920, 250, "worlds port"),
-    "cli, testing": _of(3840, 2230, "cli testing"),
-    TESTS: _of(86790, 52000, ""),
+    "deepspeed": _of(3830, 3650, "deepspeed"),
+    "colossalai, zero, nn, shardformer": _of(2160, 2050, "colossalai zero nn shardformer"),
+    "huggingface, pytorch, late": _of(1210, 1150, "huggingface pytorch late"),
+    "compat, port": _of(490, 250, "worlds port"),
+    "cli, testing": _of(2590, 2230, "cli testing"),
+    TESTS: _of(79610, 52000, ""),
 }
 
 

@@ -161,7 +161,8 @@ class Attachment:
         engine = self._engine
         # What the engine does for itself is no part of a function that is transformed.
         with outside_transforms():
-            engine.passes.recover()
+            if self.hooks is None or not self.hooks.running:  # a model may call itself
+                engine.passes.recover()
             engine.unfinished.check("a forward pass")
             engine.guards.check_forward()
             if engine.early.active and torch.is_grad_enabled():

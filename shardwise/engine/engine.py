@@ -146,7 +146,8 @@ class Engine:
         self.reducer.riders.append(visible.by_hand)
         if self.pool.in_order:
             mesh, pool = self.mesh, self.pool
-            self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, pool.name_of))
+            name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
+            self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
             if mesh.shard.starts_together and self.plan.comm.overlap:
                 events.unit_wanted.listen(self._pass_by)
 

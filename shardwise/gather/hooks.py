@@ -254,6 +254,11 @@ class GatherHooks:
             left = frame.module is module
             frames.pop()  # only now: whoever is interrupted here leaves it again
 
+    @property
+    def running(self) -> bool:
+        """Whether a module is in its forward pass in this thread."""
+        return bool(self._running.frames)
+
     def unwind(self) -> None:
         """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
         if self._running.frames and not in_backward():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from shardwise.comm import Group, PeerError
+import torch
+
+from shardwise.chunk.arrays import ArrayPool
+from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Group, Handle, Party, PeerError
 from shardwise.comm.meeting import ranks_text
 
 __all__ = ["Issued", "SameOrder"]
@@ -33,27 +37,74 @@ KEPT = 4096
 # none of a unit's parameters has a gradient, where others have them, is on another branch.
 # Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a running
 # fingerprint of their gathers; and a rank that waits for a gather that another one does not come to gives up, and says
-# what each of them is doing. Ranks that fail in the midst of a backward pass have issued different numbers of gathers:
-# when they drop it, those that are behind issue what is missing (ChunkPool.catch_up).
+# what each of them is doing. Ranks that fail in the midst of a pass have issued different numbers of gathers: when they
+# drop it, those that are behind issue what is missing (ChunkPool.make_up), before anything waits for a reduction: a
+# peer's device may come to that behind one of these gathers.
 class Issued:
     """Of one model over one shard group.
 
+    Args:
+        in_order: otherwise nothing is counted.
+
     Attributes:
-        count: gathers so far.
+        count: gathers so far, of one chunk each.
         fingerprint: of those since the last step.
-        last: units of the last ones, since the last step.
+        last: chunks of the last ones, since the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool) -> None:
+        self._in_order = in_order
         self.count, self.fingerprint = 0, 0
         self.last = deque[int](maxlen=KEPT)
         self._first = 0
+        self._made_up, self._unread = list[Handle](), dict[tuple[int, torch.dtype], torch.Tensor]()
 
-    def note(self, unit: int) -> None:
-        """A gather of ``unit`` is issued."""
+    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Handle:
+        """Issue one."""
+        handle = chunk.source.gather(group, out)
+        if self._in_order:
+            self.note(chunk.spec.index)
+        return handle
+
+    def note(self, chunk: int) -> None:
+        """A gather of ``chunk`` was issued."""
         self.count += 1
-        self.fingerprint = zlib.crc32(b"%d," % unit, self.fingerprint)
-        self.last.append(unit)
+        self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
+        self.last.append(chunk)
+
+    def make_up(self, group: Group, party: Party, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
+        """Issue what another rank of ``group`` has issued and this one has not, into arrays that nobody reads. Where
+        waits are queued nothing waits for these gathers before :meth:`made_up`: what others wait for first may have to
+        begin here. Collective.
+
+        Raises:
+            PeerError: they are too many, on every rank.
+        """
+        for chunk in [chunks[index] for index in self._missing(group, party)]:
+            size = chunk.spec.padded_numel, chunk.spec.dtype
+            if size not in self._unread:
+                self._unread[size] = arrays.take(*size)
+            self._made_up.append(self.gather(chunk, group, self._unread[size]))
+            # Otherwise those that are under way pass on to the peers what this array has, as secondary shards do.
+            if not group.waits_in_queue or chunk.source.peers_take_part:
+                self._made_up.pop().wait()
+
+    def made_up(self, arrays: ArrayPool) -> None:
+        """Wait for these gathers."""
+        while self._made_up:
+            self._made_up.pop(0).wait()
+        while self._unread:
+            arrays.give(self._unread.popitem()[1])
+
+    def _missing(self, group: Group, party: Party) -> list[int]:
+        found = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
+        if found.least == found.most:
+            return []
+        logs: list[tuple[int, list[int]]] = group.exchange_object([self.count, list(self.last)])
+        most, last = max(logs)
+        if most - min(logs)[0] > len(last):
+            raise PeerError(f"group {group.name!r}: the ranks are more than {len(last)} gathers apart; start again")
+        return last[len(last) - (most - self.count) :]
 
     def restart(self) -> None:
         """All ranks have issued the same."""
@@ -73,7 +124,7 @@ class SameOrder:
         issued: this rank's.
         world: the ranks that compare.
         replica: which of the replicas this rank belongs to; only ranks of one gather together.
-        name_of: what to call a unit.
+        name_of: what to call the unit of a chunk.
     """
 
     def __init__(self, issued: Issued, world: Group, replica: int, name_of: Callable[[int], str]) -> None:
@@ -91,18 +142,18 @@ class SameOrder:
         own = [self._replica, issued.since_restart - len(issued.last), list(issued.last)]
         told = self._world.exchange_object(own, "which gathers they issued")
         for replica in dict.fromkeys(row[0] for row in told):
-            rows = {rank: (start, units) for rank, (own, start, units) in enumerate(told) if own == replica}
+            rows = {rank: (start, chunks) for rank, (own, start, chunks) in enumerate(told) if own == replica}
             if any(row != next(iter(rows.values())) for row in rows.values()):
                 raise PeerError(self._difference(rows))
 
     def _difference(self, rows: dict[int, tuple[int, list[int]]]) -> str:
         first, where = max(start for start, _ in rows.values()), f"before the last {KEPT}"
-        for at, units in enumerate(zip_longest(*(units[first - start :] for start, units in rows.values()))):
-            if len(set(units)) > 1:
-                ranks = {unit: [rank for rank, own in zip(rows, units, strict=True) if own == unit] for unit in units}
-                names = {unit: "none" if unit is None else self._name_of(unit) for unit in ranks}
+        for at, chunks in enumerate(zip_longest(*(chunks[first - start :] for start, chunks in rows.values()))):
+            if len(set(chunks)) > 1:
+                ranks = {each: [rank for rank, own in zip(rows, chunks, strict=True) if own == each] for each in chunks}
+                names = {chunk: "none" if chunk is None else self._name_of(chunk) for chunk in ranks}
                 where = f"gather {first + at + 1} is " + "; ".join(
-                    f"{names[unit]} on {ranks_text(of)}" for unit, of in ranks.items()
+                    f"{names[chunk]} on {ranks_text(of)}" for chunk, of in ranks.items()
                 )
                 break
         return (

@@ -47,6 +47,7 @@ class ChunkPool:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
         in_order: they issue gathers in program order instead.
         issued: which ones.
+        in_forward: a forward pass has begun and not ended; outside of one, it has failed.
         blocks: ``gathered()`` that are open.
         followed: the last step used the units in the order of the one before.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
@@ -78,7 +79,7 @@ class ChunkPool:
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
-        self.issued, self._kept = Issued(), set[int]()
+        self.issued, self.in_forward, self._kept = Issued(self.in_order), False, set[int]()
         """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
@@ -133,6 +134,7 @@ class ChunkPool:
         self.group.activity.begin_pass()
         self.trace = self._training if training else self._evaluation
         self._looked = 0
+        self.in_forward = current_graph_task() == -1 or self.in_forward  # in backward it is part of that
 
     @in_turn
     def end_forward(self) -> None:
@@ -140,6 +142,7 @@ class ChunkPool:
         if self.trace is self._evaluation:
             self._evaluation.end_step()
             self.trace = self._training
+        self.in_forward = False
 
     @in_turn
     def acquire(self, unit: int, holder: object = None) -> None:
@@ -304,20 +307,22 @@ class ChunkPool:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 
     @in_turn
+    def make_up(self) -> None:
+        """All ranks drop a pass: each issues the gathers that any of them has. Collective."""
+        if self.in_order:
+            self.issued.make_up(self.group, self._party, self.chunks, self.arrays)
+
+    @in_turn
     def catch_up(self) -> None:
-        """All ranks have dropped a pass: each issues what any of them has, and all go on alike. Collective."""
+        """They have: all go on alike."""
         if not self.in_order:
             return
-        found = self.group.summarize([float(self.issued.count)], "how many gathers of a failed pass began", self._party)
-        if found.least != found.most:
-            logs = self.group.exchange_object([self.issued.count, list(self.issued.last)])
-            units = next(units for count, units in logs if count == int(found.most[0]))
-            for unit in units[len(units) - (int(found.most[0]) - self.issued.count) :]:
-                self.issued.note(unit)
-                self._now(unit)
+        self.issued.made_up(self.arrays)
         self.drop_idle()
         self.rounds.secondary.forget()
         self._training.restart()
+        self._evaluation.restart()
+        self.trace, self.in_forward = self._training, False
         self.issued.restart()
 
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
@@ -414,7 +419,7 @@ class ChunkPool:
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
             if held is None:
                 self.ledger.claim(out)
-            chunk.source.gather(self.group, out).wait()
+            self.issued.gather(chunk, self.group, out).wait()
             if held is None:
                 self.arrays.give(out)
 
@@ -422,8 +427,6 @@ class ChunkPool:
         passes = "forward" if self.in_training else "evaluation"
         phase = "backward" if current_graph_task() != -1 else passes
         self.group.activity.at(phase, "gather of unit", self.name_of, unit)
-        if self.in_order:
-            self.issued.note(unit)
         if unit in self._held:
             self._now(unit)
             self._kept.discard(unit)
@@ -446,7 +449,7 @@ class ChunkPool:
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
                     self.ledger.claim(full)
-                    chunk.pending = chunk.source.gather(self.group, full)
+                    chunk.pending = self.issued.gather(chunk, self.group, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole

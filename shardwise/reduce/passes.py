@@ -39,7 +39,8 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 # exchange instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new
 # pass before that is refused, because what was reduced by then differs between the ranks. With the failed pass go those
 # that the step had before, whose sums it may have been added to; a forward pass or a new pass, after which a program
-# would go on to its step, warns of them.
+# would go on to its step, warns of them. Where gathers go in program order, a forward pass that ended in an exception
+# counts as well, with or without a graph: ranks that stopped at different places have issued different gathers.
 class BackwardPasses:
     """Notices backward passes over one model and ends them on every rank alike.
 
@@ -191,7 +192,7 @@ class BackwardPasses:
         self._failed, self._before = True, before
 
     def recover(self, dropping: bool = False) -> None:
-        """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains.
+        """At a forward pass or ``zero_grad``, outside any pass: one that never ended has failed; drop its remains.
 
         Args:
             dropping: the caller drops the gradients of all passes anyway.
@@ -211,7 +212,7 @@ class BackwardPasses:
                 self._pool.abandon_phase()
                 self._gathering = False
             try:
-                self._reducer.abort()
+                self._reducer.abort(self._pool.make_up)
             except PeerError:  # others may still be at what comes before it
                 self._gathering = True
                 raise
@@ -221,9 +222,9 @@ class BackwardPasses:
             self._expected = self._before = None
             if earlier and not dropping:
                 warn_user(
-                    f"a backward pass failed: its gradients, and those of {earlier} earlier pass{'es' * (earlier > 1)} "
-                    "of this step, which plain PyTorch keeps, were dropped. Make all passes of the step again; "
-                    "zero_grad() after a failure says that they are to go"
+                    f"a forward or backward pass failed: its gradients, and those of {earlier} earlier "
+                    f"pass{'es' * (earlier > 1)} of this step, which plain PyTorch keeps, were dropped. Make all "
+                    "passes of the step again; zero_grad() after a failure says that they are to go"
                 )
 
     def expect(self, loss_scale: float) -> None:
@@ -238,7 +239,8 @@ class BackwardPasses:
                 self._counts.loss_scale = loss_scale
 
     def _has_failed(self) -> bool:
-        return bool(self._tasks or self._failed) and not self._around and not in_backward()
+        forward = self._pool.in_order and self._pool.in_forward
+        return bool(self._tasks or self._failed or forward) and not self._around and not in_backward()
 
     def tokens(self, optimizer: int) -> float:
         """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
@@ -272,11 +274,11 @@ class BackwardPasses:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
 
         Raises:
-            RuntimeError: the last pass failed; how much of it was reduced differs between ranks.
+            RuntimeError: the last pass failed; how much of it was gathered or reduced differs between ranks.
         """
         if self._has_failed():
             raise RuntimeError(
-                f"step() after a backward pass that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
+                f"step() after a pass that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
                 "zero_grad() and make the step's passes again, on every rank"
             )
         if self.unreduced:

@@ -9,7 +9,7 @@ its gradient is None), and what only some used counts as zero on the others (as 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -385,8 +385,9 @@ class Reducer:
         self._patience.end_pass()
         self._arrivals.clear()
 
-    def abort(self) -> None:
-        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed.
+    def abort(self, make_up: Callable[[], None]) -> None:
+        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed. What
+        reductions may wait for on some rank begins on all in ``make_up``.
 
         Raises:
             PeerError: some rank has not; nothing is forgotten.
@@ -397,6 +398,7 @@ class Reducer:
             # Whoever reads gradients beside this thread is done first. How many have begun depends on each's patience.
             self._observer.catch_up()
             found = self._summarize([float(self._cursor)], "how far a failed backward pass came")
+            make_up()
             self.begin(int(found.most[0]))
             self._complete_all()
         finally:

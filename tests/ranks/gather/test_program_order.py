@@ -5,6 +5,7 @@ See [Note: Program order].
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
@@ -255,6 +256,49 @@ def breaks_apart(plan: Plan) -> tuple[list[int], dict[str, Tensor]]:
                 session.optimizer.zero_grad()
                 counts.append(session.engine.pool.issued.count)
         return counts, session.module.state_dict()
+
+
+def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], dict[str, Tensor]]:
+    """In step 1 each rank fails in forward behind another layer, when one has fetched more ahead than the other; or
+    rank 1, in the layer behind which rank 0 fails, has no array for what it would fetch ahead."""
+    model, counts = seeded(lambda: chain(LAYERS)), list[int]()
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError("broken on purpose")
+
+    def take(numel: int, dtype: torch.dtype) -> Tensor:
+        if len(pool.trace.current) > 2:
+            stop()
+        return torch.empty(numel, dtype=dtype)
+
+    with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
+        assert session.optimizer is not None
+        rank, pool = session.mesh.rank, session.engine.pool
+        breaks = mock.patch.object(pool.arrays, "take", take) if no_array and rank else contextlib.nullcontext()
+        for step in range(3):
+            with torch.no_grad():
+                session.module(data(rank, step))
+            if step == 1:
+                hook = model[2 + rank].register_forward_hook(stop)
+                with pytest.raises(ArithmeticError), torch.set_grad_enabled(training), breaks:
+                    session.module(data(rank, step))
+                hook.remove()
+                counts.append(pool.issued.count)
+                with pytest.raises(RuntimeError, match="after a pass that failed"):
+                    session.optimizer.step()
+                if training:
+                    session.optimizer.zero_grad()
+                    counts.append(pool.issued.count)
+            step_of(session, session.module(data(rank, step)).square().mean())
+        counts.append(pool.issued.count)
+        return counts, session.module.state_dict()
+
+
+@pytest.mark.parametrize(("training", "no_array"), [(True, False), (False, False), (True, True)])
+def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: bool, no_array: bool) -> None:
+    (one, state), (other, _) = run_ranks(2, stops_apart, GLOO.but(prefetch=2), training, no_array)
+    assert abs(one[0] - other[0]) == 1 and one[1:] == other[1:], "the one behind has caught up"
+    assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
 
 
 def test_ranks_that_fail_at_different_places_go_on() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import adam, data, one_mesh, seeded, sharded
+from engine_setup import Breaks, adam, data, one_mesh, seeded, sharded
 from sets import full
 from stream_setup import (
     LAYERS,
@@ -19,6 +19,7 @@ from stream_setup import (
     Program,
     QueuedGroup,
     begun_apart,
+    groups_of,
     losses_of,
     plain,
     queued,
@@ -28,7 +29,8 @@ from stream_setup import (
 from torch import Tensor, nn
 from wait_setup import quick_patience
 
-from shardwise.comm import NativeGroup
+from shardwise.comm import Handle, NativeGroup
+from shardwise.gather.pool import ChunkPool
 from shardwise.plan import Plan, zero
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.reducer import Reducer
@@ -111,6 +113,55 @@ def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle() -> None:
     for rank, (_, state) in enumerate(found):
         assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
     assert stuck([program for program, _ in run_ranks(2, leaves_out, False)]), "the test cannot fail"
+
+
+class Blind(QueuedGroup):
+    """In a pass that fails no host waits for a gather: nobody reads what it brings."""
+
+    failing = False
+
+    def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
+        if not Blind.failing:
+            return super()._start_gather(out, shard)
+        self.later.append(NativeGroup._start_gather(self, torch.empty_like(out), shard).wait)
+        out.zero_()
+        return self._queue("gather", None)
+
+
+def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
+    """In step 1 rank 0 fails in backward two layers before rank 1, which has gathered and reduced these."""
+    make_up, catch_up = ChunkPool.make_up, ChunkPool.catch_up
+
+    def late(pool: ChunkPool) -> None:
+        make_up(pool)
+        catch_up(pool)
+
+    wrong = mock.patch.multiple(ChunkPool, make_up=lambda _: None, catch_up=late)
+    with queued() as program, groups_of(Blind), contextlib.nullcontext() if in_time else wrong:
+        model, plan = seeded(Branching), zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            breaks = model.layers[3 - 2 * mesh.rank]
+            for step in range(3):
+                if step == 1:
+                    hook = breaks.register_forward_hook(lambda _, __, out: Breaks.apply(out))
+                    loss = losses_of(session.module, mesh.rank, step, False)
+                    hook.remove()
+                    with mock.patch.multiple(Breaks, armed=True), mock.patch.multiple(Blind, failing=True):
+                        with pytest.raises(ArithmeticError):
+                            session.backward(loss)
+                        session.optimizer.zero_grad()
+                session.backward(losses_of(session.module, mesh.rank, step, False))
+                session.optimizer.step()
+            return program, session.module.state_dict()
+
+
+def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
+    found = run_ranks(2, fails_apart, True)
+    assert stuck([program for program, _ in found]) == []
+    for rank, (_, state) in enumerate(found):
+        assert_close(state, plain(2, 3, False), 1e-9, f"rank {rank}")
+    assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
 
 
 @pytest.mark.full
