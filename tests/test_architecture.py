@@ -102,6 +102,7 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.optim.hybrid_adam", "HybridAdam.__init__"),
     (f"{PACKAGE}.optim.lamb", "FusedLAMB.__init__"),
     (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),
+    (f"{PACKAGE}.deepspeed.collectives", "all_to_all_single"),
     (f"{PACKAGE}.deepspeed.collectives", "init_distributed"),
     (f"{PACKAGE}.deepspeed.cpu_optimizers", "DeepSpeedCPUAdam.__init__"),
     (f"{PACKAGE}.deepspeed.cpu_optimizers", "FusedAdam.__init__"),

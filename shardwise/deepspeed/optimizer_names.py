@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from shardwise.build import ShardedOptimizer
-from shardwise.reduce.scaler import LossScaler
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -23,20 +22,20 @@ class LossScale:
 
     __slots__ = ("_scaler", "raise_error_at_min_scale")
 
-    def __init__(self, scaler: LossScaler | None) -> None:
+    def __init__(self, scaler: Any) -> None:
         self._scaler, self.raise_error_at_min_scale = scaler, True
 
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return 1.0 if self._scaler is None else float(self._scaler.scale)
 
     cur_scale = loss_scale
 
     @property
     def dynamic(self) -> bool:
         """Whether it ever moves."""
-        return self._scaler is not None and self._scaler.dynamic
+        return self._scaler is not None and bool(self._scaler.dynamic)
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):

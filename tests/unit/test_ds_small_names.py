@@ -56,10 +56,10 @@ def test_marks_of_parameters() -> None:
 
 def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for kind, pattern in (
-        ("optim_files", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
-        ("model_state_files", "mp_rank_{:02d}_model_states.pt"),
+        ("get_optim_files", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
+        ("get_model_state_files", "mp_rank_{:02d}_model_states.pt"),
     ):
-        files = found("utils.zero_to_fp32", f"get_{kind}")
+        files = found("utils.zero_to_fp32", kind)
         with pytest.raises(FileNotFoundError, match=r"has no \*_"):
             files(str(tmp_path))
         expected = [tmp_path / pattern.format(number) for number in (0, 2, 10, 100)]
