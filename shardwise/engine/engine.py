@@ -138,6 +138,7 @@ class Engine:
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
         events.backward_began.listen(visible.begin_pass)
+        events.backward_ended.listen(self._compared)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
         if self.division.draws is not None:
@@ -149,6 +150,10 @@ class Engine:
             self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
             if mesh.shard.starts_together and self.plan.comm.overlap:
                 events.unit_wanted.listen(self._pass_by)
+
+    def _compared(self) -> None:
+        if not self.passes.unreduced:
+            self.pool.issued.restart()
 
     def _pass_by(self, unit: int) -> None:
         pool = self.pool
