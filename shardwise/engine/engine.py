@@ -144,12 +144,12 @@ class Engine:
         if self.division.draws is not None:
             self.division.draws.listen(events)
         self.reducer.riders.append(visible.by_hand)
-        if self.pool.in_order:
-            mesh, pool = self.mesh, self.pool
+        mesh, pool = self.mesh, self.pool
+        if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
             self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
-            if mesh.shard.starts_together and self.plan.comm.overlap:
-                events.unit_wanted.listen(self._pass_by)
+        if pool.in_order and mesh.shard.starts_together and self.plan.comm.overlap:
+            events.unit_wanted.listen(self._pass_by)
 
     def _compared(self) -> None:
         if not self.passes.unreduced:
