@@ -121,7 +121,7 @@ class ChunkPool:
 
     def expect(self, order: Sequence[int]) -> None:
         """Take ``order`` for that of the next step."""
-        self._training.recorded = list(order)
+        self._training.expect(order)
 
     @property
     def sizes(self) -> Mapping[int, int]:
