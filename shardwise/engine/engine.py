@@ -139,22 +139,29 @@ class Engine:
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
         events.backward_began.listen(visible.begin_pass)
+        events.backward_ended.listen(self._pass_ended)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
         if self.division.draws is not None:
             self.division.draws.listen(events)
         self.reducer.riders.append(visible.by_hand)
-        if self.pool.in_order:
-            mesh, pool = self.mesh, self.pool
+        mesh, pool = self.mesh, self.pool
+        if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
             self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
-            if mesh.shard.starts_together and self.plan.comm.overlap:
-                events.unit_wanted.listen(self._pass_by)
+        if pool.in_order and mesh.shard.starts_together and self.plan.comm.overlap:
+            events.unit_wanted.listen(self._pass_by)
+
+    def _pass_ended(self) -> None:
+        self.pool.trace.end_pass()
+        if not self.passes.unreduced:  # the ranks have compared
+            self.pool.issued.restart()
 
     def _pass_by(self, unit: int) -> None:
         pool = self.pool
-        if pool.in_training and pool.trace.followed:
-            self.reducer.pass_by(unit, pool.trace.upcoming())
+        # Where the order is not known a unit that comes again is reduced again, unless it was updated.
+        if pool.in_training and (pool.trace.followed or not self.early.active):
+            self.reducer.pass_by(unit, pool.trace.rest_of_pass())
 
     # ---- set-up
 

@@ -1,4 +1,4 @@
-"""Which gathers a rank has issued since the last step, so that the ranks find out if they differ."""
+"""Which gathers a rank has issued since the ranks last compared, so that they find out if they differ."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Issued:
 
     Attributes:
         count: gathers so far, of one chunk each.
-        fingerprint: of those since the last step.
-        last: chunks of the last ones, since the last step.
+        fingerprint: of those since the ranks compared last.
+        last: chunks of the last ones, since then.
     """
 
     def __init__(self, in_order: bool) -> None:
@@ -107,7 +107,7 @@ class Issued:
         return last[len(last) - (most - self.count) :]
 
     def restart(self) -> None:
-        """All ranks have issued the same."""
+        """All ranks have issued the same, as they have found or seen to. On all of them behind the same gather."""
         self._first, self.fingerprint = self.count, 0
         self.last.clear()
 
@@ -157,8 +157,8 @@ class SameOrder:
                 )
                 break
         return (
-            f"group {self._world.name!r}: the ranks have gathered different parameters since the last step: {where}. "
-            "Nothing was updated; call zero_grad() on every rank. Gathers are issued in program order, so all ranks "
-            "have to run the same modules in the same order: where their branches differ, set same_order=False in the "
-            "plan's comm, with which they agree before each gather"
+            f"group {self._world.name!r}: the ranks have gathered different parameters since they last compared: "
+            f"{where}. Nothing was updated; call zero_grad() on every rank. Gathers are issued in program order, so "
+            "all ranks have to run the same modules in the same order: where their branches differ, set "
+            "same_order=False in the plan's comm, with which they agree before each gather"
         )

@@ -38,6 +38,10 @@ class Trace:
     current: list[int] = field(default_factory=list)
     followed: bool = True
     """Whether ``current`` is so far a prefix of ``recorded``; once it is not, predictions stop until the next step."""
+    recorded_ends: list[int] = field(default_factory=list)
+    """Uses before the end of each backward pass of the last complete step."""
+    ends: list[int] = field(default_factory=list)
+    """The same of this step, so far."""
 
     def use(self, unit: int) -> None:
         """Note a use; immediate repetitions count once."""
@@ -52,16 +56,29 @@ class Trace:
     def end_step(self) -> None:
         """The current order becomes the prediction. A step in which nothing was used leaves the old one."""
         if self.current:
-            self.recorded, self.current = self.current, []
-        self.followed = True
+            self.expect(self.current, self.ends)
+        self.restart()
+
+    def end_pass(self) -> None:
+        """A backward pass ended."""
+        self.ends.append(len(self.current))
+
+    def expect(self, order: Sequence[int], ends: Sequence[int] = ()) -> None:
+        """Take ``order`` for that of the next step, with the ends of its backward passes where they are known."""
+        self.recorded, self.recorded_ends = list(order), list(ends)
 
     def restart(self) -> None:
         """The step is made again from its beginning."""
-        self.current, self.followed = [], True
+        self.current, self.ends, self.followed = [], [], True
 
     def upcoming(self) -> Sequence[int]:
         """Units expected from here on; empty where the order is not known."""
         return self.recorded[len(self.current) :] if self.followed else ()
+
+    def rest_of_pass(self) -> Sequence[int]:
+        """Those of them that come before the running backward pass ends."""
+        at = len(self.current)
+        return self.upcoming()[: next((end - at for end in self.recorded_ends if end >= at), None)]
 
 
 # [Note: When a unit may be evicted]

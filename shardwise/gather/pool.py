@@ -121,7 +121,7 @@ class ChunkPool:
 
     def expect(self, order: Sequence[int]) -> None:
         """Take ``order`` for that of the next step."""
-        self._training.recorded = list(order)
+        self._training.expect(order)
 
     @property
     def sizes(self) -> Mapping[int, int]:
@@ -285,7 +285,6 @@ class ChunkPool:
     @in_turn
     def invalidate(self, everything: bool = False) -> None:
         """After an update: gathered copies of trainable chunks, or of all, are stale. Ends the trace's step."""
-        self.issued.restart()
         self.group.activity.step += 1
         for unit in list(self._held):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:

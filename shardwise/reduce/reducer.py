@@ -154,7 +154,7 @@ class Reducer:
                     self._complete(self._in_flight[0])
 
     def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
-        """In program order ``unit`` is used: chunks of units that do not come again get no more gradients."""
+        """In program order ``unit`` is used: units that do not come again in the pass get no more gradients."""
         while self._reduces and self._cursor < len(self._order):
             state = self._order[self._cursor]
             if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):

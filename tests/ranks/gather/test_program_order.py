@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_setup import adam, data, one_mesh, seeded, sharded
 from meetings_setup import GLOO, counted
 from sets import full
@@ -20,7 +21,7 @@ from stream_setup import LAYERS, Branching, groups_of
 from torch import Tensor, nn
 
 from shardwise.build import Session
-from shardwise.comm import NativeGroup, PeerError
+from shardwise.comm import NativeGroup, PeerError, choose
 from shardwise.gather import policy
 from shardwise.gather.issued import Issued
 from shardwise.plan import Plan, zero
@@ -179,9 +180,53 @@ def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
 def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int) -> None:
     for said in run_ranks(size, differs_in_one_step, size):
         others = "rank 0" if size == 2 else r"ranks [0, 1]"
-        assert "have gathered different parameters since the last step: gather 3 is" in said
+        assert "have gathered different parameters since they last compared: gather 3 is" in said
         assert "(layers.2" in said and "(layers.3" in said
         assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
+
+
+def differs_in_an_evaluation() -> str:
+    """Between two passes, behind which nothing is compared, the ranks take two layers of one size in another order."""
+    with groups_of(NativeGroup):
+        model, plan = seeded(Branching), zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            loss, usual = session.module(data(mesh.rank, 0), range(LAYERS)).square().mean(), list(range(LAYERS))
+            session.backward(loss)
+            with torch.no_grad():
+                session.module(data(mesh.rank, 0), [0, 2, 1, 3] if mesh.rank else [0, 1, 2, 3])
+            session.optimizer.step()
+            with pytest.raises(PeerError) as error:
+                session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
+            session.optimizer.zero_grad()
+            session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            state = session.module.state_dict()
+        assert_close(state, branching_in_one_process(2, 2), 1e-9, "after the error")
+        return str(error.value)
+
+
+def test_gathers_before_an_update_are_compared_after_it() -> None:
+    for said in run_ranks(2, differs_in_an_evaluation):
+        assert "have gathered different parameters since they last compared: gather 2 is" in said
+
+
+def of_two_kinds(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
+    """Of two replicas one has its ranks on one host, the other on two."""
+    real, host = choose.host_facts(), max(1, dist.get_rank())
+    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {host}"}):
+        model = seeded(lambda: chain(LAYERS))
+        with sharded(model, adam(model), plan) as session:
+            for step in range(3):
+                step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            return session.engine.pool.in_order, session.module.state_dict()
+
+
+def test_one_replica_gathers_in_program_order_and_one_in_mapped_memory() -> None:
+    found = run_ranks(4, of_two_kinds, zero(3, dp_replicate=2))
+    assert [in_order for in_order, _ in found] == [False, False, True, True]
+    assert_close(found[0][1], chain_in_one_process(4, 3), 1e-9, "of two kinds")
 
 
 def waits_in_vain(plan: Plan, sleeps: bool) -> str:

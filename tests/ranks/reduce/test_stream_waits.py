@@ -85,8 +85,8 @@ class Layers(nn.Module):
         return x
 
 
-def leaves_out(passes_by: bool) -> tuple[Program, dict[str, Tensor]]:
-    """In the last step rank 1 leaves out a part of one layer, in program order."""
+def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str, Tensor]]:
+    """In step ``at`` rank 1 leaves out a part of one layer in the first pass, in program order."""
     plan = zero(3)
     stays = contextlib.nullcontext() if passes_by else mock.patch.object(Reducer, "pass_by", lambda *_: None)
     with queued() as program, stays:
@@ -94,25 +94,88 @@ def leaves_out(passes_by: bool) -> tuple[Program, dict[str, Tensor]]:
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
             assert session.optimizer is not None
             for step in range(4):
-                left_out = LAYERS - 2 if step == 3 and mesh.rank else -1
-                session.backward(session.module(data(mesh.rank, step), left_out).square().mean())
+                for index in range(passes):
+                    left_out = LAYERS - 2 if (step, index) == (at, 0) and mesh.rank else -1
+                    session.backward(session.module(data(mesh.rank, step), left_out).square().mean())
                 session.optimizer.step()
             return program, session.module.state_dict()
 
 
-def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle() -> None:
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_parameter_that_one_rank_leaves_out_in_one_of_several_passes_closes_no_cycle(at: int) -> None:
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, True, at, 2)]) == []
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 2)]), "the test cannot fail"
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
+    """In the first step nothing is known of the order."""
     model = seeded(Layers)
     optimizer = adam(model, lr=0.01)
     for step in range(4):
         for rank in range(2):
-            (model(data(rank, step), LAYERS - 2 if step == 3 and rank else -1).square().mean() / 2).backward()
+            (model(data(rank, step), LAYERS - 2 if step == at and rank else -1).square().mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = run_ranks(2, leaves_out, True)
+    found = run_ranks(2, leaves_out, True, at, 1)
     assert stuck([program for program, _ in found]) == []
     for rank, (_, state) in enumerate(found):
         assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
-    assert stuck([program for program, _ in run_ranks(2, leaves_out, False)]), "the test cannot fail"
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 1)]), "the test cannot fail"
+
+
+class BothEnds(nn.Module):
+    """The module's own parameters, one unit, come at both ends of each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, way: list[int]) -> Tensor:
+        x = x * self.first
+        for index in way:
+            x = torch.tanh(self.layers[index](x))
+        return x * self.last
+
+
+WAYS = [list(range(LAYERS)), list(range(LAYERS)), list(reversed(range(LAYERS)))]
+"""By step: the order is not known in the first one, and another one in the last."""
+
+
+def comes_again() -> tuple[int, dict[str, Tensor]]:
+    """How often a chunk was reduced again, and the parameters."""
+    again, late = [0], Reducer._launch_late
+
+    def counting(reducer: Reducer, state: ChunkGrads) -> None:
+        again[0] += 1
+        late(reducer, state)
+
+    with groups_of(NativeGroup), mock.patch.object(Reducer, "_launch_late", counting):
+        model, plan = seeded(BothEnds), zero(3)
+        # Where its turn comes first, before the layers'.
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            order = session.engine.reducer._order
+            order.sort(key=lambda state: any(slot.numel > 6 for slot in state.spec.slots))
+            for step, way in enumerate(WAYS):
+                session.backward(session.module(data(mesh.rank, step), way).square().mean())
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            return again[0], session.module.state_dict()
+
+
+def test_a_unit_that_comes_again_is_reduced_again_where_the_order_is_not_known() -> None:
+    model = seeded(BothEnds)
+    optimizer = adam(model, lr=0.01)
+    for step, way in enumerate(WAYS):
+        for rank in range(2):
+            (model(data(rank, step), way).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (again, state) in enumerate(run_ranks(2, comes_again)):
+        assert again, "the test shows nothing"
+        assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
 
 
 class Blind(QueuedGroup):
