@@ -69,7 +69,9 @@ class Case:
     def plan(self, shared: bool | None) -> Plan:
         dtype = self.changes.get("param_dtype")
         plan = zero(self.stage, dtype)  # type: ignore[arg-type]
-        more = {} if dtype is None else {"buffer_dtype": dtype, "cast_inputs": True}
+        more: dict[str, Any] = {} if dtype is None else {"buffer_dtype": dtype, "cast_inputs": True}
+        if self.model == "mixture":
+            more["same_order"] = False  # its ranks take different branches
         return plan.but(tiers=self.tiers, shared_memory=shared, **more, **self.changes)
 
 
