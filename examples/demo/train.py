@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from demo.model import ByteGPT, ModelSize, generate
-from demo.text import ByteWindows, load_corpus
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from demo.model import ByteGPT, ModelSize, generate
+from demo.text import ByteWindows, load_corpus
 from shardwise.booster import Booster
 from shardwise.booster.plugin import (
     GeminiPlugin,
