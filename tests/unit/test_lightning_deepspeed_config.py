@@ -23,6 +23,7 @@ import shardwise.fabric
 import shardwise.lightning
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.leaf_modules import set_z3_leaf_module
+from shardwise.deepspeed.logs import LOG
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
 from shardwise.strategies.deepspeed import DeepSpeed, _batch_size
 from shardwise.strategies.deepspeed_config import (
@@ -460,7 +461,11 @@ def test_autocast_is_lightnings_own() -> None:
 
 @pytest.mark.parametrize("package", [shardwise.fabric, shardwise.lightning])
 def test_leaf_modules_have_ranks_agree_before_gathers(package: Any) -> None:
-    strategy, module = package.DeepSpeedStrategy(stage=3), nn.Linear(2, 2)
+    level, module = LOG.level, nn.Linear(2, 2)
+    try:
+        strategy = package.DeepSpeedStrategy(stage=3)
+    finally:
+        LOG.setLevel(level)  # Fabric's sets it
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     settings = read({**sizes, "zero_optimization": {"stage": 3}}, 1)
     assert strategy._translated(settings, module)[0].comm.same_order is None
