@@ -3,7 +3,7 @@
 ``.<name>.saving-<hex>`` is being written (or was exchanged for its successor), ``.<name>.replaced-<hex>`` stepped aside
 where the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. Directories of other formats
 have ``output-saving`` and ``output-replaced``: they may stand among the checkpoints of a run, whose saves leave them
-alone. A killed process may leave any of these; whoever writes there next calls :func:`settle_leftovers`. Files of
+alone. A killed process may leave any of these; the next writer calls :func:`settle_leftovers`. Files of
 another origin in a directory that is replaced are taken along: see :mod:`shardwise.checkpoint.foreign`.
 """
 

@@ -17,14 +17,11 @@ def state_of(optimizer: int) -> str:
 
 
 # [Note: What an interrupt leaves half-done]
-# In the thread that trains, KeyboardInterrupt may be raised between any two operations of Python, and an optimizer of
-# the user's may raise anything. A change of many values can be neither undone nor finished then. So it is noted down
-# before the first value and struck off after the last: a part that is found here is neither old nor new, whatever the
-# point was at which the change ended. Forward passes, steps and saves look here first; a load of the part strikes it
-# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, state that a load
-# gives new tensors in one process), it is put back instead. What belongs to a part (rates and counts to a state)
-# changes before the part is struck off. Where two such changes are nested the outer one strikes it off. Replicas which
-# learn that they have not made the same steps are noted down as well: each is whole, and together they are no model.
+# A change of many values that is stopped in the middle (by a second Ctrl-C, or by an exception in the user's optimizer)
+# can be neither undone nor finished. So each part is noted before its first value changes and struck off after the
+# last. Forward passes, steps and saves refuse to run while a part is noted; loading that part strikes it off. A
+# second Ctrl-C in step() notes the parts of the step even if a disk could restore them. Of two nested changes the outer
+# one strikes the part off. If replicas find that they made different steps, their parts are noted as well.
 class Unfinished:
     """Parts of a run that are neither those before a change nor those after it, on all ranks alike.
 

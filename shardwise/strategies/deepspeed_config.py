@@ -110,10 +110,10 @@ class DeepSpeedArguments:
         loss_scale_window: good steps until the scale doubles.
         hysteresis: overflows until it is halved.
         min_loss_scale: an overflow at this scale is an error.
-        partition_activations: no effect, as the three after it: activations are kept as torch keeps them.
-        cpu_checkpointing: see there.
-        contiguous_memory_optimization: see there.
-        synchronize_checkpoint_boundary: see there.
+        partition_activations: no effect, with a warning: torch keeps the activations.
+        cpu_checkpointing: no effect, with a warning.
+        contiguous_memory_optimization: no effect, with a warning.
+        synchronize_checkpoint_boundary: no effect, with a warning.
 
     Raises:
         TypeError: a number or a switch that is none.
