@@ -32,7 +32,7 @@ UPSTREAM ?=
 SHIFT ?= 1
 SEED ?= 1
 NUMBERS ?= tests/ranks/booster/test_booster_replicas.py tests/ranks/booster/test_booster_lora.py \
-  tests/ranks/zero/test_sharded_groups.py tests/ranks/gather/test_engine_checkpointing.py \
+  tests/ranks/zero/test_sharded_groups.py tests/ranks/shards/test_engine_checkpointing.py \
   tests/parity/test_random_graphs.py
 
 help:

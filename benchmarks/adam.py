@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
+from shardwise.core.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 
 SOURCE = Path(__file__).with_name("adam_kernel.c")
 COMPILE = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]

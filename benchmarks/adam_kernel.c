@@ -1,5 +1,5 @@
 /* One pass over memory: bf16 gradient in, fp32 master and moments updated, bf16 weights out. AdamW.
- * What the tiles of shardwise.optim are measured against; benchmarks/adam.py compiles it where there is a compiler.
+ * What the tiles of shardwise.core.optim are measured against; benchmarks/adam.py compiles it where there is a compiler.
  */
 #include <math.h>
 #include <stdint.h>

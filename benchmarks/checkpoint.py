@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import ByModule, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 MIB = 2**20

@@ -46,7 +46,7 @@ def _discard(result: object) -> None:
 
 def shardwise_calls(numel: int, dtype: torch.dtype, shared_memory: bool) -> dict[str, Call]:
     """The same with a shardwise group; each call includes what makes its buffers reusable."""
-    from shardwise.comm import GroupMaker
+    from shardwise.core.comm import GroupMaker
 
     maker = GroupMaker(torch.device("cpu"), shared_memory, timeout_s=300.0)
     group = maker.make(f"bench_{shared_memory}", [list(range(dist.get_world_size()))])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import replace_section
-from shardwise.disk.store import DiskStore, Record, Transfer
+from shardwise.core.memory.disk.store import DiskStore, Record, Transfer
 from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30

@@ -25,8 +25,8 @@ def trained(layout: str, numbers: str, width: int, layers: int, steps: int) -> t
     """Bytes that this rank sends in the last step, and that step's loss."""
     import torch.distributed as dist
 
-    from shardwise.build import build
     from shardwise.plan import replicated, zero
+    from shardwise.session import build
 
     torch.set_num_threads(1)
     half = None if numbers == "fp32" else torch.bfloat16

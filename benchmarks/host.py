@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from benchmarks.scale_model import Blocks
 from benchmarks.systems import adamw
 from benchmarks.table import replace_section
-from shardwise.build import build
 from shardwise.plan import zero
+from shardwise.session import build
 from tests.support.alike import alike_mesh
 
 __all__ = ["Row", "main", "measure", "table"]

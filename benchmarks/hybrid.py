@@ -24,9 +24,8 @@ RANKS = 4
 
 def stepper(tp: int, stage: int, size: tuple[int, int, int], pair: Any) -> Any:
     """A function that trains one step, and the session's bytes to data-parallel ranks."""
-    from shardwise.build import build
-    from shardwise.mesh import Mesh
-    from shardwise.native import Settings
+    from shardwise.core.mesh import Mesh
+    from shardwise.session import Settings, build
 
     width, layers, length = size
     plan = Settings(stage=stage, tp=tp, max_norm=1.0).plan().but(vocabulary_multiple=1)

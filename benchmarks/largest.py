@@ -35,12 +35,12 @@ from benchmarks.launch import available_bytes
 from benchmarks.model import GPT, batch
 from benchmarks.table import replace_section
 from benchmarks.training import machine
-from shardwise.build import build
 from shardwise.cli.follow import command_that_follows
-from shardwise.deferred import deferred_init
-from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.core.base.sizes import parse_size, size_text
+from shardwise.core.deferred import deferred_init
+from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, on_device, zero
-from shardwise.sizes import parse_size, size_text
+from shardwise.session import build
 
 __all__ = [
     "Case",

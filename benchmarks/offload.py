@@ -25,9 +25,9 @@ from benchmarks.job import SIZES, Size
 from benchmarks.model import batch, make_model
 from benchmarks.table import replace_section
 from benchmarks.training import machine
-from shardwise.build import Session, build
-from shardwise.disk.store import DiskStore, Transfer
+from shardwise.core.memory.disk.store import DiskStore, Transfer
 from shardwise.plan import DiskPlan, Plan, on_device, zero
+from shardwise.session import Session, build
 
 __all__ = ["MODES", "Alone", "Found", "Mode", "Parts", "Training", "measure", "table"]
 

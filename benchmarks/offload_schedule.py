@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import replace_section
-from shardwise.build import build
-from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, TransferFunction
+from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.queues import Request, TransferFunction
 from shardwise.plan import DiskPlan, on_device, zero
+from shardwise.session import build
 
 __all__ = ["Found", "ModelDisk", "measure"]
 

@@ -60,9 +60,9 @@ def by_dtensor(model: nn.Module, ranks: int) -> None:
 def by_shardwise(model: nn.Module) -> None:
     import torch.distributed as dist
 
-    from shardwise.comm import GroupMaker
+    from shardwise.core.comm import GroupMaker
+    from shardwise.core.parallel.tensor import Axis, cut_model
     from shardwise.plan import TensorPlan
-    from shardwise.tensor import Axis, cut_model
 
     maker = GroupMaker(torch.device("cpu"), None, 300.0)
     group = maker.make("tp", [list(range(dist.get_world_size()))])

@@ -17,8 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import replace_section
-from shardwise.pipeline import Body, Passes, StageRun, WeightGradients, make_schedule, split_batch, stage_model
-from shardwise.pipeline.schedule import Span, bubble_fraction, expected_bubble
+from shardwise.core.parallel.pipeline import (
+    Body,
+    Passes,
+    StageRun,
+    WeightGradients,
+    make_schedule,
+    split_batch,
+    stage_model,
+)
+from shardwise.core.parallel.pipeline.schedule import Span, bubble_fraction, expected_bubble
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 WIDTH = 8
@@ -93,7 +101,7 @@ def traced(name: str, chunks: int, microbatches: int, time_s: float, rounds: int
     """By step this rank's spans, and the most activations it held."""
     import torch.distributed as dist
 
-    from shardwise.comm import GroupMaker
+    from shardwise.core.comm import GroupMaker
 
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()

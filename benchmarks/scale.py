@@ -29,9 +29,9 @@ from benchmarks.scale_model import Blocks
 from benchmarks.scale_picture import picture
 from benchmarks.table import replace_section
 from benchmarks.training import machine
-from shardwise.build import Session, build
-from shardwise.comm import Group
+from shardwise.core.comm import Group
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from tests.support.alike import alike_mesh
 
 __all__ = ["PLANS", "Row", "grows", "main", "measure", "slope", "table"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.format import (
+from shardwise.core.checkpoint.format import (
     MANIFEST,
     FileFact,
     Head,
@@ -23,9 +23,9 @@ from shardwise.checkpoint.format import (
     encode_manifest,
     merge_pieces,
 )
-from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.source import TensorFact
-from shardwise.chunk.layout import Layout, ParamFact, make_layout
+from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.source import TensorFact
+from shardwise.core.shards.layout import Layout, ParamFact, make_layout
 from shardwise.plan import ByModule
 
 __all__ = ["Files", "files_of"]

@@ -50,9 +50,9 @@ def held(what: str) -> int:
 
 def measured(mode: str, ranks: int, layers: int, heads: int, length: int) -> tuple[int, float, float]:
     """Peak bytes of a pass beyond what was held before, its seconds, and the loss."""
-    from shardwise.comm import GroupMaker
+    from shardwise.core.comm import GroupMaker
+    from shardwise.core.parallel.sequence import share_sequences
     from shardwise.plan import SequencePlan
-    from shardwise.sequence import share_sequences
 
     torch.set_num_threads(1)
     model = made(layers, heads, length)

@@ -146,8 +146,8 @@ def shardwise_builder(stage: int) -> Callable[[GPT, Job], Step]:
     """This library: ZeRO at ``stage``, or replication for stage 0."""
 
     def build(model: GPT, job: Job) -> Step:
-        from shardwise import plan
-        from shardwise.build import build as build_session
+        from shardwise.plan import plan
+        from shardwise.session import build as build_session
 
         half = torch.bfloat16 if job.dtype == "bf16" else None
         chosen = plan.zero(stage, half) if stage else plan.replicated(half)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def prepare(system: str) -> dict[str, str]:
     if system.startswith("ds"):
         versions["deepspeed"] = importlib.import_module("deepspeed").__version__
     elif system.startswith("sw_"):
-        importlib.import_module("shardwise.build")
+        importlib.import_module("shardwise.session")
     elif system == "fsdp2":
         importlib.import_module("torch.distributed.fsdp")
     return versions

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from demo.model import ByteGPT, ModelSize
 
+from shardwise import init_distributed, shutdown, tiers_text
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.mesh.launch import init_distributed, shutdown
-from shardwise.trace import tiers_text
 
 device = init_distributed()
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.trace import draw, dump_memory_stats, timeline_text, trace_memory
+from shardwise import draw, dump_memory_stats, timeline_text, trace_memory
 
 
 def build() -> tuple[nn.Module, Tensor, object]:

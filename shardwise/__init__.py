@@ -1,7 +1,8 @@
 """Sharded training for PyTorch: one engine, the interfaces people already use.
 
 Start with :func:`shard`, or with :class:`shardwise.booster.Booster` and the plugins in :mod:`shardwise.booster.plugin`.
-Importing this package imports nothing else, so that the command line answers at once.
+All names in ``__all__`` are public. Importing this package imports nothing else, so that the command line answers at
+once: each name is imported from its module when it is first read.
 """
 
 from __future__ import annotations
@@ -11,18 +12,116 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.build import Session
-    from shardwise.native import shard
+    from shardwise.core.base.sizes import parse_size, size_text
+    from shardwise.core.checkpoint import Checkpointer, CheckpointError
+    from shardwise.core.checkpoint.formats import (
+        open_checkpoint,
+        register_format,
+        write_checkpoint,
+        write_dcp,
+        write_huggingface,
+        write_peft,
+        write_single,
+    )
+    from shardwise.core.deferred import deferred_init
+    from shardwise.core.memory.disk import Medium, register_medium
+    from shardwise.core.memory.ledger import DeviceMemoryError
+    from shardwise.core.memory.trace import (
+        MemStats,
+        draw,
+        draw_tiers,
+        dump_memory_stats,
+        tiers_text,
+        timeline_text,
+        trace_memory,
+    )
+    from shardwise.core.mesh import init_distributed, shutdown
+    from shardwise.core.parallel.pipeline import Body, known_bodies, register_body
+    from shardwise.core.parallel.sequence import SequenceBody, known_sequences, register_sequence
+    from shardwise.core.parallel.tensor import (
+        Architecture,
+        Attention,
+        Embedding,
+        Head,
+        Mlp,
+        known_architectures,
+        propose_architecture,
+        register_architecture,
+    )
     from shardwise.plan import Plan
+    from shardwise.session import Session, build, shard
 
-__all__ = ["Plan", "Session", "__version__", "shard"]
+__all__ = [
+    "Architecture",
+    "Attention",
+    "Body",
+    "CheckpointError",
+    "Checkpointer",
+    "DeviceMemoryError",
+    "Embedding",
+    "Head",
+    "Medium",
+    "MemStats",
+    "Mlp",
+    "Plan",
+    "SequenceBody",
+    "Session",
+    "__version__",
+    "build",
+    "deferred_init",
+    "draw",
+    "draw_tiers",
+    "dump_memory_stats",
+    "init_distributed",
+    "known_architectures",
+    "known_bodies",
+    "known_sequences",
+    "open_checkpoint",
+    "parse_size",
+    "propose_architecture",
+    "register_architecture",
+    "register_body",
+    "register_format",
+    "register_medium",
+    "register_sequence",
+    "shard",
+    "shutdown",
+    "size_text",
+    "tiers_text",
+    "timeline_text",
+    "trace_memory",
+    "write_checkpoint",
+    "write_dcp",
+    "write_huggingface",
+    "write_peft",
+    "write_single",
+]
 
 __version__ = "0.1.0"
 
 if sys.platform == "win32":
     raise ImportError("shardwise needs Linux or macOS (it uses fcntl and forks): under Windows run it inside WSL")
 
-_HOMES = {"shard": "shardwise.native", "Plan": "shardwise.plan", "Session": "shardwise.build"}
+_NAMES = {
+    "session": "Session build shard",
+    "plan": "Plan",
+    "core.mesh": "init_distributed shutdown",
+    "core.deferred": "deferred_init",
+    "core.checkpoint": "CheckpointError Checkpointer",
+    "core.checkpoint.formats": (
+        "open_checkpoint register_format write_checkpoint write_dcp write_huggingface write_peft write_single"
+    ),
+    "core.parallel.tensor": (
+        "Architecture Attention Embedding Head Mlp known_architectures propose_architecture register_architecture"
+    ),
+    "core.parallel.pipeline": "Body known_bodies register_body",
+    "core.parallel.sequence": "SequenceBody known_sequences register_sequence",
+    "core.memory.disk": "Medium register_medium",
+    "core.memory.ledger": "DeviceMemoryError",
+    "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text trace_memory",
+    "core.base.sizes": "parse_size size_text",
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ PRIVATE_NAMES = {"_cdata", "_version", "_use_count", "_backward_hooks", "_post_a
 """Of tensors and storages, whatever they are called."""
 STRUCTURES = {"iocb"}
 """Names of what has a ``data`` that is no tensor's."""
-SEAM = (f"{PACKAGE}.torch_internals",)
+SEAM = (f"{PACKAGE}.core.base.torch_internals",)
 """Where private names may be."""
 
 
@@ -122,8 +122,8 @@ def private_sites(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def room_of(name: str) -> str:
-    """The package that a module is in."""
-    return name.removeprefix(PACKAGE).lstrip(".").partition(".")[0] or "(top)"
+    """The folder that a module is in, below ``core`` without that name."""
+    return name.removeprefix(PACKAGE).lstrip(".").removeprefix("core.").partition(".")[0] or "(top)"
 
 
 @cache

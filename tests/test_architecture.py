@@ -15,55 +15,38 @@ from tests.sources import PACKAGE, Definition, Source, around, bound_names, func
 from tests.structure import code_lines
 
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
-# A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
+# A dotted unit ("core.memory.disk") is a folder or a module; the longest match counts.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("checked", "remarks", "worlds"),
-    # The parts of a plan that are about memories, about dividing a model, and about numbers; and their text.
-    ("tier_plan", "parallel_plan", "precision_plan", "comm_plan", "plan_text"),
-    ("plan", "device", "torch_internals", "modes", "extent", "sparse", "interrupts"),
-    (
-        "comm",
-        "chunk.search",
-        "checksum",
-        "draws",
-        "float8",
-        "loss_scale",
-        "printable",
-        "sizes",
-        "names",
-        "events",
-        "states",
-        "attributes",
-        "published",
-    ),
-    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline"),  # mesh builds the groups of comm
-    ("sequence",),  # heads go to its ranks as they do to those of tensor
-    ("memory", "chunk.layout"),
-    ("optim",),  # moments may be at home on a disk
-    ("chunk",),
-    ("gather",),
-    ("checks",),
-    ("reduce",),
-    ("update",),
-    ("engine",),
-    ("checkpoint",),
-    ("build",),
+    ("core.base",),
+    ("plan",),
+    ("core.comm",),
+    ("core.mesh",),
+    ("core.memory.trace", "core.memory.disk", "core.deferred"),
+    ("core.parallel",),
+    ("core.memory",),
+    ("core.optim",),
+    ("core.shards",),
+    ("core.checks",),
+    ("core.grads",),
+    ("core.update",),
+    ("core.engine",),
+    ("core.checkpoint",),
+    ("session",),
+    ("compat",),
     ("late",),  # a session that is built when it is asked for
     ("shardformer",),  # configurations and policies, which plugins of the Booster take
-    ("booster", "zero", "deepspeed", "nn", "native"),
+    ("booster", "zero", "deepspeed", "nn"),
     ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
     ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "huggingface", "pytorch"),
     ("lightning_colossalai",),  # picks one of Lightning's packages
     ("colossalai",),  # a table of names, and thin translations
-    ("port",),  # programs that use names of the worlds
     ("cli",),
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
-FREE = {"testing", "", "__main__"}
+FREE = {"testing", "", "__main__", "core"}
 
 # What they translate into is a Plan, and what they call is a Session.
 FRONT_ENDS = {
-    "native",
     "booster",
     "zero",
     "deepspeed",
@@ -78,11 +61,11 @@ FRONT_ENDS = {
     "pytorch",
     "cli",
 }
-BELOW_BUILD = {"engine", "update", "reduce", "checks", "gather", "chunk", "disk"}
+BELOW_SESSION = {f"core.{name}" for name in ("engine", "update", "grads", "checks", "shards", "memory.disk")}
 
 MAX_FILE, MAX_CODE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 900, 600, 60, 100, 8
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
-ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
+ENVIRONMENT_READERS = (f"{PACKAGE}.core.mesh.launch", f"{PACKAGE}.cli.")
 # What of torch.cuda concerns no device in particular; all else is asked by the package that names one.
 OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all"}
 TYPES = {"Stream", "Event"}
@@ -98,10 +81,10 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.colossalai.gemini_models", "GeminiOptimizer.__init__"),
     (f"{PACKAGE}.colossalai.low_level_optimizer", "LowLevelZeroOptimizer.__init__"),
     (f"{PACKAGE}.colossalai.low_level_optimizer", "zero_optim_wrapper"),
-    (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
-    (f"{PACKAGE}.optim.hybrid_adam", "HybridAdam.__init__"),
-    (f"{PACKAGE}.optim.lamb", "FusedLAMB.__init__"),
-    (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),
+    (f"{PACKAGE}.core.optim.adam", "CPUAdam.__init__"),
+    (f"{PACKAGE}.core.optim.hybrid_adam", "HybridAdam.__init__"),
+    (f"{PACKAGE}.core.optim.lamb", "FusedLAMB.__init__"),
+    (f"{PACKAGE}.core.optim.adam", "FusedAdam.__init__"),
     (f"{PACKAGE}.deepspeed.collectives", "all_to_all_single"),
     (f"{PACKAGE}.deepspeed.collectives", "init_distributed"),
     (f"{PACKAGE}.deepspeed.cpu_optimizers", "DeepSpeedCPUAdam.__init__"),
@@ -157,14 +140,14 @@ def check_layers(source: Source) -> list[str]:
 
 
 def check_front_ends(source: Source) -> list[str]:
-    """A front-end translates arguments and renames a Session's methods: it reaches nothing below ``build``."""
+    """A front-end translates arguments and renames a Session's methods: it reaches nothing below ``session``."""
     unit, _ = unit_and_row(source.name)
     if unit not in FRONT_ENDS:
         return []
     complaints = [
-        f"{source.name}:{line} imports {target}: a front-end takes it from build, or asks a Session for it"
+        f"{source.name}:{line} imports {target}: a front-end takes it from session, or asks a Session for it"
         for line, target in imports(source)
-        if unit_and_row(target)[0] in BELOW_BUILD
+        if unit_and_row(target)[0] in BELOW_SESSION
     ]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "engine":
@@ -246,7 +229,7 @@ def _dotted(node: ast.AST) -> str:
 
 def check_devices(source: Source) -> list[str]:
     """Streams, events, generators and the current GPU are asked for in one place, which names the device."""
-    if source.name.startswith(f"{PACKAGE}.device"):
+    if source.name.startswith(f"{PACKAGE}.core.base.device"):
         return []
     complaints = []
     called = {id(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
@@ -264,7 +247,8 @@ def check_devices(source: Source) -> list[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OPERATIONS:
             given = {keyword.arg for keyword in node.keywords}
             found = [f"{node.func.attr}({name}=)" for name in sorted(SEAM_ARGUMENTS & given)]
-        complaints += [f"{source.name}:{node.lineno} {each}: ask shardwise.device, with a device" for each in found]
+        for each in found:
+            complaints.append(f"{source.name}:{node.lineno} {each}: ask shardwise.core.base.device, with a device")
     return complaints
 
 
@@ -362,7 +346,7 @@ def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {f"{PACKAGE}.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in ours()}
+    assert {f"{PACKAGE}.plan.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in ours()}
 
 
 @pytest.mark.parametrize("checker", PACKAGE_CHECKERS, ids=lambda checker: checker.__name__)
@@ -407,7 +391,7 @@ def test_exceptions_are_still_needed() -> None:
     assert not {entry for entry in listed if entry[0] in present and entry not in known}
 
 
-KNOWN = ("plan", "chunk.layout", "chunk.pool", "engine", "testing", "cli.main")
+KNOWN = ("plan", "core.shards.layout", "core.shards.pool", "core.engine", "testing", "cli.main")
 MODULES = frozenset(f"{PACKAGE}.{name}" for name in KNOWN)
 
 
@@ -416,35 +400,39 @@ def _source(name: str, text: str) -> Source:
 
 
 BAD: list[tuple[Checker, Source, str]] = [
-    (check_layers, _source("plan", "from shardwise.engine import x"), "not below"),
-    (check_layers, _source("plan", "import shardwise.device.memory"), "not below"),
-    (check_layers, _source("chunk.layout", "from shardwise.chunk import pool"), "not below"),
-    (check_layers, _source("chunk.layout", "from .pool import Pool"), "not below"),
-    (check_layers, _source("engine", "def f():\n    from shardwise import testing"), "only tests"),
+    (check_layers, _source("plan", "from shardwise.core.engine import x"), "not below"),
+    (check_layers, _source("plan", "import shardwise.core.comm.gloo"), "not below"),
+    (check_layers, _source("core.comm.x", "from shardwise.core.shards import pool"), "not below"),
+    (check_layers, _source("core.comm.x", "from ..shards.pool import Pool"), "not below"),
+    (check_layers, _source("core.engine", "def f():\n    from shardwise import testing"), "only tests"),
     (check_layers, _source("booster.x", "from shardwise.zero import y"), "not below"),
     (check_layers, _source("novelty", ""), "no row"),
-    (check_front_ends, _source("zero.x", "from shardwise.engine.module import ShardedModule"), "from build"),
+    (check_front_ends, _source("zero.x", "from shardwise.core.engine.module import ShardedModule"), "from session"),
     (check_front_ends, _source("cli.x", "def f(session):\n    return session.engine.pool.peak"), "engine.pool"),
     (check_sizes, _source("plan", "\n" * 901), "901 lines"),
     (check_sizes, _source("plan", "x = 1\n" * 601), "601 lines of code"),
-    (check_sizes, _source("chunk.utils", ""), "name the module"),
+    (check_sizes, _source("core.shards.utils", ""), "name the module"),
     (check_sizes, _source("plan", "class A:\n def f(self):\n" + "  pass\n" * 60), "61 lines"),
     (check_sizes, _source("plan", "def f(a, b, c, d, e, f, g, *, h, i): pass"), "9 parameters"),
     (check_state, _source("plan", "def f():\n global x\n x = 1"), "global x"),
     (check_state, _source("plan", "import os\nx = os.environ['A']"), "environment"),
     (check_state, _source("plan", "from os import getenv"), "environment"),
-    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
-    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.current_stream(device)"), "current_stream"),
-    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.Stream(device)"), "Stream"),
-    (check_devices, _source("chunk.pool", "from torch.cuda import Event"), "Event"),
-    (check_devices, _source("chunk.pool", "from torch import cuda"), "torch.cuda"),
-    (check_devices, _source("chunk.pool", "import torch.cuda as gpu"), "torch.cuda"),
-    (check_devices, _source("chunk.pool", "tensor.record_stream(stream)"), "record_stream"),
-    (check_devices, _source("chunk.pool", "module.cuda()"), "cuda"),
-    (check_devices, _source("chunk.pool", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
-    (check_devices, _source("chunk.pool", "import torch\ntorch.empty(3, pin_memory=pin)"), "empty(pin_memory=)"),
-    (check_devices, _source("chunk.pool", "block.is_pinned()"), "is_pinned"),
-    (check_devices, _source("chunk.pool", "import torch\ntorch.accelerator.synchronize()"), "accelerator"),
+    (check_devices, _source("core.shards.pool", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
+    (
+        check_devices,
+        _source("core.shards.pool", "import torch\nx = torch.cuda.current_stream(device)"),
+        "current_stream",
+    ),
+    (check_devices, _source("core.shards.pool", "import torch\nx = torch.cuda.Stream(device)"), "Stream"),
+    (check_devices, _source("core.shards.pool", "from torch.cuda import Event"), "Event"),
+    (check_devices, _source("core.shards.pool", "from torch import cuda"), "torch.cuda"),
+    (check_devices, _source("core.shards.pool", "import torch.cuda as gpu"), "torch.cuda"),
+    (check_devices, _source("core.shards.pool", "tensor.record_stream(stream)"), "record_stream"),
+    (check_devices, _source("core.shards.pool", "module.cuda()"), "cuda"),
+    (check_devices, _source("core.shards.pool", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
+    (check_devices, _source("core.shards.pool", "import torch\ntorch.empty(3, pin_memory=pin)"), "empty(pin_memory=)"),
+    (check_devices, _source("core.shards.pool", "block.is_pinned()"), "is_pinned"),
+    (check_devices, _source("core.shards.pool", "import torch\ntorch.accelerator.synchronize()"), "accelerator"),
     (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
     (check_docstrings, _source("plan", "'doc'\nclass A: pass"), "A has no docstring"),
     (check_docstrings, _source("plan", "x = 1"), "no docstring"),
@@ -462,13 +450,19 @@ def test_checker_finds(checker: Checker, source: Source, expected: str) -> None:
 
 
 GOOD: list[tuple[Checker, Source]] = [
-    (check_layers, _source("engine", "from shardwise.gather.pool import P\nfrom shardwise import plan\nimport torch")),
-    (check_layers, _source("chunk.pool", "from shardwise.chunk import layout")),
+    (
+        check_layers,
+        _source("core.engine", "from shardwise.core.shards.pool import P\nfrom shardwise import plan\nimport torch"),
+    ),
+    (check_layers, _source("core.shards.pool", "from shardwise.core.shards import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
-    (check_front_ends, _source("zero.x", "from shardwise.build import Session\nfrom shardwise.mesh import Mesh")),
-    (check_front_ends, _source("build", "def f(session):\n    return session.engine.pool.peak")),
+    (
+        check_front_ends,
+        _source("zero.x", "from shardwise.session import Session\nfrom shardwise.core.mesh import Mesh"),
+    ),
+    (check_front_ends, _source("session", "def f(session):\n    return session.engine.pool.peak")),
     (check_state, _source("cli.main", "import os\nx = os.environ")),
-    (check_devices, _source("device.streams", "import torch\nx = torch.cuda.current_stream(device)")),
+    (check_devices, _source("core.base.device.streams", "import torch\nx = torch.cuda.current_stream(device)")),
     (check_devices, _source("plan", "import torch\ndef f(s: torch.cuda.Stream): return torch.cuda.is_available()")),
     (check_raises, _source("plan", "try:\n  pass\nexcept ValueError as e:\n  raise\n")),
     (check_raises, _source("plan", "raise ValueError(f'{x} is odd' ' here')\nraise ValueError(message)")),
@@ -483,7 +477,10 @@ def test_checker_accepts(checker: Checker, source: Source) -> None:
 
 
 def test_cycles_are_found() -> None:
-    a, b = _source("plan", "from shardwise.engine import x"), _source("engine", "def f():\n import shardwise.plan")
-    assert find_cycles([a, b]) == ["shardwise.engine -> shardwise.plan -> shardwise.engine"]
-    hidden = _source("plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n from shardwise.engine import x")
+    a, b = (
+        _source("plan", "from shardwise.core.engine import x"),
+        _source("core.engine", "def f():\n import shardwise.plan"),
+    )
+    assert find_cycles([a, b]) == ["shardwise.core.engine -> shardwise.plan -> shardwise.core.engine"]
+    hidden = _source("plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n from shardwise.session import x")
     assert find_cycles([hidden, b]) == []

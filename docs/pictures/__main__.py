@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwise.chunk.chunk import RESIDENCY, Residency
-from shardwise.reduce.grads import REDUCTION, Reduction
+from shardwise.core.grads.grads import REDUCTION, Reduction
+from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 __all__ = ["PICTURES", "chunk_life", "divided", "gradient_life", "main", "one_step", "three_memories"]
 

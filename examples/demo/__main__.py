@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.sizes import parse_size
+from shardwise import parse_size
 
 # By plugin, its ZeRO stages and its number formats; the first of each is the default on a CPU.
 STAGES: dict[str, tuple[int, ...]] = {"low_level_zero": (2, 1), "hybrid_parallel": (1, 2)}

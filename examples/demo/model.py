@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.pipeline import Body, register_body
-from shardwise.tensor import Architecture, Attention, Embedding, Head, Mlp, register_architecture
+from shardwise import Architecture, Attention, Body, Embedding, Head, Mlp, register_architecture, register_body
 
 __all__ = ["ByteGPT", "ModelSize", "generate"]
 

@@ -24,6 +24,16 @@ from torch.utils.data import DataLoader
 
 from demo.model import ByteGPT, ModelSize, generate
 from demo.text import ByteWindows, load_corpus
+from shardwise import (
+    CheckpointError,
+    DeviceMemoryError,
+    draw,
+    draw_tiers,
+    init_distributed,
+    shutdown,
+    size_text,
+    tiers_text,
+)
 from shardwise.booster import Booster
 from shardwise.booster.plugin import (
     GeminiPlugin,
@@ -33,14 +43,9 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.build import ShardedModule
-from shardwise.checkpoint import CheckpointError
-from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.core.memory.trace.picture import kinds_of
 from shardwise.plan import DiskPlan, Plan
-from shardwise.sizes import size_text
-from shardwise.trace import draw, draw_tiers, tiers_text
-from shardwise.trace.picture import kinds_of
+from shardwise.session import ShardedModule
 
 MAX_NORM = 1.0
 WARM_UP_STEPS, LOWEST_FACTOR = 20, 0.05

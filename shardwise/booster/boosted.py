@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import Session, ShardedModule, ShardedOptimizer
+from shardwise.session import Session, ShardedModule, ShardedOptimizer
 
 __all__ = ["give_names"]
 

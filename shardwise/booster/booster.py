@@ -22,10 +22,10 @@ from shardwise.booster.pipelined import pipeline_step
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
-from shardwise.checkpoint import PortableFiles, Restored, write_lr_scheduler
-from shardwise.checkpoint.fitting import Fit, Rows
-from shardwise.checkpoint.match_schedulers import fitting_state
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
+from shardwise.core.checkpoint.fitting import Fit, Rows
+from shardwise.core.checkpoint.match_schedulers import fitting_state
 
 __all__ = ["Booster"]
 

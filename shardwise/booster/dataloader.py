@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shardwise.checked import MOST_SEED, switch, whole
-from shardwise.remarks import warn_user
+from shardwise.core.base.checked import MOST_SEED, switch, whole
+from shardwise.core.base.remarks import warn_user
 
 __all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is_dataloader", "require_map_style"]
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from shardwise.attributes import ModeOfModule, attribute_of
-from shardwise.checked import as_tensor
-from shardwise.optim.state_form import check_full_state
+from shardwise.core.base.attributes import ModeOfModule, attribute_of
+from shardwise.core.base.checked import as_tensor
+from shardwise.core.optim.state_form import check_full_state
 
 __all__ = [
     "ModelWrapper",

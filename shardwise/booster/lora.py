@@ -15,11 +15,11 @@ from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.packing import pack, packing
-from shardwise.build import ShardedModule, ShardedOptimizer
-from shardwise.checkpoint import CheckpointSource
-from shardwise.checkpoint.formats import write_peft
-from shardwise.checkpoint.settings import adapter_settings, vocabulary_of
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint import CheckpointSource
+from shardwise.core.checkpoint.formats import write_peft
+from shardwise.core.checkpoint.settings import adapter_settings, vocabulary_of
+from shardwise.session import ShardedModule, ShardedOptimizer
 
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.attributes import attribute_of
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
-from shardwise.checked import MOST_SCALE, number, whole
+from shardwise.core.base.attributes import attribute_of
+from shardwise.core.base.checked import MOST_SCALE, number, whole
 
 __all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
 

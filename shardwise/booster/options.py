@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from shardwise.checkpoint.fitting import Rows
+from shardwise.core.checkpoint.fitting import Rows
 
 __all__ = ["FitOptions", "SaveOptions"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import as_kind, shown
-from shardwise.deferred import is_deferred
-from shardwise.mesh.launch import default_device
-from shardwise.remarks import warn_user
+from shardwise.core.base.checked import as_kind, shown
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.deferred import is_deferred
+from shardwise.core.mesh.launch import default_device
 
 __all__ = ["pack", "packing"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.pipeline import merged
+from shardwise.core.parallel.pipeline import merged
 
 __all__ = ["pipeline_step"]
 

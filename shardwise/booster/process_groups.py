@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise.comm.members import made_together
+from shardwise.core.comm.members import made_together
 
 __all__ = ["ProcessGroupManager", "ProcessGroupMesh"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import unwrap_model, unwrap_optimizer
-from shardwise.build import ShardedModule, ShardedOptimizer
-from shardwise.checked import shown
-from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
+from shardwise.core.base.checked import shown
+from shardwise.core.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
+from shardwise.session import ShardedModule, ShardedOptimizer
 
 __all__ = ["Runs", "remember_session"]
 

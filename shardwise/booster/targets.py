@@ -7,19 +7,19 @@ from pathlib import Path
 
 from torch import nn
 
-from shardwise.checked import MOST_BYTES, as_path, number, switch, whole
-from shardwise.checkpoint import CheckpointSource
-from shardwise.checkpoint.formats import (
+from shardwise.core.base.checked import MOST_BYTES, as_path, number, switch, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint import CheckpointSource
+from shardwise.core.checkpoint.formats import (
     write_colossalai_model,
     write_colossalai_optimizer,
     write_huggingface,
     write_single,
     write_single_optimizer,
 )
-from shardwise.checkpoint.formats.lazy import LazySource, entries_of
-from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
-from shardwise.checkpoint.settings import configurations
-from shardwise.remarks import warn_user
+from shardwise.core.checkpoint.formats.lazy import LazySource, entries_of
+from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.core.checkpoint.settings import configurations
 
 __all__ = ["SIZE_PER_SHARD", "checked_loading", "model_writer", "optimizer_writer", "target"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.worlds.impersonation import WHOLE, impersonate
+from shardwise.compat.impersonation import WHOLE, impersonate
 
 __all__ = ["MODULE", "main"]
 
@@ -82,7 +82,7 @@ def _give_local_rank() -> None:
         if args is None or list(args) == own:
             known = [name for name in LOCAL_RANK if name in self._option_string_actions]
             if known and not any(each.partition("=")[0] in LOCAL_RANK for each in own):
-                from shardwise.mesh.launch import LaunchFacts
+                from shardwise.core.mesh.launch import LaunchFacts
 
                 facts = LaunchFacts.read()
                 args = [f"{known[0]}={facts.local_rank}", *own] if facts.launched else own

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardwise.checked import number
 from shardwise.cli.checkpoint_targets import WRITTEN, add_options, notes_of, write
 from shardwise.cli.errors import BadInput, option
-from shardwise.printable import printable
-from shardwise.sizes import parse_size, size_text
+from shardwise.core.base.checked import number
+from shardwise.core.base.printable import printable
+from shardwise.core.base.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.checkpoint.source import CheckpointSource, TensorFact
+    from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
 
 __all__ = ["add_parser", "main"]
 
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource]:
-    from shardwise.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.files import CheckpointError
 
     source = _open(options, name)
     for note in getattr(source, "notes", ()):
@@ -136,9 +136,9 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
 
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
-    from shardwise.checkpoint.files import CheckpointError
-    from shardwise.checkpoint.formats.detect import open_checkpoint
-    from shardwise.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    from shardwise.core.checkpoint.source import CheckpointDamage
 
     path: Path = getattr(options, name)
     format, optimizer = getattr(options, f"{name}_format"), getattr(options, f"{name}_optimizer")
@@ -265,9 +265,9 @@ def _dtype_text(fact: TensorFact) -> str:
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
-    from shardwise.checkpoint.file_system import DISK
-    from shardwise.checkpoint.files import CheckpointError
-    from shardwise.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.file_system import DISK
+    from shardwise.core.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.source import CheckpointDamage
 
     megabytes = _megabytes("5GB" if options.max_shard_size is None else options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -301,10 +301,10 @@ def _megabytes(text: str) -> float:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardwise.checkpoint.files import CheckpointError
-    from shardwise.checkpoint.formats.detect import open_checkpoint
-    from shardwise.checkpoint.read import NativeSource
-    from shardwise.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    from shardwise.core.checkpoint.read import NativeSource
+    from shardwise.core.checkpoint.source import CheckpointDamage
 
     if not options.path.exists():
         raise BadInput(f"{options.path}: no such file or directory")
@@ -329,9 +329,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _read_through(source: CheckpointSource, path: Path) -> list[str]:
-    from shardwise.checkpoint.formats.lazy import blocks
-    from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, check_zip
-    from shardwise.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, check_zip
+    from shardwise.core.checkpoint.source import CheckpointDamage
 
     problems = []
     watched = _Watched(source, f"reading {path}")
@@ -392,8 +392,8 @@ def _compare(
     """What differs, in words; empty if nothing does."""
     import torch
 
-    from shardwise.checkpoint.formats.lazy import blocks
-    from shardwise.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.source import CheckpointDamage
 
     one, two = first.tensors()[name], second.tensors()[other]
     if one.shape != two.shape:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.checkpoint.source import CheckpointSource
+    from shardwise.core.checkpoint.source import CheckpointSource
 
 __all__ = ["WRITTEN", "add_options", "notes_of", "write"]
 
@@ -59,7 +59,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     Raises:
         CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is half-done.
     """
-    from shardwise.checkpoint.formats import write_checkpoint
+    from shardwise.core.checkpoint.formats import write_checkpoint
 
     for name, kinds in TAKEN_BY.items():
         given = getattr(options, name)
@@ -88,7 +88,7 @@ def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
 
 def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
     """Which one is written, and its configuration."""
-    from shardwise.checkpoint.formats.peft_config import deduced_config, the_adapter
+    from shardwise.core.checkpoint.formats.peft_config import deduced_config, the_adapter
 
     if options.lora_alpha is not None and not 0 < options.lora_alpha < float("inf"):
         raise ValueError(f"--lora-alpha {options.lora_alpha}: give a number above 0")
@@ -109,7 +109,7 @@ def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str,
 
 
 def _given(path: Path, name: str) -> dict[str, Any]:
-    from shardwise.checkpoint.bounds import read_json
+    from shardwise.core.checkpoint.bounds import read_json
 
     file = path / name if path.is_dir() else path
     content = read_json(file)
@@ -119,9 +119,9 @@ def _given(path: Path, name: str) -> dict[str, Any]:
 
 
 def _config_beside(path: Path, name: str) -> Any:
-    from shardwise.checkpoint.bounds import read_json
-    from shardwise.checkpoint.files import CheckpointError
-    from shardwise.checkpoint.formats.detect import located
+    from shardwise.core.checkpoint.bounds import read_json
+    from shardwise.core.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.formats.detect import located
 
     try:
         content = read_json(located(path) / f"{name}.json")

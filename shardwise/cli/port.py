@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.errors import BadInput
-from shardwise.printable import in_a_line, printable
+from shardwise.core.base.printable import in_a_line, printable
 
 if TYPE_CHECKING:
-    from shardwise.port import Finding
+    from shardwise.compat.findings import Finding
 
 __all__ = ["add_parser", "main"]
 
@@ -50,9 +50,11 @@ def add_parser(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input."""
-    from shardwise.port import findings, markdown, rewritten
-    from shardwise.worlds import all_worlds, read_world
-    from shardwise.worlds.table import HOMES
+    from shardwise.compat import all_worlds, read_world
+    from shardwise.compat.findings import findings
+    from shardwise.compat.page import markdown
+    from shardwise.compat.rewrite import rewritten
+    from shardwise.compat.table import HOMES
 
     if options.table is not None:
         for name in options.table:

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.checked import MOST_RANKS, whole
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.launch import launch
+from shardwise.core.base.checked import MOST_RANKS, whole
 
 __all__ = ["add_parser", "check_hosts", "launcher_arguments", "main", "program"]
 
@@ -85,7 +85,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             # The first host opens the meeting place; torch would otherwise guess it from host names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
     if options.world:
-        from shardwise.worlds.impersonation import WHOLE
+        from shardwise.compat.impersonation import WHOLE
 
         if options.world not in WHOLE:
             raise BadInput(f"--as {options.world}: give one of {', '.join(WHOLE)}")

@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     if path is not None:
         check_writable(path)
 
-    from shardwise.pipeline import draw_schedule, make_schedule, schedule_text
+    from shardwise.core.parallel.pipeline import draw_schedule, make_schedule, schedule_text
 
     try:
         schedule = make_schedule(options.style, options.pp, chunks, options.microbatches)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardwise.cli.errors import BadInput, check_writable, writing
 
 if TYPE_CHECKING:
-    from shardwise.trace.stats import MemStats
+    from shardwise.core.memory.trace.stats import MemStats
 
 __all__ = ["add_parser", "main"]
 
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Trace or load, write the files, print; 0, or 2 for bad input. Under a launcher only rank 0 writes and prints."""
-    from shardwise.sizes import parse_size
+    from shardwise.core.base.sizes import parse_size
 
     if (options.target is None) == (options.stats is None):
         given = "neither" if options.target is None else "both"
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
 def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
     from dataclasses import replace
 
-    from shardwise.trace.stats import MemStats
+    from shardwise.core.memory.trace.stats import MemStats
 
     for name in ("batch", "optimizer", "device"):
         if getattr(options, name) is not None:
@@ -94,9 +94,9 @@ def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
 
 def _show(options: argparse.Namespace, stats: MemStats) -> None:
-    from shardwise.sizes import size_text
-    from shardwise.trace.dump import dump_memory_stats
-    from shardwise.trace.picture import draw, printable, timeline_text
+    from shardwise.core.base.sizes import size_text
+    from shardwise.core.memory.trace.dump import dump_memory_stats
+    from shardwise.core.memory.trace.picture import draw, printable, timeline_text
 
     title = options.target or options.stats.name
     with writing(options.out):
@@ -120,7 +120,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     import torch
     from torch import nn
 
-    from shardwise.trace.tracing import trace_memory
+    from shardwise.core.memory.trace.tracing import trace_memory
 
     source, function = _target(options.target)
     module = _load(source)
@@ -232,7 +232,7 @@ def _optimizer(name: str, model: Any) -> Any:
 def _move(value: Any, device: Any) -> Any:
     import torch
 
-    from shardwise.torch_internals import map_leaves_of
+    from shardwise.core.base.torch_internals import map_leaves_of
 
     if hasattr(value, "to") and not isinstance(value, torch.Tensor):
         return value.to(device)

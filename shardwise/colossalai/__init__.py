@@ -1,11 +1,11 @@
 """ColossalAI's names: ``sed s/colossalai/shardwise.colossalai/`` ports a program.
 
-Modules below are made from the table ``shardwise/worlds/colossalai.toml``; what is not there says what to do instead.
+Modules below are made from the table ``shardwise/compat/colossalai.toml``; what is not there says what to do instead.
 """
 
 from __future__ import annotations
 
-from shardwise.worlds import mirror, read_world
+from shardwise.compat import mirror, read_world
 
 __all__ = ["__version__", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
 

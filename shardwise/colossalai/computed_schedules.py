@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.checked import whole
+from shardwise.core.base.checked import whole
 
 __all__ = ["PipelineGraph"]
 

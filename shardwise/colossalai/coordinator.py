@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.mesh.launch import read_variable
+from shardwise.core.mesh.launch import read_variable
 
 __all__ = ["DistCoordinator"]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.build import Session, ShardedOptimizer
-from shardwise.checked import as_kind
-from shardwise.comm import ranks_of
-from shardwise.loss_scale import PublishedDefault
-from shardwise.optim import HybridAdam
-from shardwise.remarks import warn_user
-from shardwise.trace.stats import MemStats
+from shardwise.core.base.checked import as_kind
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.comm import ranks_of
+from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.optim import HybridAdam
+from shardwise.plan.loss_scale import PublishedDefault
+from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import ModelFront, OptimizerFront
 
 __all__ = ["PRECISIONS", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "check_groups"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import refuse
-from shardwise.deferred import deferred_init
-from shardwise.deferred.construction import adopt, initial_values, set_buffer
+from shardwise.core.base.checked import refuse
+from shardwise.core.deferred import deferred_init
+from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
 
 __all__ = ["LazyInitContext"]
 
@@ -29,7 +29,7 @@ class LazyInitContext:
 
     def __init__(self, tensor_cls: Any = None, default_device: torch.device | str | int | None = None) -> None:
         if tensor_cls is not None:
-            refuse("tensor_cls", tensor_cls, "leave it None: shardwise.deferred has a class of its own")
+            refuse("tensor_cls", tensor_cls, "leave it None: shardwise.core.deferred has a class of its own")
         self.default_device = default_device
         self._stack = ExitStack()
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.build import Session, ShardedOptimizer
-from shardwise.checked import as_kind, refuse
 from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
-from shardwise.loss_scale import ScalerArguments
-from shardwise.published import picked
-from shardwise.remarks import warn_user
+from shardwise.compat.published import picked
+from shardwise.core.base.checked import as_kind, refuse
+from shardwise.core.base.remarks import warn_user
+from shardwise.plan.loss_scale import ScalerArguments
+from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 
 __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]

@@ -8,10 +8,10 @@ from numbers import Integral
 import numpy as np
 import torch
 
-from shardwise.checked import as_kind
 from shardwise.colossalai.loggers import get_dist_logger
-from shardwise.device import Accelerator
-from shardwise.mesh.launch import default_device, init_distributed, launched_as, own_device, read_variable
+from shardwise.core.base.checked import as_kind
+from shardwise.core.base.device import Accelerator
+from shardwise.core.mesh.launch import default_device, init_distributed, launched_as, own_device, read_variable
 
 __all__ = [
     "get_accelerator",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.booster import interface
-from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.colossalai.gemini_models import GeminiDDP
+from shardwise.session import ShardedModule, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]

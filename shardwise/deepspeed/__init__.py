@@ -1,10 +1,11 @@
 """DeepSpeed's interface on shardwise's engine: ``import shardwise.deepspeed as deepspeed``.
 
-Names and modules that are no files here come from the table ``shardwise/worlds/deepspeed.toml``.
+Names and modules that are no files here come from the table ``shardwise/compat/deepspeed.toml``.
 """
 
 from __future__ import annotations
 
+from shardwise.compat import mirror, read_world
 from shardwise.deepspeed import checkpointing, zero
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Report
@@ -12,7 +13,6 @@ from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.entry import add_config_arguments, initialize
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.version import __version__
-from shardwise.worlds import mirror, read_world
 
 __all__ = [
     "DeepSpeedEngine",

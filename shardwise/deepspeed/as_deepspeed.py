@@ -6,7 +6,7 @@ accelerate do when they are imported). ``shardwise run --as deepspeed`` does the
 
 from __future__ import annotations
 
-from shardwise.worlds import impersonate
+from shardwise.compat import impersonate
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shardwise.remarks import warn_user
-from shardwise.worlds import lookup, read_world
+from shardwise.compat import lookup, read_world
+from shardwise.core.base.remarks import warn_user
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 

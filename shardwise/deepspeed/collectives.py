@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.members import made_together
+from shardwise.core.comm.members import made_together
+from shardwise.core.mesh import LaunchFacts
+from shardwise.core.mesh import init_distributed as join
 from shardwise.deepspeed.hardware import get_accelerator
-from shardwise.mesh import LaunchFacts
-from shardwise.mesh import init_distributed as join
 
 __all__ = ["init_distributed"]
 
@@ -55,7 +55,7 @@ def init_distributed(
 
     Raises:
         PeerError: not all ranks came in time.
-        ValueError: see :func:`shardwise.mesh.init_distributed`, and torch's of a place to meet that lacks something.
+        ValueError: see ``init_distributed``, and torch's of a place to meet that lacks something.
     """
     if dist_init_required is False or is_initialized():
         return

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from shardwise.checked import shown
+from shardwise.core.base.checked import shown
+from shardwise.core.base.remarks import warn_user
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
-from shardwise.remarks import warn_user
 
 __all__ = ["Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from shardwise.comm import ranks_of
+from shardwise.core.comm import ranks_of
 from shardwise.deepspeed.config import Batch, Settings, Source, batch_of, load_config, read_config
 from shardwise.deepspeed.groups import data_parallel_group
 from shardwise.deepspeed.plan import data_ranks

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.optim import CPUAdam
-from shardwise.optim.lamb import BoundedLamb
-from shardwise.optim.lion import Lion
+from shardwise.core.optim import CPUAdam
+from shardwise.core.optim.lamb import BoundedLamb
+from shardwise.core.optim.lion import Lion
 
 __all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion"]
 
@@ -102,7 +102,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class DeepSpeedCPULion(Lion):
-    """:class:`~shardwise.optim.lion.Lion` with DeepSpeed's arguments; state is as
+    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; state is as
     :class:`DeepSpeedCPUAdagrad`'s."""
 
     def __init__(
@@ -117,7 +117,7 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(Lion):
-    """:class:`~shardwise.optim.lion.Lion` with DeepSpeed's arguments; ``set_grad_none`` has no effect."""
+    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; ``set_grad_none`` has no effect."""
 
     def __init__(
         self,

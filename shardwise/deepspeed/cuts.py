@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import as_kind, whole
+from shardwise.core.base.checked import as_kind, whole
 from shardwise.deepspeed.config import load_config, read_config
 from shardwise.deepspeed.plan import TENSOR_SIZES, parallel_sizes
 

@@ -1,4 +1,4 @@
-"""What ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.build.Session`."""
+"""What ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.session.Session`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.attributes import attribute_of
-from shardwise.build import Session
-from shardwise.checked import as_mapping, as_tensor, whole
+from shardwise.core.base.attributes import attribute_of
+from shardwise.core.base.checked import as_mapping, as_tensor, whole
+from shardwise.core.base.remarks import warn_user
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.facts import ABSENT, getter
@@ -21,8 +21,8 @@ from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module
 from shardwise.deepspeed.steps import Steps
-from shardwise.precision_plan import HALF_DTYPES
-from shardwise.remarks import warn_user
+from shardwise.plan.precision import HALF_DTYPES
+from shardwise.session import Session
 
 __all__ = ["DeepSpeedEngine"]
 

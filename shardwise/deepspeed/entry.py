@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.build import Session, agreed_build, build
-from shardwise.checked import shown
-from shardwise.comm import ranks_of
+from shardwise.core.base.checked import shown
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.torch_internals import point
+from shardwise.core.comm import ranks_of
+from shardwise.core.deferred.construction import paused
+from shardwise.core.mesh import default_device, init_distributed
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import required_batch
@@ -30,11 +33,8 @@ from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
-from shardwise.deferred.construction import paused
-from shardwise.mesh import default_device, init_distributed
 from shardwise.plan import Plan
-from shardwise.remarks import warn_user
-from shardwise.torch_internals import point
+from shardwise.session import Session, agreed_build, build
 
 __all__ = ["add_config_arguments", "initialize"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from shardwise.attributes import ModeOfModule
-from shardwise.build import Session
-from shardwise.checked import whole
-from shardwise.comm import ranks_of
+from shardwise.core.base.attributes import ModeOfModule
+from shardwise.core.base.checked import whole
+from shardwise.core.comm import ranks_of
 from shardwise.deepspeed.config import Batch, Settings
 from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
 from shardwise.deepspeed.process_groups import get_sequence_parallel_group
 from shardwise.deepspeed.schema import KEYS, SECTIONS
+from shardwise.session import Session
 
 __all__ = ["ABSENT", "Facts", "getter"]
 

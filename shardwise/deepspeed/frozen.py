@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardwise.build import Session
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.frozen import TrainedOnly
-from shardwise.checkpoint.match import Match, Wanted
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.frozen import TrainedOnly
+from shardwise.core.checkpoint.match import Match, Wanted
 from shardwise.deepspeed.parts import PartRun
+from shardwise.session import Session
 
 __all__ = ["WithoutFrozen", "frozen_ones_are_missing"]
 

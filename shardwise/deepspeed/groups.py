@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from shardwise.comm import ranks_of
-from shardwise.mesh import Mesh
+from shardwise.core.comm import ranks_of
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 
 __all__ = ["MARK", "data_parallel_group", "groups_of", "marking", "mesh_of"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.device import allocator_bytes, make_current, memory_facts, synchronize, visible_gpus
-from shardwise.mesh import LaunchFacts, default_device
+from shardwise.core.base.device import allocator_bytes, make_current, memory_facts, synchronize, visible_gpus
+from shardwise.core.mesh import LaunchFacts, default_device
 
 __all__ = ["Accelerator", "get_accelerator", "see_memory_usage"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.torch_internals import current_graph_task
+from shardwise.core.base.torch_internals import current_graph_task
+from shardwise.session import Session
 
 __all__ = ["ParameterOffload", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_session"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from shardwise.build import ShardedOptimizer
+from shardwise.session import ShardedOptimizer
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine

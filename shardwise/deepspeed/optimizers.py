@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.optim.lion import Lion
+from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.cpu_optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLamb
 from shardwise.deepspeed.schedules import check_parameters
-from shardwise.optim.lion import Lion
-from shardwise.optim.muon import MuonWithAuxAdam
 
 __all__ = ["make_optimizer", "wide_states"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.bounds import read_name
-from shardwise.checkpoint.directory import LATEST, scan
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.run import EngineRun
-from shardwise.checkpoint.write import agree
+from shardwise.core.checkpoint.bounds import read_name
+from shardwise.core.checkpoint.directory import LATEST, scan
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.write import agree
 
 __all__ = ["PartRun"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checked import MOST_NUMEL, MOST_SCALE
+from shardwise.core.base.checked import MOST_NUMEL, MOST_SCALE
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
 from shardwise.plan import (
     ByNumel,
@@ -24,7 +24,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.precision_plan import HALF_DTYPES
+from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 

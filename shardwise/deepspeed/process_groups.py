@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from shardwise.build import Session
+from shardwise.core.mesh import Mesh
 from shardwise.deepspeed.collectives import (
     get_global_rank,
     get_rank,
@@ -19,7 +19,7 @@ from shardwise.deepspeed.collectives import (
     get_world_size,
 )
 from shardwise.deepspeed.groups import DATA, MODEL
-from shardwise.mesh import Mesh
+from shardwise.session import Session
 
 __all__ = ["get_data_parallel_group", "get_model_parallel_group", "remember_groups"]
 

@@ -9,32 +9,32 @@ from typing import Any
 
 import torch
 
-from shardwise.build import Session
-from shardwise.checked import as_mapping, as_path
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.bounds import reading
-from shardwise.checkpoint.directory import LATEST
-from shardwise.checkpoint.find import opening
-from shardwise.checkpoint.format import MANIFEST
-from shardwise.checkpoint.formats.deepspeed import CLIENT_STATE
-from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
-from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.formats.output import output_file, write_torch
-from shardwise.checkpoint.formats.param_groups import group_options
-from shardwise.checkpoint.match import Match, Wanted
-from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
-from shardwise.checkpoint.options import fitting
-from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.restore import put_back, read_others
-from shardwise.checkpoint.schedulers import SavedScheduler
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import StateTensors
-from shardwise.checkpoint.write import agree
+from shardwise.core.base.checked import as_mapping, as_path
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.bounds import reading
+from shardwise.core.checkpoint.directory import LATEST
+from shardwise.core.checkpoint.find import opening
+from shardwise.core.checkpoint.format import MANIFEST
+from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE
+from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
+from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.output import output_file, write_torch
+from shardwise.core.checkpoint.formats.param_groups import group_options
+from shardwise.core.checkpoint.match import Match, Wanted
+from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
+from shardwise.core.checkpoint.options import fitting
+from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.restore import put_back, read_others
+from shardwise.core.checkpoint.schedulers import SavedScheduler
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import StateTensors
+from shardwise.core.checkpoint.write import agree
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
-from shardwise.remarks import warn_user
+from shardwise.session import Session
 
 __all__ = ["Found", "Saving", "take_over"]
 
@@ -56,7 +56,7 @@ class Saving:
         universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
 
     Attributes:
-        doing: see :meth:`shardwise.checkpoint.run.Run.doing`.
+        doing: see :meth:`shardwise.core.checkpoint.run.Run.doing`.
     """
 
     def __init__(self, session: Session, universal: bool = False) -> None:

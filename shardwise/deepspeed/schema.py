@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
-from shardwise.tier_plan import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
+from shardwise.core.base.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
+from shardwise.plan.tiers import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
 
 __all__ = ["ALIASES", "BLOCKS", "KEYS", "SECTIONS", "ConfigBlock", "Key", "known_names"]
 
@@ -222,8 +222,8 @@ _CHECKPOINT = {
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
 }
 
-_CLASSES = "what of a model is cut is known by its modules' classes, see shardwise.tensor.known_architectures()"
-_DESCRIBE = "leave it out, and describe the model with shardwise.tensor.register_architecture"
+_CLASSES = "what of a model is cut is known by its modules' classes, see shardwise.known_architectures()"
+_DESCRIBE = "leave it out, and describe the model with shardwise.register_architecture"
 _TENSOR = {
     "autotp_size": _use("int", 0, 0, MOST_COUNT),
     "dtype": _skip("text", None, "fp16 and bf16 say it"),

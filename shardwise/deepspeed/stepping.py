@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.build import Session
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
+from shardwise.session import Session
 
 __all__ = [
     "NoSyncError",

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Batch
 from shardwise.deepspeed.facts import Facts
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.stepping import PassesApart, watched_step
-from shardwise.interrupts import deferred_interrupts
 
 __all__ = ["Steps"]
 

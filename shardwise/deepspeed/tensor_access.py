@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import OneParameter
 from shardwise.deepspeed.stepping import PassesApart
 from shardwise.deepspeed.zero import session_of
+from shardwise.session import OneParameter
 
 __all__ = [
     "safe_get_full_fp32_param",

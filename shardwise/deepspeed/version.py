@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.worlds import read_world
+from shardwise.compat import read_world
 
 __version__ = version = read_world("deepspeed").version
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))

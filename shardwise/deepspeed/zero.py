@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.comm import PeerError, ranks_of
+from shardwise.compat import lookup, read_world
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.comm import PeerError, ranks_of
+from shardwise.core.deferred.construction import adopt, deferred_init, paused
+from shardwise.core.deferred.replay import replay, tape_of
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
 from shardwise.deepspeed.plan import number_format
-from shardwise.deferred.construction import adopt, deferred_init, paused
-from shardwise.deferred.replay import replay, tape_of
-from shardwise.remarks import warn_user
-from shardwise.worlds import lookup, read_world
+from shardwise.session import Session
 
 __all__ = [
     "GatheredParameters",

@@ -1,7 +1,7 @@
 """``zero_to_fp32``: the whole model of a checkpoint in fp32, without ranks and without executing what is in files.
 
 Checkpoints of DeepSpeed's ``save_checkpoint`` and of shardwise's engines are read, and any other format that
-:func:`~shardwise.checkpoint.formats.open_checkpoint` knows.
+:func:`~shardwise.core.checkpoint.formats.open_checkpoint` knows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import as_path
-from shardwise.checkpoint.bounds import read_name
-from shardwise.checkpoint.directory import LATEST
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.formats.lazy import Entry, model_entries, whole
-from shardwise.checkpoint.formats.output import (
+from shardwise.core.base.checked import as_path
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.sizes import parse_size
+from shardwise.core.checkpoint.bounds import read_name
+from shardwise.core.checkpoint.directory import LATEST
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, whole
+from shardwise.core.checkpoint.formats.output import (
     one_at_a_time,
     output_file,
     output_files,
@@ -30,10 +32,8 @@ from shardwise.checkpoint.formats.output import (
     write_text,
     write_torch,
 )
-from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.checkpoint.source import OpenSource
-from shardwise.remarks import warn_user
-from shardwise.sizes import parse_size
+from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.core.checkpoint.source import OpenSource
 
 __all__ = [
     "FROZEN",

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
-from shardwise.checked import as_kind
+from shardwise.core.base.checked import as_kind
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.mesh import Mesh
+from shardwise.core.mesh.launch import read_variable
 from shardwise.huggingface.accelerate_precision import with_precision
 from shardwise.huggingface.accumulating import Accumulating
 from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
-from shardwise.mesh import Mesh
-from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
-from shardwise.remarks import warn_user
+from shardwise.session import Session, ShardedModule, ShardedOptimizer, build
 
 __all__ = ["Prepared", "ShardwiseAccelerator", "prepare"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.build import Session
+from shardwise.session import Session
 
 __all__ = ["Accumulating"]
 

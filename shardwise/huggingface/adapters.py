@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.build import Session
+from shardwise.session import Session
 
 __all__ = ["asks_prompts", "loads_adapters"]
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from shardwise.build import Session
-from shardwise.checkpoint import EngineRun
-from shardwise.checkpoint.write import agree
+from shardwise.core.checkpoint import EngineRun
+from shardwise.core.checkpoint.write import agree
+from shardwise.session import Session
 
 __all__ = ["loading_hooks", "saving_hooks"]
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from shardwise.build import Session
-from shardwise.checked import as_kind
-from shardwise.checkpoint import EngineRun
-from shardwise.checkpoint.formats.output import output_files
-from shardwise.checkpoint.write import agree
+from shardwise.core.base.checked import as_kind
+from shardwise.core.checkpoint import EngineRun
+from shardwise.core.checkpoint.formats.output import output_files
+from shardwise.core.checkpoint.write import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
 from shardwise.huggingface.adapters import asks_prompts, loads_adapters
 from shardwise.huggingface.callbacks import gather_for_references
 from shardwise.plan import Plan
+from shardwise.session import Session
 
 __all__ = ["ShardwiseTrainer", "sharded_trainer"]
 
@@ -100,7 +100,7 @@ class ShardwiseTrainer(Trainer):
         """Write the model for ``from_pretrained``. Every rank calls it; the main process writes.
 
         A directory that is not there yet appears whole; in one that is there each file is replaced whole, see
-        :func:`shardwise.checkpoint.formats.output.output_files`.
+        :func:`shardwise.core.checkpoint.formats.output.output_files`.
 
         Raises:
             CheckpointError, ValueError: on every rank, when the main process could not write; every file that was there

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import ShardedOptimizer, sharded_of
+from shardwise.session import ShardedOptimizer, sharded_of
 
 __all__ = ["drive", "optimizers_of"]
 

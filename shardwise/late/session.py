@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import TransparentModule, attribute_of
-from shardwise.build import Session
-from shardwise.engine.weak import weakly
+from shardwise.core.base.attributes import TransparentModule, attribute_of
+from shardwise.core.engine.weak import weakly
+from shardwise.session import Session
 
 __all__ = ["LateModule", "LateOptimizer", "LateSession"]
 
@@ -24,7 +24,7 @@ class LateSession:
     Args:
         module: the user's, whole.
         make: shards it with the optimizers; collective.
-        undo: makes it whole again; ``None``: :meth:`~shardwise.build.Session.unshard`.
+        undo: makes it whole again; ``None``: :meth:`~shardwise.session.Session.unshard`.
     """
 
     def __init__(self, module: nn.Module, make: Make, undo: Callable[[Session], None] | None = None) -> None:
@@ -117,7 +117,7 @@ class LateSession:
             self._watch()
 
     def close(self) -> None:
-        """Remove what sharding put on the model; see :meth:`~shardwise.build.Session.close`."""
+        """Remove what sharding put on the model; see :meth:`~shardwise.session.Session.close`."""
         self._unwatch()
         if self._session is not None:
             self._session.close()
@@ -149,7 +149,7 @@ class LateModule(TransparentModule):
             super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The full state on every rank; see :meth:`shardwise.engine.module.ShardedModule.state_dict`. Collective."""
+        """The full state on every rank; see ``state_dict``. Collective."""
         found: dict[str, Any] = self._sharded.state_dict(*args, **kwargs)
         return found
 
@@ -207,7 +207,7 @@ class LateOptimizer(torch.optim.Optimizer):
         (self.sharded if self.late.built else self.given).add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; see :meth:`shardwise.engine.optimizer.ShardedOptimizer.step`. Every rank calls it."""
+        """One update; see :meth:`shardwise.core.engine.optimizer.ShardedOptimizer.step`. Every rank calls it."""
         return self.sharded.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -215,12 +215,12 @@ class LateOptimizer(torch.optim.Optimizer):
         (self.sharded if self.late.built else self.given).zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """See :meth:`shardwise.engine.optimizer.ShardedOptimizer.clip_grad_by_norm`. Every rank calls it."""
+        """See :meth:`shardwise.core.engine.optimizer.ShardedOptimizer.clip_grad_by_norm`. Every rank calls it."""
         norm: float = self.sharded.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """See :meth:`shardwise.engine.optimizer.ShardedOptimizer.clip_grad_by_value`. Every rank calls it."""
+        """See :meth:`shardwise.core.engine.optimizer.ShardedOptimizer.clip_grad_by_value`. Every rank calls it."""
         self.sharded.clip_grad_by_value(clip_value)
 
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from shardwise.worlds import mirror, read_world
+from shardwise.compat import mirror, read_world
 
 __all__ = ["ColossalAIPrecisionPlugin", "ColossalAIStrategy"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.compat import mirror, read_world
 from shardwise.strategies import registering
 from shardwise.strategies.namespace import LIGHTNING_FABRIC
 from shardwise.strategies.single_file import to_single_file
 from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
-from shardwise.worlds import mirror, read_world
 
 __all__ = [
     "ColossalAIStrategy",

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as plain
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.checked import as_kind
-from shardwise.remarks import warn_user
+from shardwise.core.base.checked import as_kind
+from shardwise.core.base.remarks import warn_user
 
 __all__ = [
     "CosineAnnealingLR",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
-from shardwise.optim.fused_sgd import FusedSGD
-from shardwise.optim.lamb import FusedLAMB, Lamb
-from shardwise.worlds import lookup, read_world
+from shardwise.compat import lookup, read_world
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.optim.fused_sgd import FusedSGD
+from shardwise.core.optim.lamb import FusedLAMB, Lamb
 
 __all__ = ["CPUAdam", "FusedAdam", "FusedLAMB", "FusedSGD", "HybridAdam", "Lamb"]
 

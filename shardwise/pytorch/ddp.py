@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checked import MOST_BYTES, refuse, whole
+from shardwise.core.base.checked import MOST_BYTES, refuse, whole
+from shardwise.core.base.remarks import warn_user
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated
 from shardwise.pytorch.precision import with_formats
 from shardwise.pytorch.ranks import check_all_ranks, mesh_of, name_device
-from shardwise.remarks import warn_user
 
 __all__ = ["plan_of_ddp"]
 

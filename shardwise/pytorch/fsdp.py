@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise.booster.plugin.fsdp_units import unit_modules
-from shardwise.checked import refuse
+from shardwise.core.base.checked import refuse
+from shardwise.core.base.remarks import warn_user
 from shardwise.plan import ByModule, MeshPlan, Plan, replicated, zero
 from shardwise.pytorch.precision import check_full_precision, with_formats
 from shardwise.pytorch.ranks import all_ranks, check_all_ranks, mesh_of, name_device, nodes
-from shardwise.remarks import warn_user
 
 __all__ = ["names_of_ignored", "on_host", "plan_of_fsdp"]
 
@@ -66,7 +66,7 @@ def plan_of_fsdp(
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     name_device("device_id", device_id)
     if param_init_fn is not None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        refuse("param_init_fn", param_init_fn, "build the model under shardwise.deferred.deferred_init(), and leave it")
+        refuse("param_init_fn", param_init_fn, "build the model under shardwise.deferred_init(), and leave it")
     plan = replicated() if strategy is ShardingStrategy.NO_SHARD else zero(3)
     plan = plan.but(mesh=_sizes(strategy, process_group, device_mesh), sync_init=bool(sync_module_states))
     ignored = set(ignored_modules or ())

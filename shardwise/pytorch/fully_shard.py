@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise.checked import refuse
+from shardwise.core.base.checked import refuse
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.pytorch.fsdp import names_of_ignored, on_host
 from shardwise.pytorch.precision import with_formats

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import refuse
+from shardwise.core.base.checked import refuse
 from shardwise.plan import Plan, ScalerPlan
-from shardwise.precision_plan import HALF_DTYPES
+from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["TORCH_SCALER", "check_full_precision", "with_formats"]
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checked import refuse
-from shardwise.mesh.launch import read_variable
+from shardwise.core.base.checked import refuse
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.mesh.launch import read_variable
 from shardwise.plan import MeshPlan
-from shardwise.remarks import warn_user
 
 __all__ = ["all_ranks", "check_all_ranks", "mesh_of", "name_device", "nodes"]
 

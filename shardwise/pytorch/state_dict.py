@@ -1,6 +1,6 @@
 """``torch.distributed.checkpoint.state_dict`` for sharded models: the same names, for DCP's ``save`` and ``load``."""
 
-from shardwise.checkpoint.dcp_state import (
+from shardwise.core.checkpoint.dcp_state import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,

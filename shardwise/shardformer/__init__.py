@@ -1,6 +1,6 @@
 """ColossalAI's Shardformer, as far as tensor parallelism goes: configurations, policies, and a model cut by them.
 
-What is published is translated here into cuts of :mod:`shardwise.tensor`; no layer and no collective is written here.
+What is published is translated here into cuts of ``tensor``; no layer and no collective is written here.
 """
 
 from shardwise.shardformer.policies import ModulePolicyDescription, Policy, SubModuleReplacementDescription

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.pipeline import layers_of_stages
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.parallel.pipeline import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
 __all__ = ["Kernels", "StageDivision", "changed_model", "kernels_of"]
@@ -59,7 +59,7 @@ class StageDivision:
 
     Attributes:
         stages: of the model.
-        layers: by stage; ``None``: as :func:`~shardwise.pipeline.layers_of_stages` does.
+        layers: by stage; ``None``: as :func:`~shardwise.core.parallel.pipeline.layers_of_stages` does.
     """
 
     stages: int = 1

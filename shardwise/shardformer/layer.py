@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checked import as_kind, refuse, whole
-from shardwise.tensor import Cut, Embedding, Head, Site
+from shardwise.core.base.checked import as_kind, refuse, whole
+from shardwise.core.parallel.tensor import Cut, Embedding, Head, Site
 
 __all__ = [
     "DropoutForParallelInput",

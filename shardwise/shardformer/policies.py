@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checked import refuse
+from shardwise.core.base.checked import refuse
+from shardwise.core.parallel.tensor import Cutting, Site
 from shardwise.plan import TensorPlan
 from shardwise.shardformer.layer import ParallelModule
 from shardwise.shardformer.shard_config import ShardConfig, config_over
-from shardwise.tensor import Cutting, Site
 
 __all__ = ["ModulePolicyDescription", "Policy", "PolicyArchitecture", "SubModuleReplacementDescription"]
 

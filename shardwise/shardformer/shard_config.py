@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from shardwise.checked import refuse, share, shown, switch, whole
-from shardwise.comm import ranks_of
+from shardwise.core.base.checked import refuse, share, shown, switch, whole
+from shardwise.core.comm import ranks_of
 from shardwise.plan import TensorPlan
 
 __all__ = ["NOT_YET", "GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "ShardConfig", "config_over"]

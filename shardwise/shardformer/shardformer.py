@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
-from shardwise.checked import as_kind
-from shardwise.comm import GroupMaker, LocalGroup, Members, ranks_of
-from shardwise.device import on_device
+from shardwise.core.base.checked import as_kind
+from shardwise.core.base.device import on_device
+from shardwise.core.comm import GroupMaker, LocalGroup, Members, ranks_of
+from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.plan import TensorPlan
 from shardwise.shardformer.changes import changed_model, kernels_of
 from shardwise.shardformer.policies import Policy, PolicyArchitecture
 from shardwise.shardformer.shard_config import ShardConfig
-from shardwise.tensor import Axis, cut_model
 
 __all__ = ["ShardFormer"]
 

@@ -2,7 +2,7 @@
 
 Nothing here imports Lightning when it is imported; :mod:`shardwise.strategies.namespace` does so by name. A strategy
 translates its published arguments into a plan and Lightning's calls into those of a ``Session``; it reaches nothing
-below :mod:`shardwise.build`. Names are registered by the two packages above, when one of them is imported.
+below :mod:`shardwise.session`. Names are registered by the two packages above, when one of them is imported.
 """
 
 from __future__ import annotations

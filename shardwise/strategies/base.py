@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from shardwise.build import Session
-from shardwise.deferred import deferred_init
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
-from shardwise.remarks import warn_user
+from shardwise.session import Session
 from shardwise.strategies.lightning_precision import (
     NumberFormat,
     ShardedPrecision,

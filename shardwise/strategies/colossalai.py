@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from shardwise.compat.published import documented, listed, names_of, takes
+from shardwise.core.base.remarks import warn_user
 from shardwise.plan import Plan
-from shardwise.published import documented, listed, names_of, takes
-from shardwise.remarks import warn_user
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
 from shardwise.strategies.lightning_precision import NumberFormat

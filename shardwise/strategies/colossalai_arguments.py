@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.booster.plugin import gemini
-from shardwise.checked import MOST_NUMEL, share, switch, whole
-from shardwise.loss_scale import ScalerArguments, scaler_plan
+from shardwise.compat.published import documented, given_in_vain, names_of
+from shardwise.core.base.checked import MOST_NUMEL, share, switch, whole
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
-from shardwise.published import documented, given_in_vain, names_of
+from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
 
 __all__ = ["ColossalAIArguments", "to_plan", "without_effect"]
 

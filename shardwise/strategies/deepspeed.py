@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from shardwise.build import Session
+from shardwise.compat.published import documented, names_of, takes
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
@@ -20,7 +20,7 @@ from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
-from shardwise.published import documented, names_of, takes
+from shardwise.session import Session
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.deepspeed_config import (
     AUTO,

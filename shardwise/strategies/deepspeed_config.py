@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checked import switch, whole
+from shardwise.compat.published import changed, given_in_vain, listed, names_of
+from shardwise.core.base.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
 from shardwise.deepspeed.plan import data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
-from shardwise.published import changed, given_in_vain, listed, names_of
 
 __all__ = [
     "DeepSpeedArguments",

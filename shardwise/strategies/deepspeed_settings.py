@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from shardwise.compat.published import listed
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.mesh.launch import read_variable
 from shardwise.deepspeed.config import Report, Settings, load_config, read_config
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_parallel
-from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
-from shardwise.published import listed
-from shardwise.remarks import warn_user
 from shardwise.strategies.deepspeed_config import (
     AUTO,
     CLIPPING,

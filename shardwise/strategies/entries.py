@@ -3,7 +3,7 @@
 Numbers, strings, tensors, lists, tuples and dictionaries are what they are. A few other classes, named here, become
 ``{"(class)": name, "value": data}``; reading makes those and no others, so a checkpoint cannot name code to run.
 
-This is no second way to write nested values: :mod:`shardwise.checkpoint.tree` writes what comes out here. It stands by
+This is no second way to write nested values: ``tree`` writes what comes out here. It stands by
 itself because the checkpoint's room knows none of these classes, and because what is no data has to be refused, or a
 hyper-parameter left out, before the ranks begin to save together.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.printable import class_name
+from shardwise.core.base.printable import class_name
 
 __all__ = ["left_out", "pack", "unpack"]
 

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.deferred import deferred_init
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
+from shardwise.session import Session
 from shardwise.strategies.fabric_saving import Check, FabricSaving, restored, writer_of
 from shardwise.strategies.lightning_precision import CastingPrecision, NumberFormat, check_replaceable
 from shardwise.strategies.namespace import Namespace, build

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.compat.published import documented, names_of, takes
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.deferred import deferred_init
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.logs import known_level, set_level
 from shardwise.deepspeed.saving import take_over
 from shardwise.deepspeed.stepping import watched_step
-from shardwise.deferred import deferred_init
 from shardwise.plan import Plan
-from shardwise.published import documented, names_of, takes
+from shardwise.session import Session
 from shardwise.strategies.colossalai import plan_in, report
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, without_effect
 from shardwise.strategies.deepspeed_config import ACCUMULATION, AUTO, DeepSpeedArguments, TrainerFacts, complete, read

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.build import Session
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.write import agree
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.write import agree
 from shardwise.late import LateOptimizer
+from shardwise.session import Session
 from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checked import MOST_BYTES, MOST_NUMEL, switch, whole
-from shardwise.deferred import deferred_init
+from shardwise.compat.published import documented, names_of, takes
+from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, switch, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.deferred import deferred_init
 from shardwise.plan import (
     ByModule,
     ByNumel,
@@ -31,8 +33,6 @@ from shardwise.plan import (
     on_device,
     usual_exchange,
 )
-from shardwise.published import documented, names_of, takes
-from shardwise.remarks import warn_user
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.lightning_precision import NumberFormat
 from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names

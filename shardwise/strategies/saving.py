@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from shardwise.build import Session
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.randomness import read_generators, restore_generators
-from shardwise.checkpoint.restore import Restored
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.write import agree
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.randomness import read_generators, restore_generators
+from shardwise.core.checkpoint.restore import Restored
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.write import agree
+from shardwise.session import Session
 from shardwise.strategies.entries import left_out, pack, unpack
 from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.checkpoint.options import check_scheduler
-from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint.options import check_scheduler
+from shardwise.core.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
 
 __all__ = ["CLASSES", "check_schedulers", "fit_schedulers", "scheduler_classes"]
 

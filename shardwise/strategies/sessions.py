@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.torch_internals import point
+from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
-from shardwise.precision_plan import HALF_DTYPES
-from shardwise.remarks import warn_user
+from shardwise.plan.precision import HALF_DTYPES
+from shardwise.session import Session, build
 from shardwise.strategies.toggling import Toggling
-from shardwise.torch_internals import point
 
 __all__ = ["Live", "live_session", "shard"]
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.formats.detect import detect_format
-from shardwise.checkpoint.formats.lazy import Entry
-from shardwise.checkpoint.formats.optimizer_state import to_numbered
-from shardwise.checkpoint.formats.output import output_file, write_torch
-from shardwise.checkpoint.source import CheckpointSource, StateTensors
-from shardwise.optim.nested_state import mapped
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats.detect import detect_format
+from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.formats.optimizer_state import to_numbered
+from shardwise.core.checkpoint.formats.output import output_file, write_torch
+from shardwise.core.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.core.optim.nested_state import mapped
 from shardwise.strategies.entries import left_out, unpack
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.remarks import warn_user
+from shardwise.core.base.remarks import warn_user
 
 __all__ = ["auto_wrap", "chosen_modules", "default_auto_wrap_policy", "enable_wrap", "unit_names", "wrap"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.comm.traffic import Traffic
-from shardwise.torch_internals import storage_id
+from shardwise.core.base.torch_internals import storage_id
+from shardwise.core.comm.traffic import Traffic
 
 __all__ = ["Traffic", "live_tensor_bytes", "live_tensors"]
 

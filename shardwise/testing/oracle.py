@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.torch_internals import point
+from shardwise.core.base.torch_internals import point
 
 __all__ = ["PlainRecipe", "PlainRun", "train_plain"]
 

@@ -34,7 +34,7 @@ __all__ = ["RankError", "RankPool", "close_pools", "run_ranks"]
 T = TypeVar("T")
 
 # Every optimizer brings torch._dynamo, which takes as long to import as torch.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardwise.testing.worker", "shardwise.build"]
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardwise.testing.worker", "shardwise.session"]
 _START_SECONDS = 120.0
 _GROUP_SECONDS = 600.0  # the pool's own time-out ends a hang much earlier
 _GRACE_SECONDS = 0.3  # after one rank raised, for the others to raise as well

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.checked import MOST_BYTES, number, share, switch
-from shardwise.comm_plan import MOST_DIVISOR
-from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
+from shardwise.core.base.checked import MOST_BYTES, number, share, switch
 from shardwise.plan import (
     AutoPlan,
     ByNumel,
@@ -22,7 +20,9 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.precision_plan import HALF_DTYPES
+from shardwise.plan.comm import MOST_DIVISOR
+from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
+from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
 

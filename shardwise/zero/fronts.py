@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.attributes import TransparentModule, attribute_of
-from shardwise.build import Session, ShardedOptimizer
+from shardwise.core.base.attributes import TransparentModule, attribute_of
+from shardwise.session import Session, ShardedOptimizer
 
 __all__ = ["ModelFront", "OptimizerFront"]
 
@@ -90,7 +90,7 @@ class ModelFront(TransparentModule):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelFront:
-        """``to()``, ``half()`` and the like, where they change nothing; see :class:`~shardwise.engine.module`."""
+        """``to()``, ``half()`` and the like, where they change nothing; see :class:`~shardwise.core.engine.module`."""
         self.session.module._apply(fn, recurse)
         return self
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardwise.comm import ranks_of
-from shardwise.deferred import deferred_init
+from shardwise.core.comm import ranks_of
+from shardwise.core.deferred import deferred_init
 from shardwise.zero.shard_utils import BaseShardStrategy
 
 __all__ = ["ParameterMark", "ZeroInitContext", "mark_of", "no_shard_zero_context", "no_shard_zero_decrator"]

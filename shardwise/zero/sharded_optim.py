@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import ShardedOptimizer
-from shardwise.loss_scale import PublishedDefault
-from shardwise.published import documented, picked
+from shardwise.compat.published import documented, picked
+from shardwise.plan.loss_scale import PublishedDefault
+from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.fronts import OptimizerFront
 from shardwise.zero.sharded_model import ShardedModelV2

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from shardwise.build import build
-from shardwise.checkpoint import contents
-from shardwise.checkpoint.read import verify
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.cli import checkpoint as command
+from shardwise.core.checkpoint import contents
+from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
 from tests.faults.small import Small

@@ -21,15 +21,15 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.build import build
-from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import CheckpointDamage
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
 from tests.faults.system import SHORT, System, in_place_of_the_system

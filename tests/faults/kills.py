@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
+from shardwise.session import build
 from tests.faults.report import Report
 
 GRACE_S = 20.0

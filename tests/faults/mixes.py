@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.mesh import Mesh
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import RankError, run_ranks
 from tests.faults.report import Report
 from tests.faults.soak import WHOLE_CYCLES, judge, sample

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import live_tensor_bytes, run_ranks
 from shardwise.testing.counters import live_tensors
 from tests.faults.report import Report

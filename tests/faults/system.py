@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.checkpoint import atomic, directory, file_system, read
-from shardwise.checkpoint.formats import output
+from shardwise.core.checkpoint import atomic, directory, file_system, read
+from shardwise.core.checkpoint.formats import output
 
 SHORT = 0  # a write that takes only a part
 CHANGING = ("mkdir", "makedirs", "open", "close", "link", "rename", "unlink", "rmdir")

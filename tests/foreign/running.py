@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.port import rewritten
-from shardwise.worlds import all_worlds
+from shardwise.compat import all_worlds
+from shardwise.compat.rewrite import rewritten
 from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu.counting import kernels_of
-from shardwise.build import Session, build
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
 
 STEPS = 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu.on_device import device_of_rank
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.testing import RankPool
 
 KINDS: dict[str, Callable[..., Any]] = {

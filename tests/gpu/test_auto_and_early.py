@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from gpu.on_device import Stack, adamw, device_of_rank, to_device
 from gpu.test_tiers import CLOSE, LAYER, SLACK, WIDTH, tiered
-from shardwise.build import Session, build
-from shardwise.memory.tier import Tier
-from shardwise.optim import HybridAdam
+from shardwise.core.memory.tier import Tier
+from shardwise.core.optim import HybridAdam
+from shardwise.core.update.early import EarlyUpdates
 from shardwise.plan import AutoPlan, Plan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import MODELS, RankPool, assert_close, make_batches
-from shardwise.update.early import EarlyUpdates
 
 STEPS, DEPTH = 4, 16
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpu.on_device import device_of_rank
-from shardwise.build import build
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import RankPool, assert_close
 
 DEPTH, WIDTH, ROWS, STEPS = 8, 256, 512, 6

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.counting import allocator_queries, host_waits, kernels_of
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_tiers import tiered
-from shardwise.build import Session, build
 from shardwise.plan import Plan, on_device, replicated, zero
+from shardwise.session import Session, build
 from shardwise.testing import RankPool
 
 WARM_UP = 3

@@ -14,8 +14,8 @@ import torch
 from benchmarks.gpu.counting import no_current_device
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_tiers import tiered
-from shardwise.build import build
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +69,8 @@ def test_another_device_is_current(one_rank: RankPool, plan: str) -> None:
 
 
 TRAIN = str(Path(__file__).with_name("train_one_gpu.py"))
-CHOOSE = "from shardwise.mesh import default_device; print(default_device())"
-NO_WARNING = "import warnings; from shardwise.mesh import default_device; warnings.simplefilter('error'); {}"
+CHOOSE = "from shardwise.core.mesh import default_device; print(default_device())"
+NO_WARNING = "import warnings; from shardwise.core.mesh import default_device; warnings.simplefilter('error'); {}"
 """After all imports: torch may have its own to say while it is imported."""
 Variables = dict[str, str]
 

@@ -19,8 +19,8 @@ def nccl_collectives() -> None:
     """The group over the backend's own collectives, with one rank and with several."""
     import torch.distributed as dist
 
-    from shardwise.comm import NativeGroup
-    from shardwise.comm.control import Control
+    from shardwise.core.comm import NativeGroup
+    from shardwise.core.comm.control import Control
 
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gpu.on_device import device_of_rank
-from shardwise.build import build
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import RankPool
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))

@@ -9,8 +9,8 @@ import torch
 
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_tiers import SLACK, tiered
-from shardwise.build import build
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import RankPool
 
 WIDTH, DEPTH = 2048, 16

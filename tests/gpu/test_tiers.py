@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu.on_device import Run, Setting, Stack, adamw, device_of_rank, train
-from shardwise.build import build
-from shardwise.memory.tier import Tier
+from shardwise.core.memory.tier import Tier
 from shardwise.plan import DiskPlan, Plan, on_device, zero
+from shardwise.session import build
 from shardwise.testing import RankPool, assert_close
 
 MIB = 2**20

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_auto_and_early import Run, highest_allocation
 from gpu.test_tiers import LAYER, SLACK, WIDTH, tiered
-from shardwise.build import build
+from shardwise.core.memory.trace.tracing import trace_memory
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import RankPool
-from shardwise.trace.tracing import trace_memory
 
 ROWS, DEPTH = 4096, 8
 

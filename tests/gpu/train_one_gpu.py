@@ -7,9 +7,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from shardwise.build import build
-from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.core.mesh.launch import init_distributed, shutdown
 from shardwise.plan import zero
+from shardwise.session import build
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.scale_model import Blocks
-from shardwise.build import Session, build
-from shardwise.comm import GroupMaker, NativeGroup, control, native, register_backend
-from shardwise.comm.choose import GroupRequest
-from shardwise.mesh import Mesh
+from shardwise.core.comm import GroupMaker, NativeGroup, control, native, register_backend
+from shardwise.core.comm.choose import GroupRequest
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from tests.support.alike import Asked
 
 PLANS: dict[str, Plan] = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.tensor import Cut, Cutting
+from shardwise.core.parallel.tensor import Cut, Cutting
 
 VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
 

@@ -14,11 +14,11 @@ from engine_setup import one_mesh, sharded
 from tier_setup import digest, small_tiles
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
+from shardwise.core.update.early import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
+from shardwise.session import Session
 from shardwise.testing import MODELS, make_batches
-from shardwise.update.early import EarlyUpdates
 
 HOST = dataclasses.replace(on_device(), state_host_fraction=1.0)
 MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fraction=0.5)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, ScalerPlan, replicated, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close
 
 PLANS: dict[str, Plan] = {

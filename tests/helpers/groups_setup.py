@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sharded_setup import STRATEGIES, adam
 from torch import Tensor, nn
 
-from shardwise.comm import Activity, choose
+from shardwise.core.comm import Activity, choose
 from shardwise.testing import MODELS, make_batches, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
 

@@ -12,15 +12,15 @@ from late_setup import GPU, TOLERANCE, Found, there
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
-from shardwise.device import on_stream, side_stream
-from shardwise.sequence import SequenceAxis
-from shardwise.sequence.heads import attend_by_heads
-from shardwise.sequence.mask import SequenceMask
-from shardwise.sequence.parts import Parts
-from shardwise.sequence.ring import Rotation, ring_attention
-from shardwise.tensor import Axis
-from shardwise.tensor.ring import Ring, columns_of_pieces, pieces_of_rows
+from shardwise.core.base.device import on_stream, side_stream
+from shardwise.core.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
+from shardwise.core.parallel.sequence import SequenceAxis
+from shardwise.core.parallel.sequence.heads import attend_by_heads
+from shardwise.core.parallel.sequence.mask import SequenceMask
+from shardwise.core.parallel.sequence.parts import Parts
+from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
+from shardwise.core.parallel.tensor import Axis
+from shardwise.core.parallel.tensor.ring import Ring, columns_of_pieces, pieces_of_rows
 from tests.support.late import LateDevice
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.booster.targets import model_writer
-from shardwise.build import Session, build
-from shardwise.checkpoint import PortableFiles
-from shardwise.checkpoint.run import EngineRun
+from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
+from shardwise.core.checkpoint import PortableFiles
+from shardwise.core.checkpoint.run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
-from shardwise.device import Accelerator, copy_ahead, page_locked
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import MODELS
 from tests.support.late import LateDevice, late_collectives, late_device
 

@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint import Checkpointer
-from shardwise.chunk.secondary import SecondarySource
-from shardwise.device import (
+from shardwise.core.base.device import (
     Later,
     Lent,
     SideCopy,
@@ -28,10 +25,13 @@ from shardwise.device import (
     synchronize,
     wait_event,
 )
-from shardwise.memory.host import host_block
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint import Checkpointer
+from shardwise.core.grads.norm import LateNorm
+from shardwise.core.memory.host import host_block
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.secondary import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
-from shardwise.reduce.norm import LateNorm
+from shardwise.session import Session, build
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
 from tests.support.late import late_collectives, late_device
 

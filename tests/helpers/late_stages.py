@@ -13,9 +13,9 @@ from late_setup import GPU, TOLERANCE, Found, adamw, there
 from tensor_setup import loss_of
 from torch import Tensor
 
-from shardwise.build import build
-from shardwise.pipeline import split_batch
+from shardwise.core.parallel.pipeline import split_batch
 from shardwise.plan import PipelinePlan, Plan, zero
+from shardwise.session import build
 
 PIPELINES: dict[str, PipelinePlan] = {
     "1f1b": PipelinePlan(microbatches=3),

@@ -10,7 +10,7 @@ from unittest import mock
 from engine_setup import adam, data, run_plain, seeded, sharded
 from torch import Tensor, nn
 
-from shardwise.comm import Group
+from shardwise.core.comm import Group
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Group, GroupMaker, NativeGroup, Wire, choose
-from shardwise.comm.control import Control
-from shardwise.comm.summing import RankSum
+from shardwise.core.comm import Group, GroupMaker, NativeGroup, Wire, choose
+from shardwise.core.comm.control import Control
+from shardwise.core.comm.summing import RankSum
 
 CPU = torch.device("cpu")
 PER_HOST = 2

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor, nn
 
-from shardwise.comm import Group, GroupMaker, Wire
+from shardwise.core.comm import Group, GroupMaker, Wire
+from shardwise.core.parallel.sequence import SequenceAxis, share_sequences
 from shardwise.plan import SequencePlan
-from shardwise.sequence import SequenceAxis, share_sequences
 from shardwise.testing import assert_close
 
 LENGTH, ROWS, PAD = 11, 3, 27

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from engine_setup import adam, data, one_mesh, seeded, sharded
 from torch import Tensor, nn
 
-from shardwise.build import Session
-from shardwise.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
-from shardwise.comm.control import Control
+from shardwise.core.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
+from shardwise.core.comm.control import Control
+from shardwise.core.grads.passes import BackwardPasses
 from shardwise.plan import Plan
-from shardwise.reduce.passes import BackwardPasses
+from shardwise.session import Session
 
 CPU = torch.device("cpu")
 LAYERS = 7

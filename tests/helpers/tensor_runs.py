@@ -14,8 +14,8 @@ from engine_setup import sharded
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.build import Session
 from shardwise.plan import ByNumel, Plan, TensorPlan, zero
+from shardwise.session import Session
 
 BATCHES = 4
 """Of a step, over all ranks that see different data."""

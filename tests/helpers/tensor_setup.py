@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.core.parallel.tensor import Axis, Cutting, cut_model, parts_of
 from shardwise.plan import TensorPlan
-from shardwise.tensor import Axis, Cutting, cut_model, parts_of
 from shardwise.testing import assert_close
 
 VOCABULARY, PAD, LENGTH, ROWS = 29, 27, 6, 3

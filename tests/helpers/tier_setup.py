@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, RequestQueue, ThreadQueue
-from shardwise.mesh import Mesh
+from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.queues import Request, RequestQueue, ThreadQueue
+from shardwise.core.mesh import Mesh
+from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device
-from shardwise.update.tile_plan import TILE_NUMEL
+from shardwise.session import Session, build
 
 SHARES: dict[str, tuple[float, float, float, float]] = {
     "device": (0, 0, 0, 0),

@@ -47,39 +47,39 @@ SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("testing/", "", "", "of pools of ranks, which have no device"),
-    ("device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
-    ("device/streams.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
-    ("device/streams.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
+    ("core/base/device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
+    ("core/base/device/streams.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
+    ("core/base/device/streams.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
     ("cli/", "", "", PROGRAM),
-    ("mesh/launch.py", "", "", PROGRAM),
-    ("checkpoint/atomic.py", "", "settle(files", PROGRAM),
-    ("checkpoint/foreign.py", "", "settle(files", PROGRAM),
+    ("core/mesh/launch.py", "", "", PROGRAM),
+    ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
+    ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
     ("booster/checkpoint_io.py", "", "", PROGRAM),
-    ("checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
+    ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("disk/", "", "", DISK),
-    ("optim/disk.py", "", "", DISK),
-    ("update/states.py", "", "", DISK),
-    ("update/disk_tiles.py", "", "", DISK),
-    ("chunk/source.py", "DiskSource.", "reading.wait", DISK),
-    ("chunk/source.py", "DiskSource.", "self.store.write", DISK),
-    ("chunk/source.py", "_FromDisk.", "", DISK),
-    ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
-    ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
-    ("comm/compressed.py", "_Steps.finished", "", SEEN),
-    ("comm/control.py", "", "", MESSAGES),
-    ("comm/gloo.py", "", "", MESSAGES),
-    ("comm/shared_buffer.py", "", "", MESSAGES),
-    ("comm/link.py", "Message.wait", "at_most)", MESSAGES),
-    ("pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),
-    ("pipeline/run.py", "_Step._settle", "", SENT),
-    ("pipeline/shared.py", "SharedGradients.summed", "self._wire.settle", SENT),
-    ("sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
-    ("sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
-    ("sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
-    ("reduce/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
-    ("reduce/landing.py", "Landings.begin", "popleft().land", BOUND),
-    ("reduce/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
+    ("core/optim/disk.py", "", "", DISK),
+    ("core/update/states.py", "", "", DISK),
+    ("core/update/disk_tiles.py", "", "", DISK),
+    ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
+    ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),
+    ("core/shards/source.py", "_FromDisk.", "", DISK),
+    ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
+    ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
+    ("core/comm/compressed.py", "_Steps.finished", "", SEEN),
+    ("core/comm/control.py", "", "", MESSAGES),
+    ("core/comm/gloo.py", "", "", MESSAGES),
+    ("core/comm/shared_buffer.py", "", "", MESSAGES),
+    ("core/comm/link.py", "Message.wait", "at_most)", MESSAGES),
+    ("core/parallel/pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),
+    ("core/parallel/pipeline/run.py", "_Step._settle", "", SENT),
+    ("core/parallel/pipeline/shared.py", "SharedGradients.summed", "self._wire.settle", SENT),
+    ("core/parallel/sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
+    ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
+    ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
+    ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
+    ("core/grads/landing.py", "Landings.begin", "popleft().land", BOUND),
+    ("core/grads/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
+    ("core/engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 
@@ -206,7 +206,7 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         self.changes += 1
         if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = f"__import__('shardwise.device').device.on_stream({ast.unparse(node.args[1])})"
+            made = f"__import__('shardwise.core.base.device').device.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:

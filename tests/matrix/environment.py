@@ -29,10 +29,10 @@ SHORT_SET = (
     "tests/unit/test_hostile_files.py",
     "tests/unit/test_booster_signatures.py",  # annotations
     "tests/unit/test_checked_arguments.py",
-    "tests/ranks/gather/test_saved_parameters.py",  # who reads a parameter
+    "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter
     "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
     "tests/unit/test_deferred_interrupts.py",  # signals
-    "tests/ranks/gather/test_transforms.py",  # torch.func
+    "tests/ranks/shards/test_transforms.py",  # torch.func
     "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",
     "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",

@@ -10,22 +10,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardwise.checks.edits import Edits
-from shardwise.chunk.layout import ChunkSpec
-from shardwise.comm import Group
-from shardwise.engine import norms
-from shardwise.engine import optimizer as optimizer_module
-from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.storage import Storage
-from shardwise.engine.updates import TileUpdates
-from shardwise.engine.values import Values
-from shardwise.engine.whole import whole_values
-from shardwise.gather.hooks import GatherHooks
-from shardwise.gather.pool import ChunkPool
-from shardwise.reduce.grads import ChunkGrads
-from shardwise.reduce.reducer import Reducer
-from shardwise.update.tiles import TileStepper
+from shardwise.core.checks.edits import Edits
+from shardwise.core.comm import Group
+from shardwise.core.engine import norms
+from shardwise.core.engine import optimizer as optimizer_module
+from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.engine.storage import Storage
+from shardwise.core.engine.updates import TileUpdates
+from shardwise.core.engine.values import Values
+from shardwise.core.engine.whole import whole_values
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.shards.hooks import GatherHooks
+from shardwise.core.shards.layout import ChunkSpec
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.update.tiles import TileStepper
 from tests.parity.sharded import Run, Setting, train_on_rank
 
 __all__ = ["FAULTS", "train_broken"]
@@ -161,7 +161,7 @@ def _masters_kept() -> Iterator[None]:
 
     real = whole_values
     with (
-        mock.patch("shardwise.engine.module.whole_values", values),
+        mock.patch("shardwise.core.engine.module.whole_values", values),
         mock.patch.object(Storage, "master_dtype", kept),
     ):
         yield

@@ -9,16 +9,16 @@ from unittest import mock
 
 import torch
 
-from shardwise.chunk.source import DiskSource
-from shardwise.comm import DONE
-from shardwise.disk.store import DiskStore
-from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.gather.pool import ChunkPool
-from shardwise.memory.tier import Tier
-from shardwise.reduce.grads import ChunkGrads
-from shardwise.reduce.reducer import Reducer
-from shardwise.update.disk_tiles import DiskTile
-from shardwise.update.early import EarlyUpdates
+from shardwise.core.comm import DONE
+from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.memory.disk.store import DiskStore
+from shardwise.core.memory.tier import Tier
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.source import DiskSource
+from shardwise.core.update.disk_tiles import DiskTile
+from shardwise.core.update.early import EarlyUpdates
 from tests.parity.covering import Row
 from tests.parity.sharded import Setting
 from tests.parity.tiers import TierRun, train_tiers

@@ -14,11 +14,11 @@ from tensor_cases import CASES
 from tensor_setup import PAD, Case, Exact, loss_of
 from torch import Tensor
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
-from shardwise.parallel_plan import PipelinePlan, TensorPlan
-from shardwise.pipeline import split_batch
+from shardwise.core.mesh import Mesh
+from shardwise.core.parallel.pipeline import split_batch
 from shardwise.plan import MeshPlan, Plan, replicated, zero
+from shardwise.plan.parallel import PipelinePlan, TensorPlan
+from shardwise.session import Session, build
 
 __all__ = ["LAYOUTS", "Found", "measured"]
 

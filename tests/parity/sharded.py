@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.session import Session, build
 from shardwise.testing import (
     MODELS,
     ModelCase,

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from shardwise.build import Session
-from shardwise.optim import CPUAdam, HybridAdam
+from shardwise.core.optim import CPUAdam, HybridAdam
 from shardwise.plan import DiskPlan, TierPlan, on_device
+from shardwise.session import Session
 from shardwise.testing import MODELS
 from tests.parity import sharded
 from tests.parity.covering import Row, cover, each_once

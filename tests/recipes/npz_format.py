@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.formats import Format, Given
-from shardwise.checkpoint.formats.output import output_file
-from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.formats import Format, Given
+from shardwise.core.checkpoint.formats.output import output_file
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 
 __all__ = ["FORMAT"]
 
 
 class NpzSource:
-    """See :class:`shardwise.checkpoint.source.CheckpointSource`."""
+    """See :class:`shardwise.core.checkpoint.source.CheckpointSource`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

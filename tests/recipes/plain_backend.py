@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import DONE, Buffer, Group, GroupMaker, GroupRequest, Handle
+from shardwise.core.comm import DONE, Buffer, Group, GroupMaker, GroupRequest, Handle
 
 __all__ = ["PlainGroup", "make_group"]
 
 
 class PlainGroup(Group):
-    """See :class:`shardwise.comm.Group`: flat tensors, sums that are scaled, host-side messages over ``control``."""
+    """See ``Group``: flat tensors, sums that are scaled, host-side messages over ``control``."""
 
     def __init__(self, maker: GroupMaker, request: GroupRequest) -> None:
         control = request.control
@@ -60,5 +60,5 @@ class PlainGroup(Group):
 
 
 def make_group(maker: GroupMaker, request: GroupRequest) -> Group:
-    """For :func:`shardwise.comm.register_backend`."""
+    """For :func:`shardwise.core.comm.register_backend`."""
     return PlainGroup(maker, request)

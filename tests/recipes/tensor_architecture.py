@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.tensor import Architecture, Attention, Embedding, Head, Mlp
+from shardwise.core.parallel.tensor import Architecture, Attention, Embedding, Head, Mlp
 
 __all__ = ["ARCHITECTURE", "Mini"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 
-from shardwise.disk import Medium
+from shardwise.core.memory.disk import Medium
 from shardwise.plan import DiskPlan
 
 __all__ = ["CompressedMemory", "open_compressed"]
 
 
 class CompressedMemory:
-    """See :class:`shardwise.disk.Medium`: blocks by offset. Assigning to a dict is safe between threads."""
+    """See :class:`shardwise.core.memory.disk.Medium`: blocks by offset. Assigning to a dict is safe between threads."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, bytes] = {}
@@ -30,5 +30,5 @@ class CompressedMemory:
 
 
 def open_compressed(plan: DiskPlan, rank: int) -> Medium:
-    """For :func:`shardwise.disk.register_medium`; it needs no directory."""
+    """For :func:`shardwise.core.memory.disk.register_medium`; it needs no directory."""
     return CompressedMemory()

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import GroupMaker, register_backend
-from shardwise.comm.choose import GroupRequest
-from shardwise.comm.control import Control
-from shardwise.comm.native import NativeGroup
-from shardwise.mesh.mesh import Mesh
+from shardwise.core.comm import GroupMaker, register_backend
+from shardwise.core.comm.choose import GroupRequest
+from shardwise.core.comm.control import Control
+from shardwise.core.comm.native import NativeGroup
+from shardwise.core.mesh.mesh import Mesh
 from shardwise.plan import Plan
 
 __all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
@@ -229,7 +229,7 @@ class _AlikeMaker(GroupMaker):
 def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native") -> Iterator[tuple[Mesh, Asked]]:
     """The mesh of rank ``rank`` of ``ranks``, on the CPU, and what its process groups were asked for since then.
 
-    Give it to :func:`shardwise.build.build`, and train in this one process. No torch.distributed is started, and
+    Give it to :func:`shardwise.session.build`, and train in this one process. No torch.distributed is started, and
     nothing waits. Times are the host's own; what networks would take is not in them.
 
     Args:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
-from shardwise.disk.store import DiskStore, Record
+from shardwise.core.memory.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 
 KIB, MIB = 2**10, 2**20

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord
-from shardwise.checkpoint.formats.param_groups import group_record
-from shardwise.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord
+from shardwise.core.checkpoint.formats.param_groups import group_record
+from shardwise.core.checkpoint.source import CheckpointSource
 
 
 def odd_model() -> dict[str, torch.Tensor]:

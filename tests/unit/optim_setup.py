@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 
 SHAPES = [(3,), (), (0,), (1, 1), (17, 5), (129,), (2, 3, 4), (64, 33)]
 KINDS = [CPUAdam, HybridAdam, FusedAdam]

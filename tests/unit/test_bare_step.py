@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import build
+from shardwise.core.update.step_hooks import BareStep
 from shardwise.plan import ByTensor, zero
-from shardwise.update.step_hooks import BareStep
+from shardwise.session import build
 
 
 class Waits(torch.optim.SGD):

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise import checkpoint
 from shardwise.booster import Booster, FP16TorchMixedPrecision
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.file_system import FileSystem
+from shardwise.core import checkpoint
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.file_system import FileSystem
 from shardwise.nn.lr_scheduler import MultiStepWarmupLR
 from shardwise.testing import assert_close
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, with_optimizer
+from shardwise.core.base.sizes import device_bytes
+from shardwise.core.memory.trace.stats import MemStats, Moment
 from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
-from shardwise.sizes import device_bytes
-from shardwise.trace.stats import MemStats, Moment
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])
@@ -337,7 +337,7 @@ def boost_without_engine(
             module=model, optimizer=optimizer, optimizers=(), use_memory_stats=traces.append, checkpoints=plugin
         )
 
-    monkeypatch.setattr("shardwise.build.build", build)
+    monkeypatch.setattr("shardwise.session.build", build)
     Booster(plugin=plugin).boost(nn.Linear(1, 1), optimizer)
     (plan,) = plans
     return plan, traces

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.casts import cast_floats, map_tensors
+from shardwise.core.engine.casts import cast_floats, map_tensors
 
 Point = namedtuple("Point", "x y")
 

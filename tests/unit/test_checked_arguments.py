@@ -17,10 +17,11 @@ from shardwise.booster.plugin.ddp import TorchDDPArguments
 from shardwise.booster.plugin.fsdp import TorchFSDPArguments
 from shardwise.booster.plugin.gemini import GeminiArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
-from shardwise.checked import MOST_BYTES, number, share, shown, switch, whole
+from shardwise.core.base.checked import MOST_BYTES, number, share, shown, switch, whole
+from shardwise.core.base.sizes import parse_size
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.deepspeed import to_plan
 from shardwise.deepspeed.schema import KEYS
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import (
     AutoPlan,
     ByModule,
@@ -31,7 +32,6 @@ from shardwise.plan import (
     Plan,
     zero,
 )
-from shardwise.sizes import parse_size
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments
 from shardwise.strategies.fully_sharded import FullyShardedArguments

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import read
-from shardwise.checkpoint.file_system import DISK
-from shardwise.checkpoint.format import (
+from shardwise.core.checkpoint import read
+from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.format import (
     MANIFEST,
     PIECE_BYTES,
     Head,
@@ -24,14 +24,14 @@ from shardwise.checkpoint.format import (
     merge_pieces,
     read_head,
 )
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.pieces import PieceFile, PieceLayout
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.source import CheckpointDamage, TensorFact
-from shardwise.engine.fragments import Fragment, split
-from shardwise.tensor import Cut, Part
-from shardwise.tensor.order import StoredCut, own_runs
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.pieces import PieceFile, PieceLayout
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.engine.fragments import Fragment, split
+from shardwise.core.parallel.tensor import Cut, Part
+from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 
 RANKS = 6
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from sets import campaign
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import replicated
+from shardwise.session import build
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 

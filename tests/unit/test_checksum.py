@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checksum import SAMPLED, WORD, sample_words, word_of
+from shardwise.core.base.checksum import SAMPLED, WORD, sample_words, word_of
 
 
 def small(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.chunk.layout import ALIGN_BYTES, Layout, ParamFact, make_layout, module_units
+from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamFact, make_layout, module_units
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 
 EMPTY = nn.Module()

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.gather.policy import AHEAD_BYTES, Trace, choose_victim, next_units
+from shardwise.core.shards.policy import AHEAD_BYTES, Trace, choose_victim, next_units
 
 
 def gathers(order: list[int], capacity: int, known: bool) -> int:

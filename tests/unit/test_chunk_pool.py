@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.chunk.arrays import ArrayPool
-from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
-from shardwise.chunk.source import MemorySource
-from shardwise.comm import Buffer, Handle
-from shardwise.comm.group import Group
-from shardwise.comm.local import LocalGroup
-from shardwise.events import Events
-from shardwise.gather.policy import GatherLimits
-from shardwise.gather.pool import ChunkPool
-from shardwise.memory.ledger import DeviceMemoryError, Ledger
-from shardwise.memory.tier import Tier
+from shardwise.core.base.events import Events
+from shardwise.core.comm import Buffer, Handle
+from shardwise.core.comm.group import Group
+from shardwise.core.comm.local import LocalGroup
+from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
+from shardwise.core.memory.tier import Tier
+from shardwise.core.shards.arrays import ArrayPool
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ParamFact, UnitSpec, make_layout
+from shardwise.core.shards.policy import GatherLimits
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.source import MemorySource
 from shardwise.plan import ByTensor
 
 CPU = torch.device("cpu")

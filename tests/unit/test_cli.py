@@ -115,7 +115,7 @@ def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status:
 MEETING = """
 import os, pathlib, sys
 import torch, torch.distributed as dist
-from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.core.mesh.launch import init_distributed, shutdown
 
 init_distributed("cpu")
 total = torch.tensor(2.0 ** dist.get_rank())

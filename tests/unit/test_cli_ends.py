@@ -20,7 +20,7 @@ from shardwise.cli import follow, run
 from shardwise.cli.errors import BadInput
 from shardwise.cli.launch import launch
 from shardwise.cli.main import _parser
-from shardwise.comm.mapping import start_time
+from shardwise.core.comm.mapping import start_time
 
 TRAINING = """
 import os, pathlib, signal, sys, time

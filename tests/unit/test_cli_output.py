@@ -11,10 +11,10 @@ from typing import TextIO
 import pytest
 import torch
 
-from shardwise.checkpoint.formats import write_single
-from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.cli.main import main
-from shardwise.trace.stats import MemStats, Moment
+from shardwise.core.checkpoint.formats import write_single
+from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.memory.trace.stats import MemStats, Moment
 
 COMMANDS = ["schedule", "trace", "checkpoint inspect", "checkpoint inspect --json", "port"]
 

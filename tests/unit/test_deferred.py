@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import build
-from shardwise.deferred.construction import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
-from shardwise.deferred.record import is_recording
+from shardwise.core.deferred.construction import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
+from shardwise.core.deferred.record import is_recording
 from shardwise.plan import replicated
+from shardwise.session import build
 from shardwise.testing import assert_close
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.interrupts import deferred_interrupts
+from shardwise.core.base.interrupts import deferred_interrupts
 
 
 def press() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.deferred.construction import adopt, deferred_init, initial_values, is_deferred, set_buffer
+from shardwise.core.deferred.construction import adopt, deferred_init, initial_values, is_deferred, set_buffer
 
 CPU = torch.device("cpu")
 

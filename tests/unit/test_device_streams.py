@@ -10,9 +10,7 @@ import pytest
 import torch
 from cuda_setup import FakeArray, FakeCuda, Stream
 
-from shardwise.chunk.source import MemorySource
-from shardwise.comm import Buffer, LocalGroup
-from shardwise.device import (
+from shardwise.core.base.device import (
     SideCopy,
     allocator_bytes,
     default_generator,
@@ -23,13 +21,15 @@ from shardwise.device import (
     side_stream,
     wait_event,
 )
-from shardwise.disk.buffers import BufferPool
-from shardwise.memory.host import HostArena, host_block
-from shardwise.memory.tier import Tier
-from shardwise.reduce.grads import GradRing
-from shardwise.update.disk_tiles import TileVisits
-from shardwise.update.early import EarlyUpdates
-from shardwise.update.tiles import TileStepper
+from shardwise.core.comm import Buffer, LocalGroup
+from shardwise.core.grads.grads import GradRing
+from shardwise.core.memory.disk.buffers import BufferPool
+from shardwise.core.memory.host import HostArena, host_block
+from shardwise.core.memory.tier import Tier
+from shardwise.core.shards.source import MemorySource
+from shardwise.core.update.disk_tiles import TileVisits
+from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.update.tiles import TileStepper
 
 SECOND = torch.device("cuda", 1)
 

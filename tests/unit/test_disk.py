@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from program_setup import forked_python, python
 from sets import campaign
 
-from shardwise.disk import file as disk_file
-from shardwise.disk.store import DiskError, DiskStore
+from shardwise.core.memory.disk import file as disk_file
+from shardwise.core.memory.disk.store import DiskError, DiskStore
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_store_that_was_dropped_is_closed(tmp_path: Path) -> None:
 EXITS = """
 import sys, torch, warnings
 warnings.simplefilter("ignore")  # temporary files may be in memory
-from shardwise.disk.store import DiskStore
+from shardwise.core.memory.disk.store import DiskStore
 from shardwise.plan import DiskPlan
 plan = DiskPlan(directory=sys.argv[1], block_bytes=4096, queue_depth=2, threads=2, single_submit=True,
                 overlap_events=False, state_buffers=1, param_buffers=1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
 
 ROW = 8 * _ROW_WORDS
 
@@ -37,8 +37,8 @@ def test_it_is_its_definition(nbytes: int) -> None:
 
 def test_its_levels_are_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     # Short rows, so that little data has four levels.
-    monkeypatch.setattr("shardwise.disk.checksum._ROW_WORDS", 8)
-    monkeypatch.setattr("shardwise.disk.checksum._WEIGHTS", _WEIGHTS[:8])
+    monkeypatch.setattr("shardwise.core.memory.disk.checksum._ROW_WORDS", 8)
+    monkeypatch.setattr("shardwise.core.memory.disk.checksum._WEIGHTS", _WEIGHTS[:8])
     data = random_bytes(8 * (8**3 + 5 * 8**2 + 8 + 3) + 7)
     assert checksum(data) == by_definition(data.tobytes(), 8)
 

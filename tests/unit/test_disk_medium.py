@@ -17,7 +17,7 @@ from disk_setup import KIB, MIB, SIZES, disk_plan, holds, put
 from program_setup import forked_python, python
 from sets import full
 
-from shardwise.disk import DiskError, DiskStore, Medium, known_media, register_medium
+from shardwise.core.memory.disk import DiskError, DiskStore, Medium, known_media, register_medium
 from shardwise.plan import DiskPlan
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
 
@@ -316,7 +316,7 @@ def test_a_forked_child_closes_nothing() -> None:
 
 
 EXITS = """
-from shardwise.disk import DiskStore, register_medium
+from shardwise.core.memory.disk import DiskStore, register_medium
 from shardwise.plan import DiskPlan
 from tests.recipes.zlib_medium import CompressedMemory
 class Says(CompressedMemory):

@@ -19,8 +19,8 @@ import pytest
 from disk_setup import disk_plan, holds, put
 from launching import SECONDS, forked, start
 
-from shardwise.disk.run_directory import RunDirectory, remove_abandoned
-from shardwise.disk.store import DiskStore
+from shardwise.core.memory.disk.run_directory import RunDirectory, remove_abandoned
+from shardwise.core.memory.disk.store import DiskStore
 
 
 def hold(parent: Path, told: Connection) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from disk_setup import Log, disk_plan
 
-from shardwise.chunk.source import DiskSource, ReadAhead
-from shardwise.comm.local import LocalGroup
-from shardwise.disk.store import DiskError, DiskStore, Record, Transfer
-from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.update.tiles import Piece, Tile
+from shardwise.core.comm.local import LocalGroup
+from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
+from shardwise.core.shards.source import DiskSource, ReadAhead
+from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
+from shardwise.core.update.tiles import Piece, Tile
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.compat import NotHere
 from shardwise.deepspeed import entry as entry_module
 from shardwise.deepspeed.config import read_config
-from shardwise.worlds import NotHere
 
 comm: Any = importlib.import_module("shardwise.deepspeed.comm")
 utils: Any = importlib.import_module("shardwise.deepspeed.utils")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.checkpoint import CheckpointDamage
+from shardwise.core.checkpoint import CheckpointDamage
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.cpu_optimizers import FusedLamb

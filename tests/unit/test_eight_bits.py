@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import BLOCK, GRADIENTS, INT4, INT8, VALUES, BlockFormat
+from shardwise.core.comm import BLOCK, GRADIENTS, INT4, INT8, VALUES, BlockFormat
 
 FORMATS = {"e4m3": (VALUES, 2.0**-4, 2.0**-17), "e5m2": (GRADIENTS, 2.0**-3, 2.0**-31)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

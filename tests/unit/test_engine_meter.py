@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.gather.meter import MemoryMeter
-from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.core.memory.ledger import DeviceMemoryError
+from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
-from shardwise.trace.stats import MemStats
 
 WIDTH, ROWS, DEPTH = 16, 4, 5
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)

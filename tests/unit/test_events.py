@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.build import build
-from shardwise.events import Event, Events
+from shardwise.core.base.events import Event, Events
 from shardwise.plan import ByNumel, Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from formats_setup import differing, odd_source, optimizer_facts, tensor
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import (
+from shardwise.cli.main import main
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import (
     detect_format,
     open_checkpoint,
     write_colossalai_model,
@@ -21,11 +22,10 @@ from shardwise.checkpoint.formats import (
     write_peft,
     write_single,
 )
-from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.formats.torch_file import check_zip
-from shardwise.checkpoint.source import CheckpointDamage
-from shardwise.cli.main import main
+from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.torch_file import check_zip
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 
 def _run(*arguments: object) -> int:

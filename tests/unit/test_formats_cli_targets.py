@@ -11,11 +11,11 @@ import torch
 from formats_setup import optimizer_facts
 from torch import nn
 
-from shardwise.checkpoint import Checkpointer, TorchRun
-from shardwise.checkpoint.formats import open_checkpoint, write_dcp, write_huggingface
-from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.checkpoint.formats.native import write_native
 from shardwise.cli.main import main
+from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp, write_huggingface
+from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.native import write_native
 
 
 def convert(*arguments: object) -> int:

@@ -12,15 +12,15 @@ from formats_setup import TRAINED, differing, odd_source, optimizer_facts, same_
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import (
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import (
     open_checkpoint,
     open_colossalai,
     write_colossalai_model,
     write_colossalai_optimizer,
 )
-from shardwise.checkpoint.formats.lazy import LazySource
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.formats.lazy import LazySource
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 
 def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path:

@@ -17,10 +17,10 @@ from formats_setup import differing, odd_source, optimizer_facts, same_bits, ten
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, open_dcp, write_dcp
-from shardwise.checkpoint.formats.dcp import _Chunks
-from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_dcp, write_dcp
+from shardwise.core.checkpoint.formats.dcp import _Chunks
+from shardwise.core.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 
 class Hostile:

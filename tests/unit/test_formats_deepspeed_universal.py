@@ -12,10 +12,10 @@ import torch
 from formats_setup import tensor
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint
-from shardwise.checkpoint.formats.deepspeed_flat import sub_groups
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint
+from shardwise.core.checkpoint.formats.deepspeed_flat import sub_groups
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 CASES = ("zero1-2ranks-bf16", "zero2-2ranks-fp16", "zero3-2ranks-fp16")
 DATA = Path(__file__).parent.parent / "data"
@@ -58,8 +58,8 @@ def test_what_deepspeed_converted_is_what_it_saved(case: str, written: Path) -> 
 
 
 def loaded(file: Path) -> Any:
-    from shardwise.checkpoint.formats.deepspeed import STAND_INS
-    from shardwise.checkpoint.formats.torch_file import load_torch
+    from shardwise.core.checkpoint.formats.deepspeed import STAND_INS
+    from shardwise.core.checkpoint.formats.torch_file import load_torch
 
     return load_torch(file, STAND_INS)
 

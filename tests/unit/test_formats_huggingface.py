@@ -11,10 +11,10 @@ import torch
 from formats_setup import differing, odd_source, same_bits
 from safetensors import safe_open
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
-from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 transformers = pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {"vocab_size": 64}

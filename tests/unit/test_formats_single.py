@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
+from shardwise.core.checkpoint.source import CheckpointDamage
 
 
 class Net(nn.Module):

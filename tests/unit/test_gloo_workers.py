@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from program_setup import SECONDS, surroundings
 
-from shardwise.comm import release
+from shardwise.core.comm import release
 
 pytestmark = pytest.mark.skipif(not release.TASKS.is_dir(), reason="the system does not tell what its threads do")
 
@@ -89,7 +89,7 @@ END = """
 import sys
 import torch
 import torch.distributed as dist
-import shardwise.comm
+import shardwise.core.comm
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 handles = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(20)]
 dist.all_reduce(torch.ones(4))

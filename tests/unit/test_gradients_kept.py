@@ -14,10 +14,10 @@ import torch
 from sets import full
 from torch import nn
 
-from shardwise.build import build
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.update.tiles import NEVER, WHOLE, Due, TileStepper
 from shardwise.plan import zero
-from shardwise.update.tiles import NEVER, WHOLE, Due, TileStepper
+from shardwise.session import build
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),

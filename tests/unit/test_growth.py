@@ -19,13 +19,13 @@ from alike_setup import PLANS, WIDTH, Blocks, made, train
 from sets import full
 from torch.nn.utils import clip_grad_norm_
 
-from shardwise.build import Session
-from shardwise.chunk.layout import make_layout
-from shardwise.comm import NativeGroup
-from shardwise.comm.control import Operation
-from shardwise.engine.not_finite import first_non_finite
+from shardwise.core.comm import NativeGroup
+from shardwise.core.comm.control import Operation
+from shardwise.core.engine.not_finite import first_non_finite
+from shardwise.core.grads import norm
+from shardwise.core.shards.layout import make_layout
 from shardwise.plan import Plan, zero
-from shardwise.reduce import norm
+from shardwise.session import Session
 from tests.support.alike import Transport, alike_mesh
 
 FEW, SOME, MANY = 128, 1024, 8192

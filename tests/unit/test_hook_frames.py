@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.build import Session, build
-from shardwise.gather.hooks import GatherHooks
+from shardwise.core.shards.hooks import GatherHooks
 from shardwise.plan import zero
+from shardwise.session import Session, build
 from tests.support.alike import alike_mesh
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.memory.host import HostArena
+from shardwise.core.memory.host import HostArena
 
 
 def test_tensors_do_not_overlap_and_share_one_storage() -> None:

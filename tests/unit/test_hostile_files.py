@@ -17,16 +17,16 @@ import pytest
 import torch
 from sets import full
 
-from shardwise.checkpoint import format as native
-from shardwise.checkpoint import tree
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.formats.single import open_single, write_single
-from shardwise.checkpoint.formats.torch_file import load_value
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.cli.main import main
+from shardwise.core.checkpoint import format as native
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.single import open_single, write_single
+from shardwise.core.checkpoint.formats.torch_file import load_value
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.source import CheckpointDamage
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles
@@ -61,7 +61,7 @@ def test_an_index_changes_no_class_of_any_library(tmp_path: Path, module: str, n
 
 @pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
 def test_stand_ins_cannot_be_changed_either(tmp_path: Path, name: str) -> None:
-    from shardwise.checkpoint.formats import dcp_index
+    from shardwise.core.checkpoint.formats import dcp_index
 
     stand_in = dcp_index.STAND_INS["torch.distributed.checkpoint.metadata", name]
     before = dict(vars(stand_in))
@@ -315,7 +315,7 @@ def test_pipes_are_refused_and_not_waited_for(saved: Path, tmp_path: Path) -> No
 
 
 def test_saving_does_not_follow_a_planted_link(tmp_path: Path) -> None:
-    from shardwise.checkpoint.directory import CheckpointRoot
+    from shardwise.core.checkpoint.directory import CheckpointRoot
 
     victim = tmp_path / "victim"
     victim.write_text("mine")

@@ -16,8 +16,8 @@ from torch import nn
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin, base
 from shardwise.booster.plugin.hybrid_parallel import to_plan
-from shardwise.mesh.mesh import _grid
-from shardwise.pipeline import given_schedule, make_schedule
+from shardwise.core.mesh.mesh import _grid
+from shardwise.core.parallel.pipeline import given_schedule, make_schedule
 from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, SequencePlan, TensorPlan
 from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy
 from shardwise.shardformer.policies import PolicyArchitecture

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import PeerError
-from shardwise.mesh import LaunchFacts, default_device, launch
-from shardwise.mesh.seats import Seat, check_own_gpus, decide, own_index
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import LaunchFacts, default_device, launch
+from shardwise.core.mesh.seats import Seat, check_own_gpus, decide, own_index
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),

@@ -14,9 +14,9 @@ from torch import nn
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.build import build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import MeshPlan, replicated, zero
+from shardwise.session import build
 from shardwise.strategies import sessions
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.memory.ledger import ADVICE, DeviceMemoryError, Ledger
+from shardwise.core.memory.ledger import ADVICE, DeviceMemoryError, Ledger
 
 CPU = torch.device("cpu")
 KIB = 1024

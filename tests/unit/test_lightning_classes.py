@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise.lightning
 import shardwise.pytorch_lightning
-from shardwise.chunk.layout import ParamFact, make_layout
+from shardwise.core.shards.layout import ParamFact, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor
 from shardwise.strategies.fully_sharded import FullyShardedArguments, to_plan
 from shardwise.strategies.lightning_precision import PRECISIONS, format_of

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from shardwise.mesh import listeners
-from shardwise.mesh.listeners import Listener, check_listeners, own_listener
+from shardwise.core.mesh import listeners
+from shardwise.core.mesh.listeners import Listener, check_listeners, own_listener
 
 
 def listener(rank: int, host: str, address: str | None, network: str | None = None) -> Listener:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import summing
-from shardwise.comm.summing import RankSum
+from shardwise.core.comm import summing
+from shardwise.core.comm.summing import RankSum
 
 NUMEL = 1 << 18
 

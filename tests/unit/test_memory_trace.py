@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.memory.trace.tracing import storage_bytes, trace_memory
 from shardwise.testing.models import MODELS
-from shardwise.trace.stats import MemStats
-from shardwise.trace.tracing import storage_bytes, trace_memory
 
 CPU = torch.device("cpu")
 F32 = 4

@@ -13,7 +13,7 @@ from program_setup import python, surroundings
 
 from shardwise.cli import trace
 from shardwise.cli.errors import BadInput
-from shardwise.trace.stats import MemStats
+from shardwise.core.memory.trace.stats import MemStats
 
 MODELS = """
 import torch

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.core.memory.trace.tracker import AllocatorTracker, TensorTracker, make_tracker, storages
 from shardwise.testing.models import MODELS
-from shardwise.trace.tracker import AllocatorTracker, TensorTracker, make_tracker, storages
 
 CPU = torch.device("cpu")
 F32 = 4
@@ -361,8 +361,8 @@ def test_odd_models_against_torch(name: str) -> None:
 
 RSS = """
 import sys, torch
-from shardwise.device.memory import memory_facts
-from shardwise.trace.tracker import TensorTracker
+from shardwise.core.base.device.memory import memory_facts
+from shardwise.core.memory.trace.tracker import TensorTracker
 from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())])

@@ -10,12 +10,12 @@ import torch
 from cuda_setup import FakeCuda
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.gather import meter as meters
-from shardwise.gather.meter import MemoryMeter
-from shardwise.memory.ledger import REST, DeviceMemoryError, Ledger
+from shardwise.core.memory.ledger import REST, DeviceMemoryError, Ledger
+from shardwise.core.memory.trace.tracker import AllocatorTracker
+from shardwise.core.shards import meter as meters
+from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import zero
-from shardwise.trace.tracker import AllocatorTracker
+from shardwise.session import Session, build
 
 CUDA = torch.device("cuda")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.worlds import Here, World, all_worlds
+from shardwise.compat import Here, World, all_worlds
 
 TESTS = Path(__file__).parents[1]
 OF_TABLES = (

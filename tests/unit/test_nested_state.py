@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.optim.nested_state import flat, mapped, misfits, nested, outline, tensors_of
+from shardwise.core.optim.nested_state import flat, mapped, misfits, nested, outline, tensors_of
 
 ONE, TWO, THREE = torch.ones(2, 2), torch.zeros(3), torch.tensor(4.0)
 ENTRIES: list[dict[str, Any]] = [

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm import LocalGroup
-from shardwise.comm.meeting import NOBODY, Party
-from shardwise.reduce import norm as norms
-from shardwise.reduce.norm import LateNorm, clip_factor, each_norm, global_norm
+from shardwise.core.comm import LocalGroup
+from shardwise.core.comm.meeting import NOBODY, Party
+from shardwise.core.grads import norm as norms
+from shardwise.core.grads.norm import LateNorm, clip_factor, each_norm, global_norm
 
 NAN, INF = math.nan, math.inf
 P = [1.0, 2.0, 3.0, 0.5, INF]

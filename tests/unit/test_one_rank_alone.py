@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.build import Session, build
 from shardwise.plan import Plan, replicated, zero
+from shardwise.session import Session, build
 
 PASSES, STEPS = 2, 3
 

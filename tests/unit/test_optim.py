@@ -16,8 +16,8 @@ from optim_setup import KINDS, SHAPES, Kind, assert_close, make_params, set_grad
 from sets import full
 from torch import Tensor, nn
 
+from shardwise.core.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 from shardwise.nn import optimizer as front
-from shardwise.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 

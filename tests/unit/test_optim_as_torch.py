@@ -12,7 +12,7 @@ import torch
 from optim_setup import KINDS, Kind, assert_close, make_params, set_gradients
 from torch import Tensor, nn
 
-from shardwise.optim import AdamTiles, HybridAdam
+from shardwise.core.optim import AdamTiles, HybridAdam
 
 
 def test_a_state_of_the_other_weight_decay_is_said_once() -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.build import build
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
-from shardwise.optim.element_wise import MOST_GROUPS, couples_elements, couples_parameters
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.optim.element_wise import MOST_GROUPS, couples_elements, couples_parameters
+from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import assert_close
-from shardwise.update.tiles import needs_whole_tensors
 
 CPU = torch.device("cpu")
 Rule = Callable[["Own", Tensor, Tensor, dict[str, Any]], None]

@@ -15,10 +15,10 @@ import torch
 from disk_setup import MIB, Log, small_disk
 from torch import Tensor, nn
 
-from shardwise.disk import store as disk
-from shardwise.disk.store import DiskError
-from shardwise.optim import CPUAdam, HybridAdam, offload
-from shardwise.optim.offload import OffloadedMoments
+from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.optim import CPUAdam, HybridAdam, offload
+from shardwise.core.optim.offload import OffloadedMoments
 
 SHAPES = [(40,), (3, 5), (0,), (), (100,), (2, 3, 4, 5), (7,)]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.core.optim.muon import MuonWithAuxAdam, muon_update
 from shardwise.nn import optimizer as own
-from shardwise.optim.muon import MuonWithAuxAdam, muon_update
 
 SHAPES = [(6, 4), (3, 5), (5,), (2, 3, 4), (1, 4), (4, 1), ()]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from shardwise.build import build
-from shardwise.checks.overlaps import check_apart
-from shardwise.deferred import deferred_init
+from shardwise.core.checks.overlaps import check_apart
+from shardwise.core.deferred import deferred_init
 from shardwise.plan import replicated
+from shardwise.session import build
 from shardwise.testing import MODELS
 
 

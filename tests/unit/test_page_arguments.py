@@ -12,7 +12,7 @@ import pytest
 
 import shardwise.pytorch
 from shardwise.booster import plugin
-from shardwise.checkpoint import Checkpointer
+from shardwise.core.checkpoint import Checkpointer
 from shardwise.deepspeed.schema import KEYS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.reduce import patience
-from shardwise.reduce.patience import FIRST_S, LONGEST_S, SHORT_S, TRUSTED_PASSES, WITHOUT_MEMORY_S, Patience
+from shardwise.core.grads import patience
+from shardwise.core.grads.patience import FIRST_S, LONGEST_S, SHORT_S, TRUSTED_PASSES, WITHOUT_MEMORY_S, Patience
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.pipeline import Body, layers_of_stages, merged, split_batch, stage_model
-from shardwise.pipeline.batch import check_mergeable, detached
+from shardwise.core.parallel.pipeline import Body, layers_of_stages, merged, split_batch, stage_model
+from shardwise.core.parallel.pipeline.batch import check_mergeable, detached
 from shardwise.plan import PipelinePlan
 
 

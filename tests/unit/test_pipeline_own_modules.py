@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.pipeline import Body, Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline import Body, Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close
 
 VOCABULARY, WIDTH, LENGTH = 17, 8, 5

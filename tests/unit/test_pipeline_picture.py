@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.pipeline import draw_schedule, make_schedule, schedule_text
+from shardwise.core.parallel.pipeline import draw_schedule, make_schedule, schedule_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.pipeline.schedule import (
+from shardwise.core.parallel.pipeline.schedule import (
     Action,
     Kind,
     Schedule,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.parallel_plan import MOST_MICROBATCHES, MOST_STAGES
-from shardwise.pipeline import run as runs
-from shardwise.pipeline.run import SHAPES_KEPT, STEPS, StageRun
-from shardwise.pipeline.schedule import Action, Kind
+from shardwise.core.parallel.pipeline import run as runs
+from shardwise.core.parallel.pipeline.run import SHAPES_KEPT, STEPS, StageRun
+from shardwise.core.parallel.pipeline.schedule import Action, Kind
 from shardwise.plan import PipelinePlan
+from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 
 DEVICE = torch.device("cpu")
 Message = tuple[str, int, Tensor | None]

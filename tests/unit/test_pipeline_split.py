@@ -12,8 +12,8 @@ from hybrid_setup import made
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.pipeline import Passes, WeightGradients
-from shardwise.pipeline.split import WeightsApart
+from shardwise.core.parallel.pipeline import Passes, WeightGradients
+from shardwise.core.parallel.pipeline.split import WeightsApart
 from shardwise.testing import assert_close
 
 IDS = torch.arange(12).view(2, 6)

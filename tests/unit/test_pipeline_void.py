@@ -8,8 +8,8 @@ import pytest
 import torch
 from hybrid_setup import made
 
-from shardwise.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
-from shardwise.pipeline.void import is_void, void
+from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline.void import is_void, void
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

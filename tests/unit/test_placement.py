@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_setup import shares
 
-from shardwise.memory.placement import Home, assign_homes
-from shardwise.memory.tier import Tier
+from shardwise.core.memory.placement import Home, assign_homes
+from shardwise.core.memory.tier import Tier
 from shardwise.plan import AutoPlan
 
 D, H, S = Tier.DEVICE, Tier.HOST, Tier.DISK

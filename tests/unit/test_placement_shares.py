@@ -9,9 +9,9 @@ import pytest
 from placement_setup import shares
 
 from shardwise.booster.plugin import GeminiPlugin
+from shardwise.core.memory.placement import assign_homes, missed_shares
+from shardwise.core.memory.tier import Tier
 from shardwise.deepspeed import to_plan
-from shardwise.memory.placement import assign_homes, missed_shares
-from shardwise.memory.tier import Tier
 from shardwise.plan import AutoPlan
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.native import Settings
 from shardwise.plan import BySearch, ByTensor, DiskPlan, Plan, replicated, zero
+from shardwise.session import Settings
 
 PLANS = {
     "ddp": replicated(),

@@ -12,16 +12,18 @@ import pytest
 from program_setup import forked_python
 
 from shardwise.cli.main import main
-from shardwise.port import findings, markdown, rewritten
-from shardwise.worlds import all_worlds
-from shardwise.worlds.table import parse_world
+from shardwise.compat import all_worlds
+from shardwise.compat.findings import findings
+from shardwise.compat.page import markdown
+from shardwise.compat.rewrite import rewritten
+from shardwise.compat.table import parse_world
 
 WHOLE = parse_world(
     "foreignlib",
     "ours.foreignlib",
     """
 version = "1.0"
-[here."shardwise.mesh:init_distributed"]
+[here."shardwise.core.mesh:init_distributed"]
 "" = ["launch"]
 [here."torch.optim"]
 optim = ["SGD"]
@@ -175,7 +177,7 @@ def test_the_table_of_a_page_has_every_name() -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.worlds.all_worlds", lambda: WORLDS)
+    monkeypatch.setattr("shardwise.compat.all_worlds", lambda: WORLDS)
 
 
 def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

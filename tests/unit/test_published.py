@@ -15,8 +15,8 @@ import shardwise.pytorch_lightning
 from shardwise.booster.plugin.gemini import GeminiArguments
 from shardwise.booster.plugin.hybrid_parallel import HybridParallelArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
-from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
-from shardwise.published import changed, documented, given_in_vain, listed, names_of, picked, takes
+from shardwise.compat.published import changed, documented, given_in_vain, listed, names_of, picked, takes
+from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.grads.scaler import LossScaler
 from shardwise.plan import ScalerPlan
-from shardwise.reduce.scaler import LossScaler
 
 
 def plan(**changes: float) -> ScalerPlan:

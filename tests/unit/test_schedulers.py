@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.build import build
 from shardwise.plan import zero
+from shardwise.session import build
 
 
 @pytest.mark.filterwarnings("error")

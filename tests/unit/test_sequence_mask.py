@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sequence.mask import Relation, SequenceMask
-from shardwise.sequence.parts import Parts
+from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
+from shardwise.core.parallel.sequence.parts import Parts
 
 CPU, LENGTH, ROWS = torch.device("cpu"), 23, 2
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.sequence import tiles
-from shardwise.sequence.mask import Relation, SequenceMask
-from shardwise.sequence.tiles import Block, Result, Scores, attended, attended_backward
+from shardwise.core.parallel.sequence import tiles
+from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
+from shardwise.core.parallel.sequence.tiles import Block, Result, Scores, attended, attended_backward
 
 LENGTH = 12
 

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM, L
 from transformers import T5ForConditionalGeneration as T5
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.core.parallel.tensor import Axis, Cutting
 from shardwise.plan import TensorPlan
 from shardwise.shardformer import (
     GradientCheckpointConfig,
@@ -27,7 +28,6 @@ from shardwise.shardformer import (
 )
 from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.tensor import Axis, Cutting
 
 SHARD_CONFIG = {
     "tensor_parallel_process_group": None,

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.chunk.chunk import RESIDENCY, Residency
 from shardwise.cli import main
-from shardwise.mesh.listeners import Listener, check_listeners
-from shardwise.reduce.grads import REDUCTION, Reduction
+from shardwise.core.grads.grads import REDUCTION, Reduction
+from shardwise.core.mesh.listeners import Listener, check_listeners
+from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 yaml = pytest.importorskip("yaml", reason="the extra hf brings PyYAML")
 ROOT = Path(__file__).parents[2]

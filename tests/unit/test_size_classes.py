@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies
 
-from shardwise.sizes import size_classes
+from shardwise.core.base.sizes import size_classes
 
 
 def test_what_is_more_than_half_of_the_largest_shares_its_class() -> None:

@@ -8,7 +8,7 @@ import pytest
 from program_setup import forked_python, python
 from sets import campaign
 
-from shardwise.checkpoint.snapshot import Lane
+from shardwise.core.checkpoint.snapshot import Lane
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -43,7 +43,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_a_lane_that_saves(
 
 PROGRAM = """
 import multiprocessing, sys, time
-from shardwise.checkpoint.snapshot import Lane
+from shardwise.core.checkpoint.snapshot import Lane
 
 def save(late, lane):
     def write(ranks, copied):

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from shardwise.booster import Booster
-from shardwise.build import build
-from shardwise.checkpoint.formats import open_checkpoint, write_dcp
-from shardwise.checkpoint.schedulers import SavedScheduler
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
+from shardwise.core.checkpoint.schedulers import SavedScheduler
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import zero
+from shardwise.session import build
 
 Make = Callable[[Any], torch.optim.Optimizer]
 O = torch.optim  # noqa: E741

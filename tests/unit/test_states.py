@@ -6,9 +6,9 @@ from enum import Enum, auto
 
 import pytest
 
-from shardwise.chunk.chunk import RESIDENCY, Residency
-from shardwise.reduce.grads import REDUCTION, Reduction
-from shardwise.states import Table
+from shardwise.core.base.states import Table
+from shardwise.core.grads.grads import REDUCTION, Reduction
+from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 
 class Door(Enum):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from sets import full
 
-from shardwise.comm import Group, LocalGroup, PeerError, Summary
-from shardwise.comm.control import Operation
-from shardwise.reduce.norm import each_norm
+from shardwise.core.comm import Group, LocalGroup, PeerError, Summary
+from shardwise.core.comm.control import Operation
+from shardwise.core.grads.norm import each_norm
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-import shardwise.worlds
+import shardwise.compat
 from shardwise.cli.main import main
-from shardwise.worlds import Absent, Here, NotHere, read_world
-from shardwise.worlds.table import HOMES, REST
+from shardwise.compat import Absent, Here, NotHere, read_world
+from shardwise.compat.table import HOMES, REST
 
-FILES = sorted(Path(shardwise.worlds.__file__).parent.glob("*.toml"))
+FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
 KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
 OLDER = {
     "ColossalAIPrecisionPlugin",

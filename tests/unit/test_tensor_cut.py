@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.tensor.cut import Cut, shares
+from shardwise.core.parallel.tensor.cut import Cut, shares
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))

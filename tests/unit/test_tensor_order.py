@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise.tensor.order as order
-from shardwise.tensor.cut import Cut, Part
-from shardwise.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part, whole_runs
+import shardwise.core.parallel.tensor.order as order
+from shardwise.core.parallel.tensor.cut import Cut, Part
+from shardwise.core.parallel.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part, whole_runs
 
 
 @st.composite

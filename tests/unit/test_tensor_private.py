@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.draws import Private, dropouts_of
+from shardwise.core.base.draws import Private, dropouts_of
 
 CPU = torch.device("cpu")
 RATES = ((SimpleNamespace(p=0.5), "p"),)
@@ -47,7 +47,7 @@ def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
     seeds: dict[int, list[int]] = {}
     for rank in range(4):
         generator, private = Philox(), Private(rank)
-        with mock.patch("shardwise.draws.default_generator", lambda _, found=generator: found):
+        with mock.patch("shardwise.core.base.draws.default_generator", lambda _, found=generator: found):
             for behind in ((11, 12), (11, 16)):
                 private.enter(generator.device, RATES)
                 assert private.inside and generator.offset == 0

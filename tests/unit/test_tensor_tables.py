@@ -13,8 +13,7 @@ import transformers
 from tensor_cases import CASES, decoder
 from torch import nn
 
-from shardwise.plan import TensorPlan
-from shardwise.tensor import (
+from shardwise.core.parallel.tensor import (
     Architecture,
     Axis,
     Cut,
@@ -27,9 +26,10 @@ from shardwise.tensor import (
     propose_architecture,
     register_architecture,
 )
-from shardwise.tensor.heads import Heads
-from shardwise.tensor.rules import _is_causal
-from shardwise.tensor.tables import TABLES
+from shardwise.core.parallel.tensor.heads import Heads
+from shardwise.core.parallel.tensor.rules import _is_causal
+from shardwise.core.parallel.tensor.tables import TABLES
+from shardwise.plan import TensorPlan
 
 PLAN = TensorPlan(vocabulary_multiple=4)
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.chunk.layout import ParamFact, make_layout
+from shardwise.core.shards.layout import ParamFact, make_layout
+from shardwise.core.update.tile_plan import plan_tiles
 from shardwise.plan import ByNumel
-from shardwise.update.tile_plan import plan_tiles
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

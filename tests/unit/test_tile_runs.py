@@ -13,11 +13,11 @@ import torch
 from sets import full
 from torch import nn
 
-from shardwise.build import build
+from shardwise.core.update.runs import Calls
+from shardwise.core.update.tile_plan import TILE_NUMEL
+from shardwise.core.update.tiles import Tile, _alike
 from shardwise.plan import ByNumel, Plan, zero
-from shardwise.update.runs import Calls
-from shardwise.update.tile_plan import TILE_NUMEL
-from shardwise.update.tiles import Tile, _alike
+from shardwise.session import build
 
 WIDTHS = [3, 5, 0, 7, 2, 4]
 

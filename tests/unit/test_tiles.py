@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.layout import ChunkSpec, ParamFact, make_layout
-from shardwise.chunk.source import MemorySource
-from shardwise.comm import Buffer
-from shardwise.events import Events
-from shardwise.memory.placement import Home
-from shardwise.memory.tier import Tier
-from shardwise.optim.lamb import FusedLAMB, Lamb
+from shardwise.core.base.events import Events
+from shardwise.core.comm import Buffer
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.memory.placement import Home
+from shardwise.core.memory.tier import Tier
+from shardwise.core.optim.lamb import FusedLAMB, Lamb
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ChunkSpec, ParamFact, make_layout
+from shardwise.core.shards.source import MemorySource
+from shardwise.core.update import tiles as update_tiles
+from shardwise.core.update.states import ChunkState
+from shardwise.core.update.tile_plan import plan_tiles
+from shardwise.core.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
 from shardwise.plan import ByNumel
-from shardwise.reduce.grads import ChunkGrads
-from shardwise.update import tiles as update_tiles
-from shardwise.update.states import ChunkState
-from shardwise.update.tile_plan import plan_tiles
-from shardwise.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
 
 SIZES = [5, 0, 7, 1, 20]
 RANKS = 3

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwise import torch_internals as inside
+from shardwise.core.base import torch_internals as inside
 from shardwise.testing import run_ranks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm import LocalGroup, Traffic
-from shardwise.device import live_bytes, memory_facts
+from shardwise.core.base.device import live_bytes, memory_facts
+from shardwise.core.comm import LocalGroup, Traffic
 
 
 def test_counts_by_kind_and_resets() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.dlpack
 
-from shardwise.checks.unheld import Unheld
+from shardwise.core.checks.unheld import Unheld
 
 READS: dict[str, Callable[[Unheld], object]] = {
     "an operation": lambda value: value + 1,

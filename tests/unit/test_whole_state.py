@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import Checkpointer, TorchRun
+from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.nn.optimizer import Lamb
 from shardwise.plan import zero
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.worlds import NotHere, impersonate, mirror
-from shardwise.worlds.table import HOMES, parse_world
+from shardwise.compat import NotHere, impersonate, mirror
+from shardwise.compat.table import HOMES, parse_world
 
 WORLD = parse_world(
     "foreignlib",
@@ -52,7 +52,7 @@ parts = ["Odd"]
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A package of the world, and everything as before after it."""
     monkeypatch.setitem(HOMES, WORLD.foreign, WORLD.home)  # type: ignore[arg-type]
-    monkeypatch.setattr("shardwise.worlds.distribution.read_world", lambda foreign: WORLD)
+    monkeypatch.setattr("shardwise.compat.distribution.read_world", lambda foreign: WORLD)
     finders, modules = list(sys.meta_path), set(sys.modules)
     module = ModuleType(WORLD.home)
     module.__path__ = []

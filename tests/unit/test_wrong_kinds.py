@@ -13,9 +13,9 @@ from torch.distributed.algorithms.join import Join
 
 from shardwise import deepspeed
 from shardwise.booster import Booster
-from shardwise.build import Session, build
 from shardwise.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
 

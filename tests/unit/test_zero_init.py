@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.chunk.layout import ParamFact, make_layout
-from shardwise.deferred.construction import is_deferred
+from shardwise.core.deferred.construction import is_deferred
+from shardwise.core.shards.layout import ParamFact, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, Plan, zero
 from shardwise.zero import (
     BucketTensorShardStrategy,

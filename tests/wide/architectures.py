@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, on_device, replicated, zero
 from shardwise.testing import PlainRun, assert_close, make_batches, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs, train_case

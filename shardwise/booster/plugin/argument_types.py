@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 import torch
 
-from shardwise.checked import shown
-from shardwise.remarks import warn_user
+from shardwise.core.base.checked import shown
+from shardwise.core.base.remarks import warn_user
 
 __all__ = ["check_types", "fits", "two_orders"]
 

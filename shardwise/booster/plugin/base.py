@@ -24,13 +24,13 @@ from shardwise.booster.dataloader import (
 )
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
-from shardwise.checked import refuse, share
-from shardwise.float8 import multiply_in_8_bits
+from shardwise.core.base.checked import refuse, share
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
-from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
-    from shardwise.build import Session
+    from shardwise.session import Session
 
 __all__ = [
     "Boosted",
@@ -49,7 +49,7 @@ Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 def start_ranks() -> torch.device:
     """This process's device; the process group is started from the launcher's variables where none is yet."""
-    from shardwise.mesh.launch import init_distributed
+    from shardwise.core.mesh.launch import init_distributed
 
     return init_distributed()
 
@@ -229,7 +229,7 @@ class ShardedPlugin(Plugin):
         """Raise where an argument does not go with ``device``."""
 
     def prepare(self, session: Any) -> None:
-        """Tell a new :class:`~shardwise.build.Session` what is no part of a plan. Called once, before it is used."""
+        """Tell a new :class:`~shardwise.session.Session` what is no part of a plan. Called once, before it is used."""
 
     def data_parallel(self) -> tuple[int, int]:
         """(this rank's index, number) among the ranks that see different data, as the plan has them."""
@@ -239,7 +239,7 @@ class ShardedPlugin(Plugin):
     def mesh(self) -> Any:
         """The ranks' mesh, made at first use and shared by every model boosted with this plugin. Collective."""
         if self._mesh is None:
-            from shardwise.mesh import Mesh
+            from shardwise.core.mesh import Mesh
 
             device = start_ranks()
             self.check_device(device)
@@ -249,7 +249,7 @@ class ShardedPlugin(Plugin):
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         from shardwise.booster.boosted import give_names
-        from shardwise.build import build
+        from shardwise.session import build
 
         mesh = self.mesh()
         plan = with_optimizer(self.plan(mesh.everyone.size), optimizer)

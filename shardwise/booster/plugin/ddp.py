@@ -15,7 +15,7 @@ from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
-from shardwise.checked import MOST_BYTES, refuse, whole
+from shardwise.core.base.checked import MOST_BYTES, refuse, whole
 
 __all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from shardwise.checked import refuse
-from shardwise.loss_scale import ScalerArguments, scaler_plan
+from shardwise.core.base.checked import refuse
 from shardwise.plan import GradPlan, PrecisionPlan
+from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
 
 __all__ = ["EngineArguments", "check_update", "grad_plan", "precision_plan"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.booster.interface import OptimizerWrapper, check_state, parameters_of
-from shardwise.optim.state_form import constructed_state
+from shardwise.core.optim.state_form import constructed_state
 
 __all__ = ["TorchFSDPOptimizer", "full_model_state", "load_full_model_state", "repoint"]
 

@@ -17,8 +17,11 @@ from shardwise.booster.plugin.argument_types import check_types, fits, two_order
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
-from shardwise.loss_scale import scaler_plan
+from shardwise.compat.published import documented, given_in_vain
+from shardwise.core.base.checked import MOST_NUMEL, number, refuse, share, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.sizes import device_bytes
+from shardwise.core.memory.trace.stats import MemStats
 from shardwise.plan import (
     MOST_SEARCHED,
     AutoPlan,
@@ -32,11 +35,8 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.published import documented, given_in_vain
-from shardwise.remarks import warn_user
+from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
-from shardwise.sizes import device_bytes
-from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
 
@@ -108,7 +108,7 @@ class GeminiArguments(EngineArguments, _First):
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
         memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
-            :class:`~shardwise.trace.stats.MemStats`, or the path of a saved one), instead of a traced first step.
+            ``MemStats``, or the path of a saved one), instead of a traced first step.
         gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
             moves into after the first step.
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
@@ -165,7 +165,7 @@ class GeminiArguments(EngineArguments, _First):
             return stats
         if not isinstance(stats, str | os.PathLike):
             raise TypeError(
-                f"memstats={stats!r:.80}: give a MemStats of shardwise.trace.stats, or the path of a saved one"
+                f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one"
             )
         return MemStats.load(Path(stats))
 

@@ -25,8 +25,10 @@ from shardwise.booster.plugin.engine_arguments import (
 )
 from shardwise.booster.plugin.scheduler_nodes import orders_of
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
-from shardwise.loss_scale import scaler_plan
+from shardwise.compat.published import documented, given_in_vain
+from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.sizes import device_bytes
 from shardwise.plan import (
     ByNumel,
     MeshPlan,
@@ -37,12 +39,10 @@ from shardwise.plan import (
     on_device,
     usual_exchange,
 )
-from shardwise.published import documented, given_in_vain
-from shardwise.remarks import warn_user
+from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.sizes import device_bytes
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 

@@ -9,11 +9,11 @@ import torch
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
-from shardwise.checked import MOST_NUMEL, number, shown, whole
-from shardwise.loss_scale import PublishedDefault, scaler_plan
+from shardwise.compat.published import documented
+from shardwise.core.base.checked import MOST_NUMEL, number, shown, whole
+from shardwise.core.base.sizes import device_bytes
 from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
-from shardwise.published import documented
-from shardwise.sizes import device_bytes
+from shardwise.plan.loss_scale import PublishedDefault, scaler_plan
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.pipeline import Action, Kind, given_schedule
+from shardwise.core.parallel.pipeline import Action, Kind, given_schedule
 
 __all__ = ["orders_of"]
 
@@ -15,7 +15,7 @@ PASSES = tuple(kind.value for kind in Kind)
 
 
 def orders_of(nodes: Any, ranks: int) -> tuple[tuple[str, ...], ...]:
-    """The same as :class:`~shardwise.parallel_plan.PipelinePlan` has it.
+    """The same as :class:`~shardwise.plan.parallel.PipelinePlan` has it.
 
     Args:
         nodes: by rank, objects with ``type`` (F, B, W; sends and receives are left out), ``chunk`` (0: on the way down

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.checked import shown, whole
+from shardwise.core.base.checked import shown, whole
 from shardwise.plan import SequencePlan
 
 __all__ = ["MODES", "SequenceArguments"]

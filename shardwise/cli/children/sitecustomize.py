@@ -24,7 +24,7 @@ def take_the_name() -> None:
         return
     if find_spec("shardwise") is None:  # the program had it from a folder that this process does not look into
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
-    import_module("shardwise.worlds.impersonation").impersonate(foreign)
+    import_module("shardwise.compat.impersonation").impersonate(foreign)
 
 
 def run_the_other() -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checked import number
-from shardwise.comm import ranks_of
+from shardwise.core.base.checked import number
+from shardwise.core.comm import ranks_of
 
 __all__ = ["ReduceScatterBucketer"]
 

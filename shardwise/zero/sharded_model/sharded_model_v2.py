@@ -1,4 +1,4 @@
-"""``ShardedModelV2``: the published arguments and methods of the sharded model, on a :class:`shardwise.build.Session`.
+"""``ShardedModelV2``: the published arguments and methods of the sharded model, on a ``Session``.
 
 The session is built when the optimizer is there, since its groups decide the packing; a model that is used before, or
 without one, is sharded then.
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.comm import ranks_of
-from shardwise.device import numbered, total_bytes
-from shardwise.memory.ledger import REST
-from shardwise.mesh import Mesh, default_device, init_distributed
-from shardwise.published import picked
-from shardwise.remarks import warn_user
-from shardwise.trace.dump import dump_memory_stats
-from shardwise.trace.stats import NO_UNIT, MemStats, Moment
+from shardwise.compat.published import picked
+from shardwise.core.base.device import numbered, total_bytes
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.comm import ranks_of
+from shardwise.core.memory.ledger import REST
+from shardwise.core.memory.trace.dump import dump_memory_stats
+from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
+from shardwise.core.mesh import Mesh, default_device, init_distributed
+from shardwise.session import Session, build
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.fronts import ModelFront
 from shardwise.zero.init_ctx import ParameterMark, mark_of

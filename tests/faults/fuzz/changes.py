@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint import format as native
-from shardwise.checkpoint.formats import deepspeed
+from shardwise.core.checkpoint import format as native
+from shardwise.core.checkpoint.formats import deepspeed
 from tests.faults.fuzz.pickles import change_pickle, draw_pickle_change
 from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw_value, made, renamed, without, written
 

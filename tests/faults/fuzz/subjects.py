@@ -18,20 +18,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint import formats
-from shardwise.checkpoint.format import encode_manifest, read_manifest
-from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.match_schedulers import fitting_state
-from shardwise.checkpoint.portable import PortableFiles
-from shardwise.checkpoint.restore import Restored
-from shardwise.checkpoint.run import as_run
-from shardwise.checkpoint.schedulers import write_lr_scheduler
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.torch_run import TorchRun
+from shardwise.core.checkpoint import formats
+from shardwise.core.checkpoint.format import encode_manifest, read_manifest
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.match_schedulers import fitting_state
+from shardwise.core.checkpoint.portable import PortableFiles
+from shardwise.core.checkpoint.restore import Restored
+from shardwise.core.checkpoint.run import as_run
+from shardwise.core.checkpoint.schedulers import write_lr_scheduler
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.torch_run import TorchRun
+from shardwise.core.parallel.tensor import Cut
+from shardwise.core.parallel.tensor.order import StoredCut
 from shardwise.plan import zero
-from shardwise.tensor import Cut
-from shardwise.tensor.order import StoredCut
+from shardwise.session import build
 from tests.faults.small import Small
 
 __all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Subject", "make_subjects"]

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import dcp_index, open_checkpoint
-from shardwise.checkpoint.formats.lazy import blocks
 from shardwise.cli.main import main as command
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import dcp_index, open_checkpoint
+from shardwise.core.checkpoint.formats.lazy import blocks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject

@@ -28,8 +28,8 @@ from unittest.mock import MagicMock
 import torch  # noqa: F401  so that processes that are forked have it
 
 import shardwise  # noqa: F401
-from shardwise.port import rewritten
-from shardwise.worlds import read_world
+from shardwise.compat import read_world
+from shardwise.compat.rewrite import rewritten
 
 __all__ = ["main"]
 

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.port import rewritten
-from shardwise.worlds import read_world
+from shardwise.compat import read_world
+from shardwise.compat.rewrite import rewritten
 from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher

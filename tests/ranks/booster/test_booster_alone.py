@@ -12,7 +12,7 @@ import torch.distributed as dist
 from booster_setup import PLUGINS, Run
 from sets import full
 
-from shardwise.comm import PeerError
+from shardwise.core.comm import PeerError
 from shardwise.testing import run_ranks
 
 Call = Callable[[Run, str], object]

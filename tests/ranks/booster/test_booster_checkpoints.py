@@ -17,11 +17,11 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.build import build
-from shardwise.checkpoint import CheckpointDamage, gathered
-from shardwise.checkpoint.formats import open_checkpoint, write_colossalai_model, write_dcp
+from shardwise.core.checkpoint import CheckpointDamage, gathered
+from shardwise.core.checkpoint.formats import open_checkpoint, write_colossalai_model, write_dcp
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 RANKS = 2

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
 from sets import full
 
-from shardwise.checkpoint import CheckpointError, atomic, gathered
-from shardwise.checkpoint.file_system import FileSystem
-from shardwise.checkpoint.formats import huggingface
+from shardwise.core.checkpoint import CheckpointError, atomic, gathered
+from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint.formats import huggingface
 from shardwise.testing import run_ranks
 
 RANKS = 2

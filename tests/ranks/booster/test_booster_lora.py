@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.cli.main import main
+from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.testing import run_ranks
 
 RANKS = 2

@@ -25,8 +25,8 @@ from torch import nn
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, updates_early
-from shardwise.deferred import deferred_init
-from shardwise.optim import HybridAdam
+from shardwise.core.deferred import deferred_init
+from shardwise.core.optim import HybridAdam
 from shardwise.testing import run_ranks
 
 RANKS = 2
@@ -156,7 +156,7 @@ def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monk
     ):
         assert updates_early(placed.plan(1), GPU)
     built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())
-    monkeypatch.setattr("shardwise.build.build", lambda *arguments: built)
+    monkeypatch.setattr("shardwise.session.build", lambda *arguments: built)
     plugin._mesh = SimpleNamespace(size=1, device=GPU, everyone=SimpleNamespace(size=1))
     with pytest.warns(UserWarning, match="update='backward' updates nothing during backward.*on cuda") as caught:
         plugin.configure(nn.Linear(1, 1))

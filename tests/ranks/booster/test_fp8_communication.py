@@ -25,9 +25,9 @@ from shardwise.booster.plugin import (
     TorchFSDPPlugin,
     eight_bits,
 )
-from shardwise.build import build
-from shardwise.comm import BLOCK
+from shardwise.core.comm import BLOCK
 from shardwise.plan import Plan, replicated
+from shardwise.session import build
 from shardwise.shardformer import ShardConfig, ShardFormer
 from shardwise.testing import run_ranks
 

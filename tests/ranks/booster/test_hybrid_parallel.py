@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
-from shardwise.deferred import deferred_init
+from shardwise.core.deferred import deferred_init
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks

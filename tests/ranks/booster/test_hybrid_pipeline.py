@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.comm import PeerError
-from shardwise.pipeline import split_batch
+from shardwise.core.comm import PeerError
+from shardwise.core.parallel.pipeline import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
 

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.deferred import deferred_init
-from shardwise.pipeline import split_batch
+from shardwise.core.deferred import deferred_init
+from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
 ROWS, STEPS, PARTS = 4, 2, 4

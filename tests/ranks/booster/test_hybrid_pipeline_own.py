@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.comm import PeerError
-from shardwise.pipeline import Body, register_body, split_batch
+from shardwise.core.comm import PeerError
+from shardwise.core.parallel.pipeline import Body, register_body, split_batch
 from shardwise.testing import assert_close, run_ranks
 
 VOCABULARY, WIDTH, ROWS, STEPS, PARTS = 17, 8, 4, 2, 2

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.comm import PeerError
-from shardwise.pipeline import split_batch
+from shardwise.core.comm import PeerError
+from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
 ROWS, PARTS, RATE, REPLICAS = 4, 4, 0.5, 2

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hybrid_setup import POLICIES, Texts, made
 from sets import full
 
+from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
-from shardwise.tensor import parts_of
 from shardwise.testing import assert_close, run_ranks
 
 

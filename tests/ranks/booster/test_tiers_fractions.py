@@ -13,7 +13,7 @@ from tier_setup import digest
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.optim import HybridAdam
+from shardwise.core.optim import HybridAdam
 from shardwise.testing import run_ranks
 
 RANKS = 2

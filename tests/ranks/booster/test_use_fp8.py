@@ -25,7 +25,7 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.float8 import multiply_in_8_bits, product
+from shardwise.core.parallel.float8 import multiply_in_8_bits, product
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import run_ranks
 

@@ -13,14 +13,14 @@ from checkpoint_setup import Held
 from engine_setup import one_mesh
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint import restore
-from shardwise.checkpoint.file_system import FileSystem
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import PIECE_BYTES
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint import restore
+from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.format import PIECE_BYTES
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.build import build
-from shardwise.checkpoint.atomic import atomic_directory
-from shardwise.checkpoint.directory import CheckpointRoot, scan
-from shardwise.checkpoint.file_system import FileSystem, sync_path
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.read import verify
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.directory import CheckpointRoot, scan
+from shardwise.core.checkpoint.file_system import FileSystem, sync_path
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults import flips, io_errors, soak
 from tests.faults.system import in_place_of_the_system
@@ -106,7 +106,7 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
     saver = Checkpointer(session)
     place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.Contents", KeyboardInterrupt)
     with monkeypatch.context() as patch:
-        patch.setattr(f"shardwise.checkpoint.{place}", mock.Mock(side_effect=error))
+        patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
         with pytest.raises(error):
             saver.save(tmp_path, "a", use_async=use_async)
     assert os.listdir(tmp_path) == []
@@ -301,7 +301,7 @@ def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypa
         return sync
 
     for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
-        monkeypatch.setattr("shardwise.checkpoint.file_system.os.fsync", failing(number))
+        monkeypatch.setattr("shardwise.core.checkpoint.file_system.os.fsync", failing(number))
         refused = number in (errno.EIO, errno.ENOSPC)
         with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
             sync_path(tmp_path)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.build import build
-from shardwise.checkpoint import Checkpointer, TorchRun
-from shardwise.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.cli.main import main
+from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 OLD = 11

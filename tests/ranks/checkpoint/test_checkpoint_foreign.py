@@ -18,16 +18,16 @@ from launching import forked, start
 from sets import full
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint.atomic import atomic_directory
-from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.file_system import FileSystem
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.read import verify
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
+from shardwise.session import Session, build
 
 
 @pytest.fixture
@@ -359,8 +359,8 @@ def test_a_save_does_not_settle_what_a_killed_conversion_left(
 
     write("model.safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.atomic.DISK.exchange", lambda one, other: False)
-        patch.setattr("shardwise.checkpoint.atomic._settle", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("shardwise.core.checkpoint.atomic.DISK.exchange", lambda one, other: False)
+        patch.setattr("shardwise.core.checkpoint.atomic._settle", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write("model.safetensors.index.json")
     Checkpointer(session).save(tmp_path, "a")

@@ -23,16 +23,16 @@ from tensor_setup import Exact
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from shardwise.build import Session
-from shardwise.checkpoint.format import read_manifest
-from shardwise.checkpoint.formats.huggingface import write_huggingface
-from shardwise.checkpoint.formats.single import write_single_optimizer
-from shardwise.checkpoint.portable import PortableFiles
-from shardwise.checkpoint.read import NativeSource, verify
-from shardwise.checkpoint.run import EngineRun
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.format import read_manifest
+from shardwise.core.checkpoint.formats.huggingface import write_huggingface
+from shardwise.core.checkpoint.formats.single import write_single_optimizer
+from shardwise.core.checkpoint.portable import PortableFiles
+from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.parallel.tensor import Cut, Cutting
 from shardwise.plan import TensorPlan, zero
-from shardwise.tensor import Cut, Cutting
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"

@@ -14,10 +14,10 @@ from checkpoint_setup import Run, close_to, differences, everything, plans, star
 from engine_setup import one_mesh
 from sets import campaign, full
 
-from shardwise.build import build
-from shardwise.checkpoint.read import verify
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.read import verify
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.session import build
 from shardwise.testing import MODELS, run_ranks
 
 SAVED_AFTER = 2

@@ -15,14 +15,14 @@ from engine_setup import PLANS, one_mesh
 from sets import full
 from torch import nn
 
-from shardwise.build import build
-from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.portable import PortableFiles
-from shardwise.checkpoint.run import EngineRun
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.portable import PortableFiles
+from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 ROOT = "runs"

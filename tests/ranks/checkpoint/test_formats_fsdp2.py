@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from shardwise.checkpoint.formats import open_checkpoint, write_dcp
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.testing import run_ranks
 
 RANKS = 2

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.build import build
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 

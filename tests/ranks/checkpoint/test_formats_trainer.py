@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.build import build
-from shardwise.checkpoint.formats import detect_format, open_checkpoint
 from shardwise.cli.main import main
+from shardwise.core.checkpoint.formats import detect_format, open_checkpoint
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 3

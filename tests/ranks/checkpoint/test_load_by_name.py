@@ -20,10 +20,10 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as ds
-from shardwise.build import Session, build
-from shardwise.checkpoint.formats import open_checkpoint, write_dcp
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 
 Optimizer = torch.optim.Optimizer

@@ -13,11 +13,11 @@ from engine_setup import adam, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.engine.fragments import Held, TensorShape
 from shardwise.deepspeed.frozen import WithoutFrozen
-from shardwise.engine.fragments import Held, TensorShape
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from sets import campaign, full
 
-from shardwise.checkpoint.formats.output import output_files, write_text
+from shardwise.core.checkpoint.formats.output import output_files, write_text
 from shardwise.testing import run_ranks
 from tests.faults.system import in_place_of_the_system
 

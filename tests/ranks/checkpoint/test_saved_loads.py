@@ -15,16 +15,16 @@ from sets import full
 from test_checkpoint_shared import ROOT, begin, inside, stop
 from torch import nn
 
-from shardwise.checkpoint import format, pieces, schedulers, state_check
-from shardwise.checkpoint.bounds import MAX_DEPTH
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import read_manifest
-from shardwise.checkpoint.formats import output, safetensors_file
-from shardwise.checkpoint.formats.lazy import entry_of_tensor
-from shardwise.checkpoint.formats.output import write_text, write_torch
-from shardwise.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
-from shardwise.checkpoint.formats.torch_file import load_torch
-from shardwise.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
+from shardwise.core.checkpoint import format, pieces, schedulers, state_check
+from shardwise.core.checkpoint.bounds import MAX_DEPTH
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.format import read_manifest
+from shardwise.core.checkpoint.formats import output, safetensors_file
+from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
+from shardwise.core.checkpoint.formats.output import write_text, write_torch
+from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
+from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
 from shardwise.testing import run_ranks
 
 

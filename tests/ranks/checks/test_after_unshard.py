@@ -13,9 +13,9 @@ from sets import full
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.build import OneParameter, Session, ShardedOptimizer, build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
+from shardwise.session import OneParameter, Session, ShardedOptimizer, build
 from shardwise.testing import run_ranks
 
 

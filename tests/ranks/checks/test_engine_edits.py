@@ -12,8 +12,8 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from shardwise.build import Session
 from shardwise.plan import Plan, zero
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 State = dict[str, Tensor]

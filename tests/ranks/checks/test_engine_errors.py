@@ -10,8 +10,8 @@ import torch
 from engine_setup import PLANS, sharded
 from torch import nn
 
-from shardwise.build import build
 from shardwise.plan import ByModule, MeshPlan, Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 Make = Callable[[nn.Module], object]

@@ -12,9 +12,9 @@ from engine_setup import PLANS, adam, check, data, loss_of, one_mesh, seeded, sg
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.comm import PeerError
+from shardwise.core.comm import PeerError
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 
 STAGES = ["zero3", *full("zero2", "zero3_gloo")]

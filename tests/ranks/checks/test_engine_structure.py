@@ -11,8 +11,8 @@ from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from shardwise.build import Session
 from shardwise.plan import Plan
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 STAGES = ["zero3", *full("zero2", "zero3_gloo")]

@@ -13,10 +13,10 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardwise.build import Session, build
-from shardwise.comm import PeerError
+from shardwise.core.comm import PeerError
 from shardwise.plan import ScalerPlan, zero
 from shardwise.pytorch.state_dict import set_model_state_dict
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 State = dict[str, Any]

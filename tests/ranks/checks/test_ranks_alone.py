@@ -14,9 +14,9 @@ from groups_setup import waits_at_most
 from sets import full
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.comm import PeerError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 WAITS_S = 600.0

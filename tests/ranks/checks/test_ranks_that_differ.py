@@ -13,11 +13,11 @@ from engine_setup import one_mesh
 from sets import full
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.checks import description
-from shardwise.checks.agreement import differences
-from shardwise.mesh import Mesh
+from shardwise.core.checks import description
+from shardwise.core.checks.agreement import differences
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 
@@ -314,7 +314,7 @@ def described(count: int) -> tuple[int, int]:
             facts.extend((mesh.world.traffic.calls["exchange"], mesh.traffic()["exchange"]))
             raise KeyboardInterrupt
 
-        with mock.patch("shardwise.engine.engine.make_layout", stop), pytest.raises(KeyboardInterrupt):
+        with mock.patch("shardwise.core.engine.engine.make_layout", stop), pytest.raises(KeyboardInterrupt):
             build(model, None, plan, mesh)
         return facts[0], facts[1]
 

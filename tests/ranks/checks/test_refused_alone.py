@@ -12,9 +12,9 @@ from engine_setup import PLANS, adam, one_mesh, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardwise.build import build
-from shardwise.comm import PeerError
+from shardwise.core.comm import PeerError
 from shardwise.pytorch.state_dict import set_model_state_dict, set_optimizer_state_dict
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -14,9 +14,9 @@ from engine_setup import one_mesh
 from tier_setup import with_tiers
 from torch import nn
 
-from shardwise.build import build
-from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 

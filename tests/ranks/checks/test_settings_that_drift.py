@@ -11,11 +11,11 @@ from engine_setup import PLANS, one_mesh
 from sets import full
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.checks.hyper_parameters import HyperParameters
-from shardwise.checks.param_groups import ParamGroups
-from shardwise.checks.unfinished import Unfinished
-from shardwise.mesh import Mesh
+from shardwise.core.checks.hyper_parameters import HyperParameters
+from shardwise.core.checks.param_groups import ParamGroups
+from shardwise.core.checks.unfinished import Unfinished
+from shardwise.core.mesh import Mesh
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 Change = Callable[[Session], None]

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import shardwise
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.build import Session, build
 from shardwise.deepspeed import initialize
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 RESIDENT = ["ddp", "zero1", "zero2"]

@@ -13,10 +13,10 @@ from scope import Scope
 from sets import full
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.comm import PeerError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.session import Session, build
 from shardwise.testing import RankPool, run_ranks
 
 

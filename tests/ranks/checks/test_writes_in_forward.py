@@ -8,8 +8,8 @@ from engine_setup import PLANS, data, loss_of, one_mesh, sgd, sharded, told
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.build import Session
 from shardwise.plan import Plan
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 State = dict[str, Tensor]

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.comm import Activity, activity
+from shardwise.core.comm import Activity, activity
 from shardwise.testing import run_ranks
 
 

@@ -16,10 +16,10 @@ from scope import Scope
 from sets import campaign, full
 from torch import Tensor
 
-from shardwise.comm import Group, PeerError, Summary, register_backend
-from shardwise.mesh import Mesh
+from shardwise.core.comm import Group, PeerError, Summary, register_backend
+from shardwise.core.grads import reducer
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor
-from shardwise.reduce import reducer
 from shardwise.testing import assert_close, run_ranks
 
 FLAGS, MORE_FLAGS = 100, 2000

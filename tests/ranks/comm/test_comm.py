@@ -13,11 +13,11 @@ import torch
 from scope import CPU, Scope, same, summed, values
 from sets import campaign, full
 
-from shardwise.comm import Buffer, Group, LocalGroup
-from shardwise.comm.mapping import MappingError
-from shardwise.comm.summing import TILE_NUMEL, RankSum
+from shardwise.core.comm import Buffer, Group, LocalGroup
+from shardwise.core.comm.mapping import MappingError
+from shardwise.core.comm.summing import TILE_NUMEL, RankSum
+from shardwise.core.memory.trace.tracker import TensorTracker
 from shardwise.testing import run_ranks
-from shardwise.trace.tracker import TensorTracker
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLICES = (0, 1, 7, 1300)
@@ -351,7 +351,8 @@ def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) 
 
 
 def no_second_mapping() -> bool:
-    with mock.patch("shardwise.comm.shared.map_joint", side_effect=MappingError("no room")), Scope("shared") as group:
+    no_room = mock.patch("shardwise.core.comm.shared.map_joint", side_effect=MappingError("no room"))
+    with no_room, Scope("shared") as group:
         (shard,) = group.joint_buffers([(10, torch.float32)])
         out = torch.empty(10 * group.size)
         shard.local.fill_(group.rank)

@@ -16,7 +16,7 @@ from launching import forked, start
 from scope import Scope
 from sets import full
 
-from shardwise.comm import Party, PeerError, SharedGroup
+from shardwise.core.comm import Party, PeerError, SharedGroup
 from shardwise.testing import run_ranks
 
 # Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.

@@ -10,7 +10,7 @@ from scope import CPU, Scope, values
 from sets import full
 from torch import Tensor
 
-from shardwise.comm import (
+from shardwise.core.comm import (
     BLOCK,
     FORMATS,
     GRADIENTS,

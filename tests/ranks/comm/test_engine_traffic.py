@@ -27,9 +27,9 @@ from engine_setup import PLANS, one_mesh, sharded
 from sets import full
 from torch import nn
 
-from shardwise.mesh import Mesh
+from shardwise.core.grads import patience
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
-from shardwise.reduce import patience
 from shardwise.testing import run_ranks
 
 WIDTH, DEPTH = 17, 5

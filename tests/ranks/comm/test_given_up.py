@@ -12,7 +12,7 @@ import torch.distributed as dist
 from scope import Scope
 from sets import full
 
-from shardwise.comm import Buffer, PeerError, SharedGroup, shared
+from shardwise.core.comm import Buffer, PeerError, SharedGroup, shared
 from shardwise.testing import run_ranks
 
 SOON_S, NEVER_S = 0.3, 600.0

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from scope import Scope
 
-from shardwise.comm import PeerError
-from shardwise.comm.link import Link
+from shardwise.core.comm import PeerError
+from shardwise.core.comm.link import Link
 from shardwise.testing import run_ranks
 
 INSIDE_S = 0.2

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from launching import SECONDS, forked, start
 from torch import nn
 
-from shardwise.build import build
-from shardwise.comm import GroupMaker, choose, open_files, register_backend
-from shardwise.mesh import Mesh
+from shardwise.core.comm import GroupMaker, choose, open_files, register_backend
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 RANKS = 4

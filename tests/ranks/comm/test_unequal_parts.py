@@ -8,7 +8,7 @@ import pytest
 import torch
 from scope import Scope, same, summed, values
 
-from shardwise.comm import Group
+from shardwise.core.comm import Group
 from shardwise.testing import run_ranks
 
 

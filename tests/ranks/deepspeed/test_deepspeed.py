@@ -21,7 +21,7 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 
 RANKS = 2

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.comm import PeerError
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.comm import PeerError
 from shardwise.testing import run_ranks
 
 Call = Callable[[deepspeed.DeepSpeedEngine, str], object]

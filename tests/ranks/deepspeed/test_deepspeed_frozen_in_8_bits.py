@@ -12,7 +12,7 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.comm import INT8
+from shardwise.core.comm import INT8
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, STEPS, WIDTH = 2, 3, 24

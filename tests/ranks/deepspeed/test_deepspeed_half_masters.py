@@ -12,7 +12,7 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.optim import AdamRule, AdamSlot, adam_reference
+from shardwise.core.optim import AdamRule, AdamSlot, adam_reference
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, STEPS, LR, DECAY = 2, 6, 3e-2, 0.1

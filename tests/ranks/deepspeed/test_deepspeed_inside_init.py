@@ -8,7 +8,7 @@ from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.comm import PeerError
+from shardwise.core.comm import PeerError
 from shardwise.testing import assert_close, run_ranks
 
 

@@ -23,10 +23,10 @@ from sharded_setup import adam
 from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
-from shardwise.checkpoint.directory import CheckpointRoot
-from shardwise.checkpoint.file_system import FileSystem
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.directory import CheckpointRoot
+from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.testing import assert_close, run_ranks
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
-from shardwise.comm import Buffer
-from shardwise.comm.shared_buffer import JointBuffer
-from shardwise.deferred import deferred_init
-from shardwise.engine.writer import ValueWriter
+from shardwise.core.comm import Buffer
+from shardwise.core.comm.shared_buffer import JointBuffer
+from shardwise.core.deferred import deferred_init
+from shardwise.core.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import live_tensor_bytes, run_ranks
 from shardwise.testing.modules import TinyGpt

@@ -60,8 +60,8 @@ class _Words(nn.Module):
 
 
 def _other_names(names: Names) -> None:
-    from shardwise.build import build
     from shardwise.plan import zero
+    from shardwise.session import build
 
     old = _Words(8, "wte", "transformer.h")
     names["rows then"] = old.head.weight.detach().clone()
@@ -75,8 +75,8 @@ def _other_names(names: Names) -> None:
 
 
 def _session(names: Names) -> None:
-    from shardwise.build import build
     from shardwise.plan import zero
+    from shardwise.session import build
 
     _training(names)
     names["session"] = build(names["model"], names["optimizer"], zero(2))
@@ -148,7 +148,7 @@ def _exists(*paths: str) -> Callable[[Names], None]:
 
 
 def _deferred(names: Names) -> None:
-    from shardwise.optim import HybridAdam
+    from shardwise.core.optim import HybridAdam
 
     names.update(build_model=_net, HybridAdam=HybridAdam, torch=torch)
 
@@ -200,8 +200,8 @@ def _written(names: Names) -> None:
 
 def _converted(_names: Names) -> None:
     """One run of ours under ``runs``, and the one of DeepSpeed."""
-    from shardwise.build import build
     from shardwise.plan import replicated
+    from shardwise.session import build
 
     model = _net()
     session = build(model, torch.optim.AdamW(model.parameters()), replicated())
@@ -215,8 +215,8 @@ def _converted(_names: Names) -> None:
 
 def _lm_head(names: Names) -> None:
     """A model with a head and a configuration, in a directory that is opened by its format's own reader."""
-    from shardwise.build import build
     from shardwise.plan import zero
+    from shardwise.session import build
 
     model = nn.ModuleDict({"lm_head": nn.Linear(64, 64)})
     session = build(model, None, zero(1))
@@ -285,8 +285,8 @@ def _groups(names: Names) -> None:
 
 
 def _read_by_itself(names: Names) -> None:
-    from shardwise.build import build
     from shardwise.plan import zero
+    from shardwise.session import build
 
     model = _net()
     session = build(model, None, zero(2))
@@ -335,15 +335,15 @@ PAGES: dict[str, list[Block]] = {
             before=_lora,
             after=_exists("adapter/adapter_config.json"),
         ),
-        Block(first="from shardwise.deferred import deferred_init", before=_deferred),
-        Block(first="from shardwise.build import build", before=_tokens, after=_changed),
+        Block(first="from shardwise.core.deferred import deferred_init", before=_deferred),
+        Block(first="from shardwise.session import build", before=_tokens, after=_changed),
     ],
     "docs/checkpoint-format.md": [
         Block(first="import json", after=_read_by_itself),
     ],
     "docs/checkpoints.md": [
         Block(
-            first="from shardwise.build import build",
+            first="from shardwise.session import build",
             before=_training,
             after=_restored,
         ),
@@ -354,7 +354,7 @@ PAGES: dict[str, list[Block]] = {
             after=_exists("runs/discriminator/step-3"),
         ),
         Block(
-            first="from shardwise.checkpoint.formats import open_checkpoint, write_huggingface",
+            first="from shardwise.core.checkpoint.formats import open_checkpoint, write_huggingface",
             alone=True,
             before=_lm_head,
             after=_exists("out/model.safetensors"),
@@ -399,7 +399,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
         Block(first="session = shardwise.shard", before=native_pages.staged),
-        Block(first="from shardwise.native", before=native_pages.planned, after=native_pages.ended),
+        Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),
         Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),
         Block(first="stage = 3", how="shown", why="a plan's file, which tests/unit/test_plan_text.py reads"),
     ],
@@ -451,7 +451,7 @@ PAGES: dict[str, list[Block]] = {
         Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training),
     ],
     "docs/sharded-model.md": [
-        Block(first="from shardwise.optim import CPUAdam", before=_sharded),
+        Block(first="from shardwise.core.optim import CPUAdam", before=_sharded),
         Block(first="with ZeroInitContext(", before=_groups),
     ],
     "docs/testing.md": [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shardwise.deferred import is_deferred
+from shardwise.core.deferred import is_deferred
 
 __all__ = [
     "computed",

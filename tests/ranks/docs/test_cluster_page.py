@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from page_blocks import ROOT, fences
 
-from shardwise.mesh.launch import LaunchFacts
+from shardwise.core.mesh.launch import LaunchFacts
 from tests.launcher_variables import without_launcher
 
 PROGRAM = """

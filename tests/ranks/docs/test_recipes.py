@@ -18,21 +18,21 @@ from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.build import Session, build
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import (
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import (
     detect_format,
     known_formats,
     open_checkpoint,
     register_format,
     write_checkpoint,
 )
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.comm import register_backend
-from shardwise.disk import DiskError, Medium, register_medium
-from shardwise.mesh import Mesh
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.comm import register_backend
+from shardwise.core.memory.disk import DiskError, Medium, register_medium
+from shardwise.core.mesh import Mesh
+from shardwise.core.parallel.tensor import Axis, cut_model, register_architecture
 from shardwise.plan import DiskPlan, Plan, TensorPlan, on_device, zero
-from shardwise.tensor import Axis, cut_model, register_architecture
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.recipes.half_plugin import HalfPlugin
 from tests.recipes.npz_format import FORMAT

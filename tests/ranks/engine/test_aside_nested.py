@@ -10,7 +10,7 @@ from engine_setup import PLANS, data, seeded, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.optim.nested_state import tensors_of
+from shardwise.core.optim.nested_state import tensors_of
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 3

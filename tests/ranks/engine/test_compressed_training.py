@@ -14,10 +14,10 @@ from engine_setup import one_mesh
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.comm import BLOCK, FORMATS
-from shardwise.mesh import Mesh
+from shardwise.core.comm import BLOCK, FORMATS
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 WIDTH, HIDDEN = 24, 37

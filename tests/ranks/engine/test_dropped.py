@@ -21,11 +21,11 @@ from torch import nn
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from shardwise.build import Session, build
-from shardwise.comm import PeerError
-from shardwise.comm.shared import OPEN, STATE
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.comm.shared import OPEN, STATE
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
+from shardwise.session import Session, build
 from shardwise.strategies.sessions import shard
 from shardwise.testing import run_ranks
 from shardwise.zero import ShardedModelV2, TensorShardStrategy, ZeroInitContext

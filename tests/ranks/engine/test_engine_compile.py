@@ -8,7 +8,7 @@ from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from sets import campaign, full
 from torch import Tensor, nn
 
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from shardwise.testing.modules import TinyGpt

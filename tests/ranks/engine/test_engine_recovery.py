@@ -12,8 +12,8 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.build import Session
 from shardwise.plan import Plan
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 2

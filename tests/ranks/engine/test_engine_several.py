@@ -11,8 +11,8 @@ from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharde
 from sets import campaign, full
 from torch import Tensor, nn
 
-from shardwise.build import build
 from shardwise.plan import Plan
+from shardwise.session import build
 from shardwise.testing import run_ranks
 
 STEPS, RANKS = 3, 2

@@ -9,8 +9,8 @@ from sets import campaign, full
 from torch import Tensor, nn
 from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, gradient_of_the_input, mean_square, on_rank
 
+from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.plan import Plan, zero
-from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import MODELS, run_ranks
 
 

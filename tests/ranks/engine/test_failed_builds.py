@@ -15,13 +15,13 @@ from sets import full
 from tier_setup import Fault, with_tiers
 from torch import Tensor, nn
 
-from shardwise.build import build
-from shardwise.comm import PeerError
-from shardwise.disk.store import DiskError
-from shardwise.engine import engine as engine_module
-from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.engine import engine as engine_module
+from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.ledger import DeviceMemoryError
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
+from shardwise.session import build
 from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
 
 CASE, STEPS = "gpt", 2

@@ -17,11 +17,11 @@ from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 
-from shardwise.build import Session
-from shardwise.mesh import Mesh
+from shardwise.core.base.torch_internals import give_subclass
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
-from shardwise.torch_internals import give_subclass
 
 RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
 WIDTH, HIDDEN, WORDS, STEPS = 6, 37, 11, 3

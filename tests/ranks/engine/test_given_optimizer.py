@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shardwise import deepspeed
-from shardwise.build import build
-from shardwise.comm import PeerError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 3

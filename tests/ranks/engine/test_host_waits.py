@@ -26,9 +26,9 @@ from tensor_setup import loss_of
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.checks import batches, edits
-from shardwise.comm import Group, PeerError
-from shardwise.engine import not_finite, optimizer, pipelined
+from shardwise.core.checks import batches, edits
+from shardwise.core.comm import Group, PeerError
+from shardwise.core.engine import not_finite, optimizer, pipelined
 from shardwise.plan import PipelinePlan, Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 

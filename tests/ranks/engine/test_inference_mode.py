@@ -13,10 +13,10 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
-from shardwise.optim.nested_state import tensors_of
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim.nested_state import tensors_of
 from shardwise.plan import Plan
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 ROWS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3", "zero3_gloo", "zero2_gloo")}

@@ -17,11 +17,11 @@ from sets import campaign, full
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint.run import EngineRun
-from shardwise.engine.optimizer_state import OptimizerState
-from shardwise.engine.values import Values
+from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 STEPS = 4

@@ -12,10 +12,10 @@ from engine_setup import PLANS, one_mesh, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.build import Session
-from shardwise.comm import PeerError, SharedGroup
-from shardwise.comm.shared import CHECK_S
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError, SharedGroup
+from shardwise.core.comm.shared import CHECK_S
+from shardwise.core.mesh import Mesh
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 RATE, NEVER_S = 0.5, 600.0

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from shardwise.mesh import init_distributed
+from shardwise.core.mesh import init_distributed
+from shardwise.core.parallel.tensor import Architecture, Mlp
 from shardwise.plan import TensorPlan, zero
-from shardwise.tensor import Architecture, Mlp
 from shardwise.testing import assert_close, run_ranks
 
 State = dict[str, Tensor]
@@ -128,7 +128,7 @@ def wrong(session: shardwise.Session, state: State) -> None:
     handle.remove()
     if session.mesh.rank == 0:  # the other learns of it, and both go on
         model[0].register_load_state_dict_post_hook(lambda *_: {}["lost"])
-    with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.comm.PeerError, match="lost"):
+    with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.core.comm.PeerError, match="lost"):
         session.module.load_state_dict(state)
 
 

@@ -12,8 +12,8 @@ import torch
 from engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
 from torch import Tensor, nn
 
-from shardwise.build import Session
 from shardwise.plan import Plan
+from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 2

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
-from shardwise.build import Session, build
-from shardwise.chunk.secondary import SecondarySource
-from shardwise.chunk.source import MemorySource
-from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.memory.tier import Tier
-from shardwise.mesh import Mesh
+from shardwise.core.memory.ledger import DeviceMemoryError
+from shardwise.core.memory.tier import Tier
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.secondary import SecondarySource
+from shardwise.core.shards.source import MemorySource
 from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 
 GLOO = zero(3).but(shared_memory=False)

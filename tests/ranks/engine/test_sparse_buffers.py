@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import CheckpointError
-from shardwise.mesh import init_distributed
+from shardwise.core.checkpoint import CheckpointError
+from shardwise.core.mesh import init_distributed
 from shardwise.testing import run_ranks
 
 MAKE: dict[str, Any] = {

@@ -12,8 +12,8 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.checkpoint import Checkpointer, TorchRun
-from shardwise.mesh import init_distributed
+from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.mesh import init_distributed
 from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
 

@@ -12,9 +12,9 @@ from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 State = dict[str, Tensor]

@@ -13,13 +13,13 @@ import torch
 from engine_setup import adam, data, seeded, sharded
 from torch import Tensor, nn
 
-from shardwise.build import Session
-from shardwise.chunk import chunk as chunk_module
-from shardwise.chunk.chunk import RESIDENCY
-from shardwise.comm import Group
+from shardwise.core.base.states import Table
+from shardwise.core.comm import Group
+from shardwise.core.grads.grads import REDUCTION
+from shardwise.core.shards import chunk as chunk_module
+from shardwise.core.shards.chunk import RESIDENCY
 from shardwise.plan import ByNumel, ByTensor, Plan, zero
-from shardwise.reduce.grads import REDUCTION
-from shardwise.states import Table
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 Change = tuple[str, str, str]

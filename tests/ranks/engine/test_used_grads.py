@@ -12,8 +12,8 @@ from engine_setup import PLANS, check, data, seeded, sgd, sharded
 from sets import campaign, full
 from torch import Tensor, nn
 
-from shardwise.build import Session
 from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 STEPS = 3

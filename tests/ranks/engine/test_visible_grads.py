@@ -13,9 +13,9 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from shardwise.mesh import Mesh
+from shardwise.core.grads.sharded_grad import ShardedGrad
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
-from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import run_ranks
 
 STEPS, MICRO = 2, 2

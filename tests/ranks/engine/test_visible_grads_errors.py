@@ -20,12 +20,12 @@ from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shardwise.build import Session
-from shardwise.mesh import Mesh
+from shardwise.core.grads.sharded_grad import ShardedGrad
+from shardwise.core.memory.trace.tracker import TensorTracker
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
-from shardwise.reduce.sharded_grad import ShardedGrad
+from shardwise.session import Session
 from shardwise.testing import run_ranks
-from shardwise.trace.tracker import TensorTracker
 
 
 def net() -> nn.Module:

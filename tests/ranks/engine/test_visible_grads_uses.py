@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.mesh import Mesh
+from shardwise.core.grads.sharded_grad import ShardedGrad
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, ScalerPlan, zero
-from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import assert_close, run_ranks
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from engine_setup import data, one_mesh, run_plain, run_sharded
 from torch import Tensor, nn
 
-from shardwise.comm import GlooGroup
-from shardwise.mesh import init_distributed
+from shardwise.core.comm import GlooGroup
+from shardwise.core.mesh import init_distributed
 from shardwise.plan import zero
 from shardwise.testing import assert_close
 

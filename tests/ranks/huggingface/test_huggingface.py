@@ -24,7 +24,7 @@ from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shardwise.optim import HybridAdam
+from shardwise.core.optim import HybridAdam
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 
 from huggingface_setup import RANKS, launched, make, quiet, weights
 
-from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.formats import output
+from shardwise.core.checkpoint import CheckpointError
+from shardwise.core.checkpoint.formats import output
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
 

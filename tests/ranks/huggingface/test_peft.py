@@ -17,7 +17,7 @@ from sets import full
 from torch import Tensor
 
 import shardwise
-from shardwise.build import Session
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 pytest.importorskip("peft")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.build import Session
-from shardwise.deferred import deferred_init
+from shardwise.core.deferred import deferred_init
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 for needed in ("bitsandbytes", "peft", "transformers"):

@@ -11,7 +11,7 @@ import torch
 from sets import campaign
 from torch import Tensor, nn
 
-from shardwise.device import (
+from shardwise.core.base.device import (
     Later,
     SideCopy,
     behind_current,

@@ -52,19 +52,19 @@ def _named(text: str) -> Scenario:
 
 
 FOUND = {
-    "chunk/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
-    "chunk/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
-    "comm/compressed.py CompressedGroup._reduce: Lent(found, sent.local)": "eight_bits (2 ranks)",
-    "comm/link.py Message.wait: self._work.wait()": "ring of products (2 ranks)",
-    "comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
-    "device/ahead.py Later.__init__: record_event(value.device)": "later values (1 rank)",
-    "device/streams.py Lent.drop: recorded(tensor, current)": "lent memory (1 rank)",
-    "device/streams.py SideCopy.__init__: stream.wait_stream(self._owner)": "side copies (1 rank)",
-    "device/streams.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
-    "device/streams.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
-    "device/streams.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
-    "engine/values.py Values.settle: self._engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
-    "gather/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
+    "core/shards/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
+    "core/shards/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
+    "core/comm/compressed.py CompressedGroup._reduce: Lent(found, sent.local)": "eight_bits (2 ranks)",
+    "core/comm/link.py Message.wait: self._work.wait()": "ring of products (2 ranks)",
+    "core/comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
+    "core/base/device/ahead.py Later.__init__: record_event(value.device)": "later values (1 rank)",
+    "core/base/device/streams.py Lent.drop: recorded(tensor, current)": "lent memory (1 rank)",
+    "core/base/device/streams.py SideCopy.__init__: stream.wait_stream(self._owner)": "side copies (1 rank)",
+    "core/base/device/streams.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
+    "core/base/device/streams.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
+    "core/base/device/streams.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
+    "core/engine/values.py Values.settle: self._engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
+    "core/shards/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
 """Places, and the quickest scenario that finds each: one of every kind."""
 

@@ -14,7 +14,7 @@ from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights,
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from lightning_setup import Toy, close, data, fit, since, stock, toy, trainer, weights, worst
 from torch import Tensor, nn
 
-from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats import open_checkpoint
-from shardwise.checkpoint.session import Checkpointer
-from shardwise.comm import PeerError
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.comm import PeerError
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, to_single_file
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks

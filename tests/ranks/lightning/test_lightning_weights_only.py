@@ -13,7 +13,7 @@ from lightning_cases import rows
 from lightning_setup import close, data, fabric, toy, trainer, weights
 from torch import Tensor, nn
 
-from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.namespace import FABRIC, LIGHTNING, Namespace
 from shardwise.testing import run_ranks
 

@@ -13,12 +13,12 @@ from tier_setup import digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.build import Session
-from shardwise.device.memory import live_bytes
-from shardwise.memory.tier import Tier
-from shardwise.mesh import Mesh
+from shardwise.core.base.device.memory import live_bytes
+from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.mesh import Mesh
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
-from shardwise.trace.stats import MemStats
+from shardwise.session import Session
 
 WIDTH = 32
 

@@ -30,14 +30,14 @@ from engine_setup import one_mesh
 from sets import campaign, full
 from torch import Tensor
 
-from shardwise.build import Session, build
-from shardwise.gather.policy import Trace
-from shardwise.gather.replay import simulate
-from shardwise.memory.tier import Tier
+from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.memory.trace.tracing import trace_memory
+from shardwise.core.shards.policy import Trace
+from shardwise.core.shards.replay import simulate
 from shardwise.plan import TierPlan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
-from shardwise.trace.stats import MemStats
-from shardwise.trace.tracing import trace_memory
 
 ROOMY = 100 * BLOCK_BYTES
 

@@ -14,12 +14,12 @@ from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_
 from engine_setup import one_mesh, sharded
 from sets import campaign, full
 
-from shardwise.build import Session, build
-from shardwise.deferred import deferred_init
-from shardwise.gather.hooks import in_backward
-from shardwise.memory.ledger import REST, DeviceMemoryError
-from shardwise.memory.tier import Tier
+from shardwise.core.deferred import deferred_init
+from shardwise.core.memory.ledger import REST, DeviceMemoryError
+from shardwise.core.memory.tier import Tier
+from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import TierPlan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 FOUR, FOUR_BACK = range(4), [3, 2, 1, 0]

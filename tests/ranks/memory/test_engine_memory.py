@@ -24,13 +24,13 @@ from engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
 from sets import campaign
 from torch import nn
 
-from shardwise.build import MemoryReport, Session
-from shardwise.comm.shared_buffer import JointBuffer
-from shardwise.mesh import Mesh
+from shardwise.core.comm.shared_buffer import JointBuffer
+from shardwise.core.mesh import Mesh
+from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, ByNumel, Plan, zero
+from shardwise.session import MemoryReport, Session
 from shardwise.testing import MODELS, live_tensor_bytes, run_ranks
 from shardwise.testing.counters import live_tensors
-from shardwise.update.tile_plan import TILE_NUMEL
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH

@@ -21,7 +21,7 @@ from sets import full
 from tier_setup import SHARES, with_tiers
 from torch import nn
 
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.testing import live_tensor_bytes, run_ranks
 

@@ -16,11 +16,11 @@ from sets import campaign, full
 from tier_setup import backward, batch, digest, everything, make_net, small_tiles, with_tiers
 from torch import nn
 
-from shardwise.build import Session, build
-from shardwise.deferred import deferred_init
-from shardwise.mesh import Mesh
-from shardwise.optim import CPUAdam
+from shardwise.core.deferred import deferred_init
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import CPUAdam
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")

@@ -16,7 +16,7 @@ from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 PROGRAM = """
 import torch
 import torch.distributed as dist
-from shardwise.mesh import init_distributed
+from shardwise.core.mesh import init_distributed
 
 try:
     init_distributed("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from launching import finished
 
-from shardwise.mesh import LaunchFacts, init_distributed
+from shardwise.core.mesh import LaunchFacts, init_distributed
 from tests.launcher_variables import without_launcher
 
 
@@ -58,7 +58,7 @@ def test_torchrun(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import torch.distributed as dist
-            from shardwise.mesh import Mesh, init_distributed, shutdown
+            from shardwise.core.mesh import Mesh, init_distributed, shutdown
             from shardwise.plan import zero
             device = init_distributed("cpu")
             assert init_distributed("cpu") == device
@@ -87,7 +87,7 @@ def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
             import os, warnings
             from types import SimpleNamespace
             import torch, torch.distributed as dist
-            from shardwise.mesh import init_distributed, shutdown
+            from shardwise.core.mesh import init_distributed, shutdown
             rank = os.environ["RANK"]
             torch.cuda.is_available = lambda: True
             torch.cuda.device_count = lambda: 1

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from sets import full
 
-from shardwise.comm import choose, timeout_s
-from shardwise.mesh import Mesh
-from shardwise.mesh.seats import Seat
+from shardwise.core.comm import choose, timeout_s
+from shardwise.core.mesh import Mesh
+from shardwise.core.mesh.seats import Seat
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 
@@ -351,10 +351,10 @@ def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
     comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
     made = RuntimeError("the groups would be made here")
     with (
-        mock.patch("shardwise.mesh.mesh.on_device", lambda _: nullcontext()),
-        mock.patch("shardwise.mesh.mesh.seat_on", lambda *_: seat),
+        mock.patch("shardwise.core.mesh.mesh.on_device", lambda _: nullcontext()),
+        mock.patch("shardwise.core.mesh.mesh.seat_on", lambda *_: seat),
         mock.patch.object(choose.GroupMaker, "backend", "nccl"),
-        mock.patch("shardwise.mesh.mesh._axes", side_effect=made),
+        mock.patch("shardwise.core.mesh.mesh._axes", side_effect=made),
     ):
         try:
             Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), torch.device("cuda:0"), comm, members)
@@ -383,7 +383,7 @@ def devices_named() -> list[str]:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     together = dist.new_group([0, 1])
     comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
-    with mock.patch("shardwise.mesh.mesh.on_device", noted):
+    with mock.patch("shardwise.core.mesh.mesh.on_device", noted):
         mesh = Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), CPU, comm, alone)
         mesh.join_model_parallel(together)
     mesh.close()

@@ -19,9 +19,9 @@ from groups_setup import CPU, GROUPS, join, transport, waits_at_most
 from sets import full
 from torch.distributed import distributed_c10d
 
-from shardwise.comm import Members, PeerError, members, ranks_of
-from shardwise.comm.members import unbound
-from shardwise.mesh import Mesh
+from shardwise.core.comm import Members, PeerError, members, ranks_of
+from shardwise.core.comm.members import unbound
+from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 import shardwise.pytorch.state_dict as ours
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 FULL = StateDictOptions(full_state_dict=True)

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import TorchFSDPPlugin
-from shardwise.build import build
-from shardwise.mesh import Mesh
-from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import replicated, zero
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 OPTIMIZERS = {"hybrid": HybridAdam, "cpu": CPUAdam, "fused": FusedAdam}

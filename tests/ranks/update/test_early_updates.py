@@ -20,14 +20,14 @@ from sets import campaign, full
 from tier_setup import Fault, small_tiles, tiers, with_tiers
 from torch import Tensor, nn
 
-from shardwise.build import Session
-from shardwise.disk.store import DiskError
-from shardwise.mesh import Mesh
+from shardwise.core.grads import patience
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.mesh import Mesh
+from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.plan import ByNumel, ByTensor, ScalerPlan, zero
-from shardwise.reduce import patience
-from shardwise.reduce.reducer import Reducer
+from shardwise.session import Session
 from shardwise.testing import run_ranks
-from shardwise.update.early import EarlyObserver, EarlyUpdates
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [

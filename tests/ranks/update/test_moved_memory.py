@@ -15,11 +15,11 @@ from sets import full
 from tier_setup import small_tiles, tiers
 from torch import Tensor, nn
 
-from shardwise.comm import PeerError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
+from shardwise.core.update.moved import memory_kept
 from shardwise.plan import ByNumel, Plan, replicated, zero
 from shardwise.testing import run_ranks
-from shardwise.update.moved import memory_kept
 
 STEPS = 3
 Group = dict[str, Any]

@@ -15,9 +15,9 @@ from sets import full
 from tier_setup import small_tiles, with_tiers
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.mesh import Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 STEPS = 4

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffload
 import shardwise.deepspeed as ds
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.build import build
+from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, ROWS = 2, 6

@@ -17,13 +17,13 @@ from engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
 from sets import campaign, full
 from torch import Tensor, nn
 
-from shardwise.build import Session, build
-from shardwise.checkpoint.portable import PortableFiles
+from shardwise.core.checkpoint.portable import PortableFiles
+from shardwise.core.engine import optimizer_state
+from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.cpu_optimizers import FusedLamb
-from shardwise.engine import optimizer_state
 from shardwise.nn import optimizer as own
-from shardwise.optim.muon import MuonWithAuxAdam
 from shardwise.plan import ByModule, ByNumel, Plan, on_device, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, STEPS = 3, 4

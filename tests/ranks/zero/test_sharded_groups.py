@@ -37,10 +37,10 @@ from tier_setup import with_tiers
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.build import build
-from shardwise.comm import PeerError
-from shardwise.mesh import Mesh
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
+from shardwise.session import build
 from shardwise.testing import MODELS, PlainRecipe, assert_close, run_ranks, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 

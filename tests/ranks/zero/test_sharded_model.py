@@ -30,8 +30,8 @@ from sharded_setup import (
 )
 from torch import Tensor, nn
 
-from shardwise.memory.tier import Tier
-from shardwise.optim import CPUAdam
+from shardwise.core.memory.tier import Tier
+from shardwise.core.optim import CPUAdam
 from shardwise.testing import MODELS, assert_close, make_batches, run_ranks
 from shardwise.zero import (
     ShardedModelV2,

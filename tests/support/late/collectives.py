@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
-from shardwise.comm.native import NativeGroup
+from shardwise.core.comm import Group, GroupMaker, GroupRequest, register_backend
+from shardwise.core.comm.native import NativeGroup
 from tests.support.late.device import LateDevice
 from tests.support.late.streams import Event, Stream
 

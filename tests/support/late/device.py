@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.device import replace_runtime
+from shardwise.core.base.device import replace_runtime
 from tests.support.late.memory import ROUND_BYTES, Memory, Region
 from tests.support.late.operations import Operations
 from tests.support.late.streams import Event, History, Race, Schedule, Stream
@@ -30,7 +30,7 @@ class LateError(AssertionError):
 
 
 class LateDevice:
-    """One GPU of this process, as :class:`shardwise.device.Runtime` and by the attributes here.
+    """One GPU of this process, as :class:`shardwise.core.base.device.Runtime` and by the attributes here.
 
     Attributes:
         schedule: of its streams.
@@ -138,7 +138,7 @@ class LateDevice:
     reserved_bytes = allocated_bytes
 
     def memory_stats(self, device: torch.device) -> dict[str, Any]:
-        """What :func:`shardwise.device.allocator_bytes` reads."""
+        """What :func:`shardwise.core.base.device.allocator_bytes` reads."""
         now, peak = self.allocated_bytes(device)
         return {kind: {"all": {"current": now, "peak": peak}} for kind in ("active_bytes", "allocated_bytes")}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.torch_internals import (
+from shardwise.core.base.torch_internals import (
     each_leaf,
     map_leaves_of,
     without_modes,

@@ -23,7 +23,7 @@ Clock = dict[int, int]
 """By number of a stream: how many of its works have been waited for."""
 OWN = (
     f"{Path(__file__).parent}{os.sep}",
-    str(Path(shardwise.__file__).parent / "device"),
+    str(Path(shardwise.__file__).parent / "core" / "base" / "device"),
     str(Path(shardwise.__file__).parent / "torch_internals.py"),
     f"{Path(torch.__file__).parent}{os.sep}",
     contextlib.__file__,

@@ -13,8 +13,8 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.port import findings
-from shardwise.worlds import read_world
+from shardwise.compat import read_world
+from shardwise.compat.findings import findings
 
 
 def test_the_version_passes_the_checks_of_programs() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardwise.colossalai import shardformer
-from shardwise.engine.module import ShardedModule
-from shardwise.worlds import NotHere, read_world
+from shardwise.compat import NotHere, read_world
+from shardwise.core.engine.module import ShardedModule
 
 NOT_OURS = {id(ShardedModule), id(nn.LayerNorm)}
 """A plugin makes the one, for ``isinstance`` of programs; the other is torch's."""

@@ -1,0 +1,1 @@
+"""The engine and its parts, in layers: each folder imports only folders that are listed before it in the design."""

@@ -1,0 +1,1 @@
+"""Validation, names, sizes, state tables, events, devices and private torch functions: what every folder may use."""

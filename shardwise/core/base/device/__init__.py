@@ -1,0 +1,83 @@
+"""Facts about devices, and streams: memory in use, peaks, what tensors hold, and which GPU work is given to."""
+
+from __future__ import annotations
+
+from shardwise.core.base.device.accelerator import Accelerator
+from shardwise.core.base.device.ahead import Later, runs_ahead
+from shardwise.core.base.device.gpus import gpu_identity, gpus_of_host, visible_gpus
+from shardwise.core.base.device.memory import (
+    MemoryFacts,
+    allocator_bytes,
+    live_bytes,
+    memory_facts,
+    reset_allocator_peak,
+    reset_peak,
+)
+from shardwise.core.base.device.runtime import CudaRuntime, Runtime, replace_runtime, runtime
+from shardwise.core.base.device.streams import (
+    Lent,
+    RandomState,
+    SideCopy,
+    behind_current,
+    copy_ahead,
+    default_generator,
+    give_back,
+    is_page_locked,
+    make_current,
+    numbered,
+    on_device,
+    on_stream,
+    page_lock,
+    page_locked,
+    random_state,
+    record_event,
+    recorded,
+    sent_ahead,
+    set_random_state,
+    side_stream,
+    synchronize,
+    total_bytes,
+    wait_event,
+)
+
+__all__ = [
+    "Accelerator",
+    "CudaRuntime",
+    "Later",
+    "Lent",
+    "MemoryFacts",
+    "RandomState",
+    "Runtime",
+    "SideCopy",
+    "allocator_bytes",
+    "behind_current",
+    "copy_ahead",
+    "default_generator",
+    "give_back",
+    "gpu_identity",
+    "gpus_of_host",
+    "is_page_locked",
+    "live_bytes",
+    "make_current",
+    "memory_facts",
+    "numbered",
+    "on_device",
+    "on_stream",
+    "page_lock",
+    "page_locked",
+    "random_state",
+    "record_event",
+    "recorded",
+    "replace_runtime",
+    "reset_allocator_peak",
+    "reset_peak",
+    "runs_ahead",
+    "runtime",
+    "sent_ahead",
+    "set_random_state",
+    "side_stream",
+    "synchronize",
+    "total_bytes",
+    "visible_gpus",
+    "wait_event",
+]

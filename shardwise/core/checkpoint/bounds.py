@@ -1,0 +1,275 @@
+"""What a file from anywhere may make its reader do: checks that every reader makes before it believes a file.
+
+A checkpoint may come from anyone. None of it is executed; besides, no name in it leads out of its directory, no size or
+shape in it is believed before it was compared with the files, nothing makes a reader wait for a pipe, and time and
+memory are bounded by the bytes that are there. Whatever else is wrong with a file is a :class:`CheckpointError` that
+names it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from shardwise.core.base.printable import printable
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+
+__all__ = [
+    "checked_name",
+    "checked_names",
+    "checked_shape",
+    "checked_total",
+    "checked_tree",
+    "open_regular",
+    "read_index_file",
+    "read_json",
+    "read_name",
+    "reading",
+    "saving",
+]
+
+MAX_SIZE = 2**63 - 1
+MAX_DIMENSIONS = 64
+MAX_DEPTH = 100
+"""Of nested values. What encodes and decodes them calls itself twice a level, well within Python's own limit."""
+SPARE_BYTES = 64 << 20
+MOST_INDEX_BYTES = 512 << 20
+"""Of a file that describes others and is read whole. It may have holes, which cost nothing to send, so its own size is
+no bound."""
+MOST_MANIFEST_BYTES = 2 << 30
+"""The same of a native manifest, which has some 57 bytes a piece: 0.7 GB where 16384 ranks have shards of 256 layers
+and their two moments. Reading it takes ten times as much memory on each rank: with 2 GiB, 160 GiB on a host of 8 ranks.
+Making it takes rank 0 a little more, so whoever could save can load. What is no manifest fails by its checksum, before
+it is parsed."""
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 1024
+"""Of each part of a file's name, as on every system, and of all parts of one that a file names."""
+MOST_TIMES = 4
+"""Tensors may be larger than the files that hold them where they are expanded or tied, but not without end."""
+PARSING = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Whatever the content of ``what`` makes its parser trip over becomes an error that names the file.
+
+    Raises:
+        CheckpointDamage: the content is not what it should be.
+        CheckpointError: it may not be read.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{error.filename or what} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+        ) from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise CheckpointDamage(f"{what} names a file whose path is too long to be one; load another copy") from error
+    except PARSING as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointDamage(
+            f"{what} does not hold what it should ({type(error).__name__}: {_short(error)}); load another copy"
+        ) from error
+
+
+@contextmanager
+def saving(what: object) -> Iterator[None]:
+    """Around a reader's own checks of what is to be saved as ``what``: what no load would take is not written.
+
+    Raises:
+        CheckpointError: it would not take it.
+    """
+    try:
+        yield
+    except PARSING as error:
+        if isinstance(error, MemoryError):
+            raise
+        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
+        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", told)
+        raise CheckpointError(f"{what} is not saved, since no load would take it: {why}") from error
+
+
+def _short(error: BaseException) -> str:
+    """The error's text; not its values, whose text may be endless where they refer to each other."""
+    texts = [each if isinstance(each, str) else type(each).__name__ for each in error.args]
+    return printable(", ".join(text[:200] for text in texts[:3])) or "no text"
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a regular file with; a pipe, device or directory is refused without waiting for it.
+
+    Raises:
+        CheckpointDamage: it is something else than a file.
+        CheckpointError: it may not be read.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise CheckpointError(
+                f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+            ) from error
+        if error.errno == errno.ENXIO:  # a socket
+            raise CheckpointDamage(f"{os.fspath(path)} is no regular file; load another copy") from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise CheckpointDamage(f"{os.fspath(path)} is no regular file (its mode is {mode:o}); load another copy")
+    return fd
+
+
+def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) -> bytes:
+    """All of a file that describes others, if it has at most so many bytes.
+
+    Raises:
+        CheckpointDamage: it is no regular file, or larger than any such file.
+        CheckpointError: it may not be read.
+        OSError: it cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > most:
+            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
+        if nbytes:  # a file that was made longer, and not written to, would take memory for all of its hole
+            file.seek(nbytes - 1)
+            if file.read(1) == b"\0":
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which are no text; it is not read")
+            file.seek(0)
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        CheckpointError: it is not JSON, no regular file, or may not be read.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
+    try:
+        return json.loads(read_index_file(path).decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON file ({_short(error)}); load another copy") from error
+
+
+def checked_name(name: object, where: object) -> str:
+    """``name``, a file's, relative to the directory that ``where`` describes and inside it.
+
+    Raises:
+        CheckpointDamage: it is something else.
+    """
+    if not _is_plain(name):
+        shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
+        raise CheckpointDamage(
+            f"{where} names the file {shown!r}, which is outside its own directory or no plain name; it is not read"
+        )
+    return str(name)
+
+
+def _is_plain(name: object) -> bool:
+    """Whether ``name`` can be that of a file in some directory or below it, and can be shown."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return False
+    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    rooted = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
+    short = len(name.encode()) <= MOST_PATH_BYTES and all(len(part.encode()) <= MOST_NAME_BYTES for part in parts)
+    return not rooted and ".." not in parts and short
+
+
+def read_name(path: Path) -> str:
+    """The name that is all of a file, as of DeepSpeed's ``latest``; empty where there is no such file or name.
+
+    Raises:
+        CheckpointDamage: what is in it is no name of something beside it or below.
+        CheckpointError: it may not be read.
+    """
+    if not path.is_file():
+        return ""
+    with reading(path):
+        if path.stat().st_size > 4 * MOST_PATH_BYTES:
+            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has; it is not read")
+        name = read_index_file(path).decode().strip()
+    return checked_name(name, path) if name else ""
+
+
+def checked_names(names: Mapping[str, Any], where: object) -> None:
+    """Names of tensors are text that can be shown: control characters could rewrite a terminal.
+
+    Raises:
+        CheckpointDamage: one is not.
+    """
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable():
+            shown = printable(name[:80]) if isinstance(name, str) else type(name).__name__
+            raise CheckpointDamage(f"{where} holds a tensor named {shown!r}, which is not printable text; not read")
+
+
+def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
+    """``sizes`` as a shape of whole numbers whose product fits into 63 bits, even without its zeros.
+
+    Raises:
+        CheckpointDamage: it is something else.
+    """
+    if not isinstance(sizes, list | tuple) or len(sizes) > MAX_DIMENSIONS:
+        raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape; load another copy")
+    product = 1
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise CheckpointDamage(f"{where} has {_number(size)} in its shape; load another copy")
+        product *= max(size, 1)
+    if product > MAX_SIZE:
+        raise CheckpointDamage(f"{where} has more than 2^63 elements by its shape; load another copy")
+    return tuple(sizes)
+
+
+def _number(value: object) -> str:
+    return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+def checked_total(facts: Mapping[str, TensorFact], there: int, where: object) -> None:
+    """The tensors of ``facts`` may need little more than the ``there`` bytes of the files that they are in.
+
+    Raises:
+        CheckpointDamage: they need more, so reading them would take time and memory without end.
+    """
+    needed = sum(fact.nbytes for fact in facts.values())
+    if needed > MOST_TIMES * there + SPARE_BYTES:
+        largest = max(facts, key=lambda name: facts[name].nbytes)
+        raise CheckpointDamage(
+            f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {facts[largest].shape} "
+            "the largest; it is not read"
+        )
+
+
+def checked_tree(value: object, most: int, where: object) -> None:
+    """Nested containers end: at most :data:`MAX_DEPTH` levels, and ``most`` values when all that is shared is told
+    again wherever it stands.
+
+    Raises:
+        CheckpointDamage: they do not.
+    """
+    left = most
+    stack: list[tuple[object, int]] = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH:
+            what = f"more than {most} values" if left < 0 else f"more than {MAX_DEPTH} levels"
+            raise CheckpointDamage(f"{where} holds {what} inside each other; it is not read")
+        if isinstance(item, Mapping):
+            stack.extend((each, depth + 1) for each in item.values())
+        elif isinstance(item, list | tuple):
+            stack.extend((each, depth + 1) for each in item)

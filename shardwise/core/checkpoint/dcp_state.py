@@ -1,0 +1,301 @@
+"""The functions of ``torch.distributed.checkpoint.state_dict`` for models and optimizers that are sharded here.
+
+They give and take what torch's give and take for ``fully_shard``: names, whole tensors or ``DTensor``s, so that
+``torch.distributed.checkpoint.save`` and ``load`` write and read them. Torch's own functions look for its wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.core.base.checked import as_mapping
+from shardwise.core.checks.agreement import agreed_load
+from shardwise.core.engine.fragments import Held
+from shardwise.core.engine.module import ShardedModule
+from shardwise.core.engine.optimizer import ShardedOptimizer
+
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def get_model_state_dict(
+    model: torch.nn.Module, *, submodules: Any = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Weights (fp32 masters where there are some) and buffers by name. Collective.
+
+    Args:
+        model: ``session.module``.
+        submodules: refused.
+        options: ``full_state_dict``: whole tensors, with ``cpu_offload`` on the host of rank 0 and nothing elsewhere.
+            Otherwise this rank's rows of each parameter, as a ``DTensor`` over all ranks; buffers are whole.
+
+    Raises:
+        TypeError: ``model`` is not sharded here.
+    """
+    chosen, module = _options(options, submodules), _module(model)
+    params = dict(module.unwrap().named_parameters(remove_duplicate=False))
+    frozen = {name for name, param in params.items() if not param.requires_grad}
+    form = _Form(module, chosen)
+    found = {
+        name: form(value, divided=name in params)
+        for name, value in module.full_state()
+        if not (chosen.ignore_frozen_params and name in frozen)
+    }
+    return form.given({name: found[name] for name in module.state_layout() if name in found})
+
+
+def get_optimizer_state_dict(
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: Any = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """State and param groups of all ``optimizers`` by the parameters' names. Collective. The loss scale is not in it.
+
+    Raises:
+        RuntimeError: an optimizer has no state yet.
+        TypeError: a model or optimizer is not sharded here.
+    """
+    chosen, module = _options(options, submodules), _module(model)
+    form = _Form(module, chosen)
+    trained = {name for name, param in module.unwrap().named_parameters() if param.requires_grad}
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer, names in _with_names(module, optimizers):
+        whole = optimizer.state_dict()
+        shapes = module.state_layout()
+        if not whole[STATE]:
+            raise RuntimeError(
+                f"{type(optimizer.optimizer).__name__} has no state yet, so there is nothing to save or to load into: "
+                "session.checkpoints.load(directory) reads a directory of torch.distributed.checkpoint as it is"
+            )
+        flat = [name for group in names for name in group]
+        for number, values in whole[STATE].items():
+            shape = shapes[flat[number]].shape
+            state[flat[number]] = {key: form(each, divided=_like(each, shape)) for key, each in values.items()}
+        # What was never stepped (unused, or without elements) has none, which is told from one that is missing.
+        state |= {name: {} for name in flat if name in trained and name not in state}
+        for group, own in zip(whole[GROUPS], names, strict=True):
+            groups.append({**group, PARAMS: list(own)})
+    found = {STATE: state, GROUPS: groups}
+    return form.given(_flattened(found) if chosen.flatten_optimizer_state_dict else found)
+
+
+def get_state_dict(
+    model: torch.nn.Module, optimizers: Optimizers, *, submodules: Any = None, options: StateDictOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both of the above. Collective."""
+    weights = get_model_state_dict(model, submodules=submodules, options=options)
+    return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+
+
+def set_model_state_dict(
+    model: torch.nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Take weights over, whole tensors or ``DTensor``s, into shards and masters. Collective.
+
+    Raises:
+        RuntimeError: names or shapes do not fit; nothing is changed then.
+    """
+    chosen, module = _options(options), _module(model)
+    given = _broadcast(module, model_state_dict, "the model") if chosen.broadcast_from_rank0 else model_state_dict
+    return module.load_state_dict({name: _whole(value) for name, value in given.items()}, strict=chosen.strict)
+
+
+def set_optimizer_state_dict(
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Take state and options of groups over, nested or flattened. Collective.
+
+    Raises:
+        RuntimeError: a trained parameter has no state there (``strict``), not even an empty one, or a group no options.
+    """
+    chosen, module = _options(options), _module(model)
+    given = _broadcast(module, optim_state_dict, "the optimizers") if chosen.broadcast_from_rank0 else optim_state_dict
+    trained = {name for name, param in module.unwrap().named_parameters() if param.requires_grad}
+    for optimizer, names in _with_names(module, optimizers):
+        nested = given if STATE in given else _nested(given, [n for group in names for n in group])
+        flat = [name for group in names for name in group]
+        missing = [name for name in flat if name in trained and name not in nested[STATE]]
+        if missing and chosen.strict:
+            raise RuntimeError(
+                f"no optimizer state for {', '.join(missing[:3])} ({len(missing)} of {len(flat)}): give that of the "
+                "same model, or StateDictOptions(strict=False)"
+            )
+        state = {
+            number: {key: _whole(value) for key, value in nested[STATE][name].items()}
+            for number, name in enumerate(flat)
+            if nested[STATE].get(name)
+        }
+        groups, at = [], 0
+        for own in names:
+            there = next((group for group in nested[GROUPS] if set(own) & set(group[PARAMS])), None)
+            if there is None and own:
+                raise RuntimeError(f"no group there has {own[0]}: give the state of the same optimizer")
+            groups.append({**(there or {}), PARAMS: list(range(at, at + len(own)))})
+            at += len(own)
+        optimizer.load_state_dict({STATE: state, GROUPS: groups})
+
+
+def set_state_dict(
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Both of the above. Collective."""
+    outcome = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return outcome
+
+
+# ---- the same for both
+
+
+def _options(options: StateDictOptions | None, submodules: Any = None) -> StateDictOptions:
+    if submodules:
+        raise NotImplementedError(f"submodules={submodules!r:.60}: take those names of the whole model's state")
+    chosen = options or StateDictOptions()
+    if chosen.broadcast_from_rank0 and not chosen.full_state_dict:
+        raise ValueError(
+            f"broadcast_from_rank0=True with full_state_dict={chosen.full_state_dict}: give full_state_dict=True"
+        )
+    return chosen
+
+
+def _module(model: torch.nn.Module) -> ShardedModule:
+    if not isinstance(model, ShardedModule):
+        raise TypeError(f"model is a {type(model).__name__}: give session.module, or use torch's own function")
+    return model
+
+
+def _with_names(module: ShardedModule, given: Optimizers) -> list[tuple[ShardedOptimizer, list[list[str]]]]:
+    """Each optimizer with the names of its parameters, by group."""
+    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    for each in optimizers:
+        if not isinstance(each, ShardedOptimizer):
+            raise TypeError(f"an optimizer is a {type(each).__name__}: give session.optimizer, or session.optimizers")
+    own = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
+    held = Held(module.engine, own)
+    return [(each, held.group_names(each)) for each in own]
+
+
+class _Form:
+    """What becomes of whole tensors: kept, on the host, or this rank's rows of them."""
+
+    def __init__(self, module: ShardedModule, options: StateDictOptions) -> None:
+        self._whole, self._host = options.full_state_dict, options.cpu_offload
+        mesh = module.engine.mesh
+        _check_everybody(module)
+        self._first, self._device = mesh.first, mesh.device
+        kind = "cpu" if self._host else mesh.device.type
+        self._mesh: DeviceMesh | None = None
+        if not self._whole and dist.is_initialized():
+            self._mesh = init_device_mesh(kind, (dist.get_world_size(),))
+
+    def __call__(self, value: Any, divided: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self._whole and self._host and not self._first:
+            return None
+        value = value.detach()
+        if self._whole or self._mesh is None or not divided or not value.dim():
+            return value.to("cpu" if self._host or not value.dim() else self._device, copy=True)
+        rows = value.tensor_split(_row_ends(value.shape[0], self._mesh.size()))[self._mesh.get_local_rank()]
+        local = rows.to("cpu" if self._host else self._device, copy=True).contiguous()
+        options = {"run_check": False, "shape": value.shape, "stride": value.contiguous().stride()}
+        return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
+
+    def given(self, found: dict[str, Any]) -> dict[str, Any]:
+        """On ranks that are given nothing, nothing."""
+        return {} if self._whole and self._host and not self._first else found
+
+
+def _check_everybody(module: ShardedModule) -> None:
+    """Torch's functions take all ranks of the job for those of the model."""
+    ranks, job = module.engine.mesh.everyone.size, dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != job:
+        raise NotImplementedError(
+            f"DCP's state functions for a model of {ranks} of {job} ranks are not available: save it by "
+            "session.checkpoints.save(directory), or take session.module.state_dict()"
+        )
+
+
+def _row_ends(rows: int, parts: int) -> list[int]:
+    """Where the parts that ``torch.chunk`` makes end; those behind the last row are empty."""
+    each = -(-rows // parts)
+    return [min(each * part, rows) for part in range(1, parts)]
+
+
+def _like(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Mapping[str, Any]:
+    """Rank 0's, on all ranks.
+
+    Raises:
+        TypeError: rank 0 has none.
+        PeerError: the same, on the others.
+    """
+    _check_everybody(module)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return state
+    mesh, box = module.engine.mesh, list[Any]()
+    with mesh.doing(f"loading rank 0's state into {into}"):
+        # Rank 0 can give it and all are here, before the program's own group is waited in.
+        with agreed_load(mesh.everyone, into, dict):
+            advice = "a dict with broadcast_from_rank0=True"
+            box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.first else None)
+        dist.broadcast_object_list(box, 0)
+    found: Mapping[str, Any] = box[0]
+    return found
+
+
+def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """As torch flattens it: an entry for each value of each parameter."""
+    flat = {f"{STATE}.{name}.{key}": x for name, own in nested[STATE].items() for key, x in own.items()}
+    for group in nested[GROUPS]:
+        flat |= {f"{GROUPS}.{name}.{key}": x for name in group[PARAMS] for key, x in group.items() if key != PARAMS}
+    return flat
+
+
+def _nested(flat: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    groups = []
+    for name in names:
+        own, options = f"{STATE}.{name}.", f"{GROUPS}.{name}."
+        found = {key.removeprefix(own): value for key, value in flat.items() if key.startswith(own)}
+        state |= {name: found} if found else {}
+        own_options = {k.removeprefix(options): v for k, v in flat.items() if k.startswith(options)}
+        state |= {name: {}} if own_options and not found else {}  # flat, an empty one leaves nothing
+        groups.append(own_options | {PARAMS: [name]})
+    return {STATE: state, GROUPS: groups}

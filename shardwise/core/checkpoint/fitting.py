@@ -1,0 +1,186 @@
+"""What a caller says of how the names and rows of a checkpoint become those of the model: renaming, and other numbers
+of rows, as of a vocabulary that grew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of
+from shardwise.core.checkpoint.formats.renamed import renamed
+from shardwise.core.checkpoint.numbered import named_like
+from shardwise.core.checkpoint.run import Holding
+from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+
+__all__ = ["Fit", "Rows"]
+
+Rows = Literal["keep", "zero", "mean"]
+SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a checkpoint is made to fit.
+
+    Attributes:
+        rename: see :func:`shardwise.core.checkpoint.formats.renamed.renamed`.
+        rows: by the name of a parameter here, what rows get that the checkpoint does not have: ``"keep"``: the values
+            that they have; ``"zero"``; ``"mean"``: the mean of the checkpoint's rows. Their optimizer state is zero;
+            where it is not by elements (Adafactor's factors) that of the whole parameter starts anew. Rows that are no
+            more are left out. Parameters that are not named must have the checkpoint's shape.
+    """
+
+    rename: Mapping[str, str] | None = None
+    rows: Mapping[str, Rows] | None = None
+
+    def apply(self, source: CheckpointSource, held: Holding) -> CheckpointSource:
+        """``source`` as it is loaded into ``held``.
+
+        Raises:
+            ValueError: a rule that fits nothing, or rows of a parameter that differs in more than these.
+        """
+        if self.rename:
+            source = renamed(source, self.rename)
+        source = named_like(source, held)
+        return _with_rows(source, held, self.rows) if self.rows else source
+
+
+@dataclass
+class _Change:
+    """One parameter's rows. ``there`` and ``here`` are the shapes in the checkpoint and in the model."""
+
+    there: tuple[int, ...]
+    here: tuple[int, ...]
+    how: Rows
+    means: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def row(self) -> int:
+        """Elements of one row."""
+        return TensorFact(self.here[1:], torch.float32).numel
+
+    def entry(self, entry: Entry, how: Rows) -> Entry:
+        """The tensor with as many rows as there are here; those that are new zero, or the mean."""
+        known = self.row * min(self.there[0], self.here[0])
+
+        def read(start: int, numel: int) -> torch.Tensor:
+            out = torch.zeros(numel, dtype=entry.fact.dtype, device="cpu")
+            old = max(0, min(start + numel, known) - start)
+            if old:
+                out[:old] = entry.read(start, old)
+            if how == "mean" and old < numel:
+                mean = self._mean(entry)
+                out[old:] = mean[torch.arange(start + old, start + numel, device="cpu") % self.row].to(out.dtype)
+            return out
+
+        return Entry(TensorFact(self.here, entry.fact.dtype), read)
+
+    def _mean(self, entry: Entry) -> torch.Tensor:
+        """Of the checkpoint's rows, in fp64, block by block; once."""
+        if not self.means:
+            total = torch.zeros(self.row, dtype=torch.float64, device="cpu")
+            for start, numel in blocks(entry.fact):
+                places = torch.arange(start, start + numel, device="cpu") % self.row
+                total.index_add_(0, places, entry.read(start, numel).to(torch.float64))
+            self.means.append(total / max(self.there[0], 1))
+        return self.means[0]
+
+
+class _Resized(LazySource):
+    """``kept``: by tensor, elements from which on a load leaves what the model has."""
+
+    kept: Mapping[str, int]
+    resized: tuple[str, ...]
+
+
+def _with_rows(source: CheckpointSource, held: Holding, rows: Mapping[str, Rows]) -> CheckpointSource:
+    entries, state = entries_of(source), dict(source.state())
+    records = [dict(record) for record in state.get("optimizers", [])]
+    kept, said, done = dict[str, int](), list[str](), dict[str, str]()
+    for name, how in rows.items():
+        names, stored, change = _change(source, held, name, how)
+        if rows[done.setdefault(stored, name)] != how:
+            raise ValueError(f"rows={dict(rows)}: {name} and {done[stored]} are one parameter; name it once")
+        if change.there == change.here or done[stored] != name:
+            continue
+        for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():  # others hold tied ones often
+            entries[full] = change.entry(entries[full], how)
+            if how == "keep":
+                kept[full] = change.row * change.there[0]
+        own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
+        by_rows = all(entries[path].fact.shape in ((), change.there) for path in own)
+        by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
+        for path in own:
+            if not by_rows:
+                del entries[path]
+            elif entries[path].fact.shape:
+                entries[path] = change.entry(entries[path], "zero")
+        for record in records:
+            record["groups"] = [_shaped(group, stored, change.here) for group in record["groups"]]
+            if not by_rows:
+                record["small"] = {key: value for key, value in record.get("small", {}).items() if key != stored}
+        said.append(_sentence(name, change, by_rows))
+    state["optimizers"] = records
+    if not said:
+        return source
+    made = _Resized(str(getattr(source, "format", "native")), entries, state)
+    made.kept, made.resized = kept, tuple(said)
+    return made
+
+
+def _parameter_of(path: str) -> str:
+    """Whose state ``optimizer/<number>/<name>/<key>`` is."""
+    return path.split("/", 2)[2].rpartition("/")[0]
+
+
+def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
+    """Whether an optimizer keeps state of a parameter that is not element-wise, and more than a number: factors."""
+    values = (tree.decode(value, None) for value in record.get("small", {}).get(name, {}).values())
+    return any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values)
+
+
+def _sentence(name: str, change: _Change, by_rows: bool) -> str:
+    there, here = change.there[0], change.here[0]
+    what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
+    left = f"the last {there - here} are left out"
+    rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
+    state = ", their optimizer state is zero" if here > there else ""
+    state = state if by_rows else ", its optimizer state, which is not by elements, starts anew"
+    return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"
+
+
+def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    if "shapes" not in group or name not in group["params"]:
+        return dict(group)
+    shapes = list(group["shapes"])
+    shapes[group["params"].index(name)] = list(shape)
+    return {**group, "shapes": shapes}
+
+
+def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tuple[tuple[str, ...], str, _Change]:
+    """All names of the parameter here, that in the checkpoint, and what changes."""
+    if how not in ("keep", "zero", "mean"):
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: known are 'keep', 'zero' and 'mean'")
+    names = next((each for each in held.names if name in each), None)
+    if names is None:
+        listed = ", ".join(each[0] for each in held.names[:SHOWN])
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
+    aliases, facts = source.state().get("aliases", {}), source.tensors()
+    # Of an optimizer alone, what is element-wise is the largest of its state.
+    states = sorted((fact.numel, full) for full, fact in facts.items() if full.startswith("optimizer/") and fact.shape)
+    there = {_parameter_of(full): facts[full].shape for _, full in states}
+    there |= {full.removeprefix("model/"): fact.shape for full, fact in facts.items() if full.startswith("model/")}
+    stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
+    here = tuple(held.model_shapes()[names[0]].shape)
+    if stored is None:
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the checkpoint has no {name}")
+    if not here or len(there[stored]) != len(here) or there[stored][1:] != here[1:]:
+        raise ValueError(
+            f"rows={{{name!r}: {how!r}}}: it is {there[stored]} in the checkpoint and {here} in the model, which "
+            "differ in more than the number of rows"
+        )
+    return names, stored, _Change(there[stored], here, how)

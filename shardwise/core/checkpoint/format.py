@@ -1,0 +1,369 @@
+"""The manifest of a checkpoint directory: what is where, and the checksum of each part; docs/checkpoint-format.md.
+
+``manifest.json`` is one JSON object in three parts by line: the first line holds the head (version, tag, serial, step),
+so that a scan need not parse more; the last one holds the checksum of all bytes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.core.checkpoint.bounds import (
+    MOST_MANIFEST_BYTES,
+    checked_name,
+    checked_names,
+    checked_shape,
+    checked_total,
+    read_index_file,
+    reading,
+    saving,
+)
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.state_check import check_state
+from shardwise.core.memory.disk.checksum import checksum
+from shardwise.core.parallel.tensor.order import StoredCut
+
+__all__ = [
+    "DTYPE_NAMES",
+    "MANIFEST",
+    "MAX_HEADER_BYTES",
+    "PIECE_BYTES",
+    "FileFact",
+    "Head",
+    "Manifest",
+    "PieceFact",
+    "decode_manifest",
+    "digest_of",
+    "encode_manifest",
+    "has_pieces",
+    "hexadecimal",
+    "is_file_name",
+    "merge_pieces",
+    "read_content",
+    "read_files",
+    "read_head",
+    "read_manifest",
+    "to_save",
+]
+
+FORMAT, VERSION = "shardwise checkpoint", 1
+VERSION_OF_CUTS = 2
+"""Of a checkpoint with tensors that do not lie in their own order: readers of the first version refuse it."""
+MOST_RANGES = 1 << 14
+"""Of a cut: a read asks for something of each."""
+MANIFEST = "manifest.json"
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+PIECE_BYTES = 4 << 20
+"""Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_PIECES = re.compile(r"pieces-\d+(-\d+)?\.safetensors")
+
+
+def hexadecimal(data: bytes | memoryview) -> str:
+    """The checksum of bytes as the 16 digits that the manifest holds."""
+    return f"{checksum(np.frombuffer(data, dtype=np.uint8)):016x}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory."""
+
+    tag: str
+    serial: int
+    step: int
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
+
+    name: str
+    nbytes: int
+    header_bytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class PieceFact:
+    """Elements ``[start, start + numel)`` of a flattened tensor, at byte ``offset`` of file number ``file``."""
+
+    file: int
+    offset: int
+    start: int
+    numel: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of it. Pieces are in the order of their start and cover each tensor exactly once.
+
+    ``cuts``: by name, the tensors that do not lie in their own order, and in which; see [Note: Stored order].
+    """
+
+    head: Head
+    files: tuple[FileFact, ...]
+    tensors: Mapping[str, TensorFact]
+    pieces: Mapping[str, tuple[PieceFact, ...]]
+    state: dict[str, Any]
+    cuts: Mapping[str, StoredCut] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ValueError where pieces of a tensor overlap, are too large, leave something out or lie outside their
+        file, or a cut does not fit its tensor."""
+        for name, cut in self.cuts.items():
+            count = sum(map(len, cut.ranges)) + len(cut.ranges)
+            if count > MOST_RANGES:
+                raise ValueError(f"{name}: a cut of {count} parts and ranges; at most {MOST_RANGES} are known")
+            cut.check(self.tensors[name].shape)
+        for name, fact in self.tensors.items():
+            at = 0
+            for piece in self.pieces.get(name, ()):
+                nbytes = piece.numel * fact.dtype.itemsize
+                known = 0 <= piece.file < len(self.files) and piece.offset >= 0 and nbytes <= PIECE_BYTES
+                inside = known and piece.offset + nbytes <= self.files[piece.file].nbytes
+                if piece.start != at or piece.numel < 1 or not inside:
+                    raise ValueError(f"{name}: {piece} where element {at} of {fact} should follow")
+                at += piece.numel
+            if at != fact.numel:
+                raise ValueError(f"{name}: its pieces have {at} elements, its shape {fact.shape} has {fact.numel}")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of ``manifest.json``, whether a load would take it or not."""
+    manifest.check()
+    head, body = _fields(manifest)
+    text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
+    content = text.encode()
+    return content + _last_line(content)
+
+
+def to_save(manifest: Manifest) -> bytes:
+    """The same of a manifest that a load takes: whatever bounds a reader, bounds what is written.
+
+    Raises:
+        CheckpointError: none would take it; what is wrong is named.
+    """
+    what = f"checkpoint {manifest.head.tag!r}"
+    content = encode_manifest(manifest)  # which checks pieces as a reader does; there may be millions
+    head, body = _fields(replace(manifest, pieces={}))
+    text = json.dumps({**head, **body}, allow_nan=False)
+    with saving(what):
+        _without_pieces(json.loads(text), what)
+    if len(content) > MOST_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{what} is not saved, since no load would take it: its manifest has {len(content)} bytes, of at most "
+            f"{MOST_MANIFEST_BYTES}, for {sum(map(len, manifest.pieces.values()))} pieces of {len(manifest.tensors)} "
+            "tensors: shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
+        )
+    return content
+
+
+def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The head, and what follows it."""
+    head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
+    tensors = {
+        name: {
+            "dtype": str(fact.dtype).removeprefix("torch."),
+            "shape": list(fact.shape),
+            "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
+        }
+        | ({"cut": manifest.cuts[name].fields()} if name in manifest.cuts else {})
+        for name, fact in manifest.tensors.items()
+    }
+    files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
+    return head, {"files": files, "tensors": tensors, "state": manifest.state}
+
+
+def _last_line(content: bytes) -> bytes:
+    return f'"checksum": "{hexadecimal(content)}"}}\n'.encode()
+
+
+def decode_manifest(content: bytes, path: str) -> Manifest:
+    """Raises CheckpointDamage naming ``path``, ValueError for a version that this one cannot read."""
+    _check_last_line(content, path)
+    with reading(path):
+        data = json.loads(content)
+        found = data["format"], data["version"]
+    if found not in ((FORMAT, VERSION), (FORMAT, VERSION_OF_CUTS)):
+        raise ValueError(
+            f"{path} is {found[0]!r:.80} version {found[1]!r:.80}, this reads {FORMAT!r} version {VERSION} and "
+            f"{VERSION_OF_CUTS}: use the version of shardwise that wrote it, or a newer one"
+        )
+    with reading(path):
+        return _manifest(data, path)
+
+
+def _manifest(data: dict[str, Any], path: str) -> Manifest:
+    pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
+    manifest = replace(_without_pieces(data, path), pieces=pieces)
+    manifest.check()
+    return manifest
+
+
+def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
+    """All that is bounded, but for pieces."""
+    checked_names(data["tensors"], path)
+    tensors = {
+        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
+        for n, t in data["tensors"].items()
+    }
+    cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
+    manifest = Manifest(_head(data), _files(data, path), tensors, {}, data["state"], cuts)
+    checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
+    check_state(manifest.state, path)
+    return manifest
+
+
+def _dtype(name: object, where: str) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold; load another copy")
+    return _DTYPES[name]
+
+
+def _head(data: dict[str, Any]) -> Head:
+    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or not -(2**63) <= number < 2**63:
+        raise ValueError(f"a {type(number).__name__} where a whole number belongs")
+    return number
+
+
+def _piece(fields: list[Any]) -> PieceFact:
+    file, offset, start, numel, digits = fields
+    return PieceFact(_count(file), _count(offset), _count(start), _count(numel), str(digits))
+
+
+def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
+    facts = []
+    for name, nbytes, header_bytes, digits in data["files"]:
+        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
+        facts.append(fact)
+    return tuple(facts)
+
+
+def digest_of(path: str) -> str:
+    """What the last line of a manifest says, unchecked: equal ones are of one save; empty where that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-min(len(_last_line(b"")), os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read().decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+
+
+def _check_last_line(content: bytes, path: str) -> None:
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    if not body or content[len(body) :] != _last_line(body):
+        raise CheckpointDamage(
+            f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
+            "checkpoint (resume='auto' finds the newest whole one)"
+        )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's directory is the checkpoint's own."""
+    return name == MANIFEST or _PIECES.fullmatch(name) is not None
+
+
+def has_pieces(directory: str) -> bool:
+    """Whether files of a checkpoint lie there, even if its manifest is gone."""
+    try:
+        return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
+    except OSError:
+        return False
+
+
+def read_content(directory: str) -> tuple[bytes, str]:
+    """The bytes of its manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
+    path = os.path.join(directory, MANIFEST)
+    try:
+        with reading(path):
+            return read_index_file(path, MOST_MANIFEST_BYTES), path
+    except (FileNotFoundError, NotADirectoryError):
+        if has_pieces(directory):
+            raise CheckpointDamage(
+                f"{path} is missing, the files that it describes are there: load another checkpoint"
+            ) from None
+        raise FileNotFoundError(
+            f"{directory} is no checkpoint directory: it has no {MANIFEST}; check the path"
+        ) from None
+    except OSError as error:
+        raise CheckpointDamage(f"{path} cannot be read: {error}") from error
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
+    """
+    return decode_manifest(*read_content(directory))
+
+
+def read_files(directory: str) -> tuple[Head, tuple[FileFact, ...]]:
+    """What the first line of its manifest says, and the files that it names.
+
+    Raises:
+        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
+    """
+    content, path = read_content(directory)
+    _check_last_line(content, path)
+    with reading(path):
+        data = json.loads(content)
+        return _head(data), _files(data, path)
+
+
+def read_head(directory: str) -> Head:
+    """What its first line says; a flipped digit there would make another checkpoint the newest, so all is checked.
+
+    Raises:
+        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
+    """
+    content, path = read_content(directory)
+    _check_last_line(content, path)
+    with reading(f"the first line of {path}"):
+        data = json.loads(content.split(b"\n", 1)[0].rstrip(b",") + b"}")
+        return _head(data)
+
+
+def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceFact]]]) -> dict[str, tuple[PieceFact, ...]]:
+    """All ranks' pieces, by tensor in the order of their start."""
+    merged: dict[str, list[PieceFact]] = {}
+    for part in parts:
+        for name, pieces in part.items():
+            merged.setdefault(name, []).extend(pieces)
+    return {name: tuple(sorted(pieces, key=lambda piece: piece.start)) for name, pieces in merged.items()}

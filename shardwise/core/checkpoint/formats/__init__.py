@@ -1,0 +1,41 @@
+"""Checkpoints of other libraries, in and out, each as a :class:`CheckpointSource`; docs/checkpoints.md."""
+
+from __future__ import annotations
+
+from shardwise.core.checkpoint.formats.colossalai import (
+    open_colossalai,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+)
+from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
+from shardwise.core.checkpoint.formats.deepspeed import open_deepspeed
+from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.core.checkpoint.formats.huggingface import open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.known import Format, Given, known_formats, register_format, write_checkpoint
+from shardwise.core.checkpoint.formats.peft import open_peft, write_peft
+from shardwise.core.checkpoint.formats.single import open_single, write_single, write_single_optimizer
+from shardwise.core.checkpoint.formats.torch_file import RefusedPickle
+
+__all__ = [
+    "Format",
+    "Given",
+    "RefusedPickle",
+    "detect_format",
+    "known_formats",
+    "open_checkpoint",
+    "open_colossalai",
+    "open_dcp",
+    "open_deepspeed",
+    "open_huggingface",
+    "open_peft",
+    "open_single",
+    "register_format",
+    "write_checkpoint",
+    "write_colossalai_model",
+    "write_colossalai_optimizer",
+    "write_dcp",
+    "write_huggingface",
+    "write_peft",
+    "write_single",
+    "write_single_optimizer",
+]

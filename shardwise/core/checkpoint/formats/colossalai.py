@@ -1,0 +1,270 @@
+"""ColossalAI's sharded layout, as ``Booster.save_model`` and ``save_optimizer`` of v0.4 write it with ``shard=True``.
+
+Model: ``pytorch_model-00001.bin`` (or ``model-00001.safetensors``) with an index whose ``metadata.total_size`` is in
+MB. Optimizer: ``pytorch_optim-00001.bin`` (number -> state) with ``pytorch_optim.bin.index.json``, whose
+``metadata.param_groups`` names ``pytorch_optim_group.bin``. Its loader wants exactly one index in a directory, so a
+checkpoint of both has two: ``model`` and ``optimizer`` (``modeling`` is read as well; ColossalAI's examples use it).
+
+The optimizer's index that we write has one entry more in its metadata, ``shardwise``: the parameters' names and shapes
+and the loss scale, for which the layout has no place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.bounds import checked_name
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.header import HEADER, extra_entries, named_entries
+from shardwise.core.checkpoint.formats.huggingface import as_dict
+from shardwise.core.checkpoint.formats.indexed import Shards, read_index
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
+from shardwise.core.checkpoint.formats.optimizer_state import (
+    Shapes,
+    beside,
+    from_numbered,
+    loaded,
+    numbered_state,
+    to_numbered,
+)
+from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text, write_torch
+from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.core.optim.nested_state import tensors_of
+
+__all__ = ["OPTIMIZER_INDEX", "find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]
+
+MODEL_INDEX = ("model.safetensors.index{}.json", "pytorch_model.bin.index{}.json")
+OPTIMIZER_INDEX = "pytorch_optim.bin.index{}.json"
+MODEL_FOLDERS, OPTIMIZER_FOLDERS = ("model", "modeling"), ("optimizer",)
+MEGABYTE = 1024**2
+
+
+def _find(directory: Path, pattern: str) -> Path | None:
+    before, after = pattern.split("{}")
+    named = re.compile(re.escape(before) + r"(\.[^/]+)?" + re.escape(after))
+    files = sorted(item for item in directory.glob("*.json") if named.fullmatch(item.name))
+    if len(files) > 1:
+        named_files = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{directory} holds several checkpoints ({named_files}); give each its own directory")
+    return files[0] if files else None
+
+
+def find_parts(path: Path) -> tuple[Path | None, Path | None]:
+    """The index of the model and that of the optimizer in a directory or in its ``model`` and ``optimizer``.
+
+    An index itself may be given, where a directory has several.
+    """
+    if path.is_file():
+        return (None, path) if path.name.startswith("pytorch_optim") else (path, None)
+    model = optimizer = None
+    for folder in (path, *(path / name for name in MODEL_FOLDERS)):
+        for pattern in MODEL_INDEX:
+            model = model or _find(folder, pattern)
+    for folder in (path, *(path / name for name in OPTIMIZER_FOLDERS)):
+        optimizer = optimizer or _find(folder, OPTIMIZER_INDEX)
+    return model, optimizer
+
+
+def open_colossalai(
+    path: str | Path, optimizer: str | Path | None = None, parameter_names: Sequence[str] | None = None
+) -> LazySource:
+    """A model, an optimizer, or both.
+
+    Args:
+        path: a directory with either index or both, or with a ``model`` and an ``optimizer`` directory; or an index.
+        optimizer: the optimizer's directory, where it is somewhere else.
+        parameter_names: the names of the optimizer's parameters in its own order; the files have only numbers. Where
+            there is a model they are found by order and shape, if only one assignment fits.
+
+    Raises:
+        FileNotFoundError: there is no index.
+        CheckpointDamage: a file is missing or does not hold what its index says.
+    """
+    directory = Path(path)
+    model_index, optimizer_index = find_parts(directory)
+    if optimizer is not None:
+        optimizer_index = find_parts(Path(optimizer))[1]
+        if optimizer_index is None:
+            raise FileNotFoundError(f"{optimizer} has no {OPTIMIZER_INDEX.format('')}; give save_optimizer's directory")
+    if model_index is None and optimizer_index is None:
+        raise FileNotFoundError(f"{directory} has no index of a sharded model or optimizer")
+    entries: dict[str, Entry] = {}
+    state: dict[str, Any] = {}
+    notes: list[str] = []
+    shapes: Shapes = {}
+    with ExitStack() as opened:  # nothing stays open where a later file is damaged
+        if model_index is not None:
+            shards = Shards(model_index.parent)
+            opened.callback(shards.close)
+            metadata, weight_map = read_index(model_index)
+            found, aliases = shards.entries(weight_map)
+            beside_them = metadata.get(HEADER)
+            header = beside_them if isinstance(beside_them, dict) else shards.header()
+            named, state = named_entries(found, header, aliases)
+            entries.update(named)
+            shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
+        if optimizer_index is not None:
+            files = _OptimizerShards(optimizer_index)
+            opened.callback(files.close)
+            names = parameter_names if parameter_names is not None else files.more.get("names")
+            found, record, more = from_numbered(files.state_dict(), 0, shapes, names, str(optimizer_index))
+            entries.update(found)
+            state |= numbered_state([record], files.more)
+            notes += more
+        return LazySource("colossalai", entries, state, notes, opened.pop_all().close)
+
+
+class _OptimizerShards:
+    """``pytorch_optim-*.bin``: number -> key -> tensor. Files are mapped, so what is not read takes no memory."""
+
+    def __init__(self, index: Path) -> None:
+        metadata, weight_map = read_index(index)
+        self.directory = index.parent
+        more = metadata.get(HEADER)
+        self.more: dict[str, Any] = more if isinstance(more, dict) else {}
+        groups = metadata.get("param_groups")
+        if not isinstance(groups, str) or Path(groups).name != groups:
+            raise CheckpointDamage(
+                f"{index} names no file of parameter groups (metadata.param_groups is {groups!r:.80})"
+            )
+        self._groups = load_torch(self.directory / checked_name(groups, f"{index}, for its parameter groups,"))
+        self._state: dict[int, dict[str, Any]] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            if not (self.directory / file).is_file():
+                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+            held = load_torch(self.directory / file)
+            self._state.update({int(number): values for number, values in held.items()})
+        missing = [number for number in weight_map if int(number) not in self._state]
+        if missing:
+            raise CheckpointDamage(f"{index} names parameters that no file holds: {missing[:8]}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state, "param_groups": self._groups}
+
+    def close(self) -> None:
+        self._state = {}
+
+
+def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[Any, str]) -> None:
+    write_text(path, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _named(base: str, prefix: str | None) -> str:
+    # "pytorch_model.bin" -> "pytorch_model.PREFIX.bin", as ColossalAI places it.
+    stem, _, ending = base.rpartition(".")
+    return f"{stem}.{prefix}.{ending}" if prefix else base
+
+
+def _index_name(base: str, prefix: str | None) -> str:
+    return _named(f"{base}.index.json", prefix)
+
+
+def _any_index(kind: str, prefix: str) -> str:
+    return rf"(pytorch_{kind}\.bin|{kind}\.safetensors)\.index{prefix}\.json"
+
+
+def write_colossalai_model(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 1024,
+    prefix: str | None = None,
+    use_safetensors: bool = False,
+    dtype: torch.dtype | None = None,
+    configurations: Sequence[Any] = (),
+) -> list[Path]:
+    """Write the model in shards of at most ``size_per_shard`` MB (2**20 bytes), one of them in memory at a time.
+
+    Tied tensors are stored under each of their names, as ColossalAI does and its strict loading wants.
+    ``configurations`` become ``config.json`` and ``generation_config.json``, which ``from_pretrained`` wants.
+
+    Raises:
+        CheckpointError: the source has no model.
+        NotADirectoryError: ``path`` is a file.
+        ValueError: the shard size is not positive.
+    """
+    target = Path(path)
+    entries = model_entries(source, dtype, tied=True)
+    if not entries:
+        raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
+    extra = source.state().get("extra", {})
+    entries |= extra_entries(source)
+    base = _named("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
+    stem, _, ending = base.rpartition(".")
+    index_name = _index_name("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
+    own = re.escape(f".{prefix}") if prefix else ""
+    earlier = re.compile(
+        rf"(pytorch_model|model){own}(-\d{{5}}(-of-\d{{5}})?)?\.(bin|safetensors)|{_any_index('model', own)}"
+    )
+    named = zip(("config.json", "generation_config.json"), configurations, strict=False)
+    given = {name: as_dict(content) for name, content in named if content is not None}
+    written = []
+    with atomic_directory(target, lambda name: name in given or earlier.fullmatch(name) is not None) as directory:
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(split_by_size(sizes_of(entries), size_per_shard * MEGABYTE), 1):
+            file = f"{stem}-{number:05d}.{ending}"
+            held = {name: entries[name] for name in names}
+            if use_safetensors:
+                write_safetensors_stream(directory / file, held, {"format": "pt"})
+            else:
+                write_torch(directory / file, in_memory(held))
+            weight_map.update(dict.fromkeys(names, file))
+            written.append(file)
+        total = sum(entry.nbytes for entry in entries.values()) / MEGABYTE
+        metadata = {"total_size": total, **({HEADER: {"extra": extra}} if extra else {})}
+        _write_index(directory / index_name, metadata, weight_map)
+        for name, content in given.items():
+            write_text(directory / name, json.dumps(content, indent=2, sort_keys=name == "config.json") + "\n")
+    return [target / name for name in (*written, index_name, *given)]
+
+
+def write_colossalai_optimizer(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 1024,
+    prefix: str | None = None,
+    index: int = 0,
+) -> list[Path]:
+    """Write one optimizer's state in shards of at most ``size_per_shard`` MB, one of them in memory at a time.
+
+    Raises:
+        CheckpointError: the source has no such optimizer.
+        NotADirectoryError: ``path`` is a file.
+        ValueError: the shard size is not positive.
+    """
+    target = Path(path)
+    state, groups = to_numbered(source, index)
+    if not any(group["params"] for group in groups):
+        raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no optimizer {index}")
+    base = _named("pytorch_optim.bin", prefix)
+    stem, _, ending = base.rpartition(".")
+    group_file = _named("pytorch_optim_group.bin", prefix)
+    sizes = [
+        (str(number), sum(value.nbytes for value in tensors_of(values, Entry))) for number, values in state.items()
+    ]
+    own = re.escape(f".{prefix}") if prefix else ""
+    earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
+    index_name = _index_name("pytorch_optim.bin", prefix)
+    written = []
+    with atomic_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
+        weight_map: dict[str, str] = {}
+        for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
+            file = f"{stem}-{place:05d}.{ending}"
+            held = {int(number): loaded(state[int(number)]) for number in numbers}
+            write_torch(directory / file, held)
+            weight_map.update(dict.fromkeys(numbers, file))
+            written.append(file)
+        write_torch(directory / group_file, groups)
+        total = sum(size for _, size in sizes) / MEGABYTE
+        metadata = {"param_groups": group_file, "total_size": total, HEADER: beside(source, index)}
+        _write_index(directory / index_name, metadata, weight_map)
+    return [target / name for name in (*written, group_file, index_name)]

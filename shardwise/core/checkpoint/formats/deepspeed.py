@@ -1,0 +1,337 @@
+"""Directories of DeepSpeed's ``save_checkpoint`` with ZeRO 1, 2 or 3: model in fp32 and optimizer state, read only.
+
+Its universal checkpoints, too (:mod:`~shardwise.core.checkpoint.formats.deepspeed_universal`).
+
+``<root>/latest`` names the directory of the newest step; in it are ``mp_rank_00_model_states.pt`` (stage 3:
+``zero_pp_rank_<r>_mp_rank_00_model_states.pt``) and ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` of every
+rank. The files are pickles with a few of DeepSpeed's classes; records without behaviour stand in for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.bounds import read_name
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.deepspeed_flat import (
+    Flat,
+    Place,
+    places_by_group,
+    places_by_parameter,
+    sharded_entry,
+    spread_entry,
+    sub_groups,
+)
+from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL, Universal, is_universal
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
+from shardwise.core.checkpoint.formats.param_groups import group_record
+from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.source import CheckpointDamage
+
+__all__ = ["CLIENT_STATE", "KEPT", "find_step", "is_step", "open_deepspeed"]
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+KEPT = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "module"}
+KEPT |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
+KEPT |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+KEPT |= {"ds_config", "ds_version"}
+"""Of a model's file what is not the program's own ``client_state``."""
+CLIENT_STATE = "client_state."
+"""Before the names of the program's own in the source's state."""
+
+
+class _Record:
+    """Holds the fields of one of DeepSpeed's small objects."""
+
+
+class _Stage(int):
+    """Stands in for an enumeration of the ZeRO stages."""
+
+
+STAND_INS: tuple[tuple[type, str], ...] = (
+    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Record, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+
+
+def is_step(directory: Path) -> bool:
+    """Whether the directory itself holds the files of one step."""
+    return any(_MODEL_FILE.fullmatch(item.name) for item in directory.glob("*_model_states.pt"))
+
+
+def find_step(path: Path) -> Path | None:
+    """The directory with the files: ``path``, or the one that ``latest`` in it names, or ``latest_universal`` where
+    that names none; ``None``: neither."""
+    if is_step(path):
+        return path
+    for latest in ("latest", LATEST_UNIVERSAL):
+        with contextlib.suppress(CheckpointDamage):  # it need not be DeepSpeed's
+            tag = read_name(path / latest)
+            if tag and Path(tag).name == tag and (path / tag).is_dir() and is_step(path / tag):
+                return path / tag
+    return None
+
+
+@dataclass
+class _Files:
+    """The content of one step. ``optimizers`` by rank; or ``universal``."""
+
+    directory: Path
+    models: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    universal: Universal | None = None
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.models[0]
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """What the optimizer's files say of all parameters; empty without ZeRO."""
+        if self.universal is not None:
+            return self.universal.common
+        return self.optimizers[0] if self.optimizers else {}
+
+    @property
+    def groups(self) -> list[dict[str, tuple[int, ...]]]:
+        """Names and shapes of what ZeRO trained, by group."""
+        listed = (self.model.get("param_shapes") or []) if self.common else []
+        return [{name: tuple(shape) for name, shape in group.items()} for group in listed]
+
+
+def open_deepspeed(path: str | Path) -> LazySource:
+    """Model (fp32 masters, frozen parameters, buffers) and optimizer state, whatever number of ranks wrote them.
+
+    Tensors are mapped from the files; what is not read takes no memory.
+
+    Raises:
+        FileNotFoundError: no step of DeepSpeed's is there.
+        CheckpointDamage: a rank's file is missing or cut off.
+        CheckpointError: tensor parallel, pipeline or expert files.
+        RefusedPickle: a file holds objects of other classes than DeepSpeed's own few.
+    """
+    directory = find_step(Path(path))
+    if directory is None:
+        raise FileNotFoundError(f"{path} holds no *_model_states.pt, and no 'latest' that names a directory with them")
+    files = _load(directory)
+    entries, aliases, notes = _unsharded(files)
+    state: dict[str, Any] = {"step": int(files.model.get("global_steps") or 0)}
+    if files.common and files.model.get("buffer_names") is not None:
+        others = {*files.model["buffer_names"], *(name for group in files.groups for name in group)}
+        state["frozen"] = [name for name in files.model["module"] if name not in others and name not in aliases]
+    if files.universal is not None:
+        found, record = files.universal.read(files.groups)
+        entries = {**entries, **found}
+        state["optimizers"] = [record.to_json()]
+    elif files.optimizers:
+        stage = int(files.optimizers[0]["zero_stage"])
+        found, record = _stage_three(files) if stage == 3 else _stages_one_and_two(files)
+        entries = {**entries, **found}
+        state["optimizers"] = [record.to_json()]
+    elif files.model.get("optimizer"):
+        shapes = {name.removeprefix("model/"): entry.fact.shape for name, entry in entries.items()}
+        found, record, more = from_numbered(files.model["optimizer"], 0, shapes, None, str(directory))
+        entries |= found
+        notes += more
+        state["optimizers"] = [record.to_json()]
+    module = files.model["module"]
+    masters = {name: module[name].dtype for name in module if f"model/{name}" in entries}
+    half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].fact.dtype}
+    if half:
+        state["compute_dtype"] = {name: str(dtype).removeprefix("torch.") for name, dtype in half.items()}
+    if aliases:
+        state["aliases"] = {name: kept for name, kept in aliases.items() if f"model/{kept}" in entries}
+    state["other"] = _other(files, notes)
+    order = {f"model/{name}": place for place, name in enumerate(module)}
+    ordered = dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
+    return LazySource("deepspeed", ordered, state, notes)
+
+
+def _load(directory: Path) -> _Files:
+    models, optimizers = dict[int, Path](), dict[int, Path]()
+    if is_universal(directory):
+        return _load_universal(directory)
+    for item in sorted(directory.iterdir()):
+        if item.name.startswith(("layer_", "expp_")) or "_expert_" in item.name:
+            raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not read")
+        for pattern, found in ((_MODEL_FILE, models), (_OPTIMIZER_FILE, optimizers)):
+            if match := pattern.fullmatch(item.name):
+                if int(match[2]):
+                    raise CheckpointError(f"{item} belongs to tensor parallelism, which is not read")
+                if int(match[1] or 0) in found:
+                    raise CheckpointError(f"{item} and {found[int(match[1] or 0)].name}: two saves in one directory")
+                found[int(match[1] or 0)] = item
+    files = _Files(directory, [_dictionary(models[rank]) for rank in sorted(models)])
+    if not optimizers:
+        return files
+    files.optimizers = [_dictionary(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
+    count = files.optimizers[0].get("partition_count")
+    ranks = int(max(count) if isinstance(count, list | tuple) else count or len(optimizers))
+    if not _are_all(optimizers, ranks):
+        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, the files are of ranks {sorted(optimizers)}")
+    stage = int(files.optimizers[0]["zero_stage"])
+    if stage == 3 and not _are_all(models, ranks):
+        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, model files are of ranks {sorted(models)}")
+    return files
+
+
+def _load_universal(directory: Path) -> _Files:
+    """Parameters are whole there, whatever wrote them; the rest is that of the first part of the model."""
+    found = {}
+    for item in sorted(directory.iterdir()):
+        if item.name.startswith("layer_"):
+            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not read")
+        match = _MODEL_FILE.fullmatch(item.name)
+        if match and not int(match[2]):
+            found["" if match[1] is None else int(match[1])] = item
+    files = [found[""]] if "" in found else [found[rank] for rank in sorted(found)]
+    models = [_dictionary(file) for file in files]
+    if not models:
+        raise CheckpointDamage(f"{directory}: there is no model file of mp_rank_00")
+    return _Files(directory, models, universal=Universal(directory, lambda file: load_torch(file, STAND_INS)))
+
+
+def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
+    """Whether there is one of each rank; their number is a file's word, and may be any."""
+    return len(files) == ranks and sorted(files) == list(range(len(files)))
+
+
+def _dictionary(path: Path) -> dict[str, Any]:
+    content = load_torch(path, STAND_INS)
+    if not isinstance(content, dict) or not {"module", "optimizer_state_dict"} & set(content):
+        raise CheckpointError(f"{path} is not a file of DeepSpeed's save_checkpoint")
+    return content
+
+
+def _unsharded(files: _Files) -> tuple[dict[str, Entry], dict[str, str], list[str]]:
+    """Buffers and frozen parameters (without ZeRO: everything), and the names of tied parameters."""
+    module, shared = files.model["module"], dict(files.model.get("shared_params") or {})
+    frozen = {name: tuple(shape) for name, shape in (files.model.get("frozen_param_shapes") or {}).items()}
+    trained = {name for group in files.groups for name in group}
+    entries: dict[str, Entry] = {}
+    notes: list[str] = []
+    for name, value in module.items():
+        if not isinstance(value, torch.Tensor):
+            notes.append(f"{files.directory}: {name} is a {type(value).__name__} and was left out")
+        elif name in frozen:
+            entries[f"model/{name}"] = _frozen(name, frozen[name], files)
+        elif name not in trained and name not in shared:
+            entries[f"model/{name}"] = entry_of_tensor(value)
+    for name in shared:  # a name may point to another that is shared itself
+        while shared[name] in shared and shared[shared[name]] != shared[name]:
+            shared[name] = shared[shared[name]]
+    return entries, shared, notes
+
+
+def _frozen(name: str, shape: tuple[int, ...], files: _Files) -> Entry:
+    parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in files.models]
+    present = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(files.models) > 1 and len(present) == len(files.models):
+        what = f"{files.directory}: {name}"
+        return sharded_entry(Place(0, shape, 0), [Flat([part], [0], what) for part in present])
+    value = present[0] if present else files.model["module"][name]
+    if value.numel() != torch.Size(shape).numel():
+        raise CheckpointDamage(f"{files.directory}: {name} has {value.numel()} elements, its shape is {shape}")
+    return entry_of_tensor(value.reshape(shape))
+
+
+def _stages_one_and_two(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
+    first = files.optimizers[0]
+    groups = files.groups
+    places = places_by_group(groups, first.get("param_alignment_paddings"))
+    masters: list[Flat] = []
+    sizes: list[int] = []
+    for number in range(len(groups)):
+        parts = [each["single_partition_of_fp32_groups"][number] for each in files.optimizers]
+        padding = [each.get("group_paddings", [0] * len(groups))[number] for each in files.optimizers]
+        sizes.append(max(part.numel() + pad for part, pad in zip(parts, padding, strict=True)))
+        starts = [rank * sizes[number] for rank in range(len(parts))]
+        masters.append(Flat(parts, starts, f"{files.directory}: group {number} of the fp32 weights"))
+    entries = {f"model/{name}": spread_entry(place, masters[place.group]) for name, place in places.items()}
+    record = OptimizerRecord()
+    options = first["base_optimizer_state"]
+    listed = options["param_groups"] if isinstance(options, Mapping) else [{} for _ in groups]
+    for number, shapes in enumerate(groups):
+        record.groups.append(group_record(list(shapes), listed[number]))
+        states = [_group_state(each["base_optimizer_state"], number) for each in files.optimizers]
+        for key, value in states[0].items():
+            flat = None
+            if isinstance(value, torch.Tensor) and value.ndim:
+                starts = [rank * sizes[number] for rank in range(len(states))]
+                flat = Flat([each[key] for each in states], starts, f"{files.directory}: {key} of group {number}")
+            for name in shapes:
+                taken = spread_entry(places[name], flat) if flat is not None else value
+                entries.update(record.add(0, name, {key: taken}))
+    return entries, record
+
+
+def _group_state(state: Any, number: int) -> dict[str, Any]:
+    if isinstance(state, list):  # "elastic" checkpoints
+        return dict(state[number])
+    parameter = state["param_groups"][number]["params"][0]
+    return dict(state["state"].get(parameter, {}))
+
+
+def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
+    if any(each.get("ds_zero_partition_groups") for each in files.optimizers):
+        raise CheckpointError(f"{files.directory} has parameters partitioned over several groups of ranks: not read")
+    ranks = len(files.optimizers)
+    groups = files.groups
+    places = places_by_parameter(groups, ranks)
+    sizes = [part.numel() for part in files.optimizers[0]["fp32_flat_groups"]]
+    ends = list(accumulate(sizes))
+    starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+    what = f"{files.directory}: rank"
+    masters = [Flat(each["fp32_flat_groups"], starts, f"{what} {r}") for r, each in enumerate(files.optimizers)]
+    entries = {f"model/{name}": sharded_entry(place, masters) for name, place in places.items()}
+    record = OptimizerRecord()
+    inner = [each.get("optimizer_state_dict") or {} for each in files.optimizers]
+    for options, shapes in sub_groups(inner[0].get("param_groups", []), groups):
+        record.groups.append(group_record(list(shapes), options))
+    states = [list(each.get("state", {}).values()) for each in inner]
+    keys = {key: value for each in states[0] for key, value in each.items()}
+    for name, place in places.items():
+        own = next((i for i, end in enumerate(ends) if place.offset < end), len(ends) - 1)
+        for key, value in keys.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                parts = [
+                    Flat([part[key] for part in each], starts, f"{what} {r}, {key}") for r, each in enumerate(states)
+                ]
+                entries.update(record.add(0, name, {key: sharded_entry(place, parts)}))
+            elif own < len(states[0]) and key in states[0][own]:
+                entries.update(record.add(0, name, {key: states[0][own][key]}))
+    return entries, record
+
+
+def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
+    """What DeepSpeed and its user saved besides, as JSON where it can be."""
+    kept: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
+    if isinstance(files.common.get("loss_scaler"), _Record):
+        kept["loss_scaler"] = dict(vars(files.common["loss_scaler"]))
+    counted = ("lr_scheduler", "global_samples", "skipped_steps")
+    values: dict[str, Any] = {name: files.model.get(name) for name in counted}
+    values |= {f"{CLIENT_STATE}{key}": value for key, value in files.model.items() if key not in KEPT}
+    for key, value in values.items():
+        try:
+            kept[key] = tree.encode(value, None)
+        except TypeError as error:
+            notes.append(f"{files.directory}: {key} was left out: {error}")
+    kept["loss_scaler"] = {k: tree.encode(v, None) for k, v in kept.get("loss_scaler", {}).items() if _plain(v)}
+    return kept
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

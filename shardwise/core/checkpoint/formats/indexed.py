@@ -1,0 +1,114 @@
+"""Directories with an index: ``{"metadata": ..., "weight_map": {name: file}}`` beside the shards it names.
+
+Hugging Face and ColossalAI share this layout and differ in file names. Shards are safetensors files or torch files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint.bounds import checked_name, checked_names, read_json
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.header import read_header
+from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile
+from shardwise.core.checkpoint.formats.torch_file import load_torch, tensor_entries
+from shardwise.core.checkpoint.source import CheckpointDamage
+
+__all__ = ["Shards", "read_index"]
+
+
+def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Metadata and weight map of an index.
+
+    Raises:
+        CheckpointError: it is not such an index, or it names a file outside its own directory.
+    """
+    index = read_json(path)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise CheckpointError(f"{path} is not an index: it has no weight_map of names and files")
+    checked_names(weights, path)
+    for name, file in weights.items():
+        checked_name(file, f"{path}, for {name!r:.80},")
+    metadata = index.get("metadata") or {}
+    return metadata if isinstance(metadata, dict) else {}, weights
+
+
+class Shards:
+    """The tensors of some files in one directory. A file is opened when something is first read from it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open: dict[str, SafetensorsFile] = {}
+        self._loaded: tuple[str, dict[str, Entry]] | None = None
+
+    def entries(self, weight_map: dict[str, str]) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Entries and aliases of the model that an index describes.
+
+        Raises:
+            CheckpointDamage: a shard is missing or does not hold what the index says.
+        """
+        found: dict[str, Entry] = {}
+        aliases: dict[str, str] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            if not (self.directory / file).is_file():
+                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+            held, same = self.file(file)
+            aliases.update(same)
+            for name in (name for name, place in weight_map.items() if place == file):
+                if name not in held and name not in same:
+                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, though the index says so")
+            found.update({name: entry for name, entry in held.items() if weight_map.get(name) == file})
+        order = {name: place for place, name in enumerate(weight_map)}
+        return dict(sorted(found.items(), key=lambda item: order[item[0]])), aliases
+
+    def file(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Entries and aliases of one file."""
+        if file.endswith(".safetensors"):
+            if file not in self._open:
+                self._open[file] = SafetensorsFile(self.directory / file)
+            return self._open[file].entries, {}
+        held, aliases = self._torch(file)
+        # The loaded file may be let go of: what stays is the fact, and reading loads (maps) it again.
+        return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
+
+    def header(self) -> dict[str, Any]:
+        """What our own files among those opened say beside their tensors."""
+        found = (read_header(opened.metadata) for opened in self._open.values())
+        return next((header for header in found if header), {})
+
+    def _torch(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
+        state = load_torch(self.directory / file)
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.directory / file} holds a {type(state).__name__}, not a dictionary")
+        held, aliases, _ = tensor_entries(state, str(self.directory / file))
+        self._loaded = (file, held)
+        return held, aliases
+
+    def _read(self, file: str, name: str, start: int, numel: int) -> torch.Tensor:
+        if self._loaded is None or self._loaded[0] != file:
+            self._torch(file)
+        assert self._loaded is not None
+        return self._loaded[1][name].read(start, numel)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Files that were opened do not stay open where another one is damaged."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close every file."""
+        for opened in self._open.values():
+            opened.close()
+        self._loaded = None

@@ -1,0 +1,172 @@
+"""What the readers of all formats share: a tensor as a shape, a dtype and a function that reads a range of it.
+
+A writer takes the same entries, so what flows between two formats is one block of one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.core.base.printable import in_a_line
+from shardwise.core.checkpoint.bounds import reading
+from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Entry",
+    "LazySource",
+    "blocks",
+    "entries_of",
+    "entry_of_tensor",
+    "in_memory",
+    "model_entries",
+    "whole",
+]
+
+BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor that is not in memory. ``read(start, numel)`` returns 1-D elements on the CPU, in the fact's dtype."""
+
+    fact: TensorFact
+    read: Callable[[int, int], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.fact.numel * self.fact.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype | None) -> Entry:
+        """The same tensor in another dtype, cast block by block."""
+        if dtype is None or dtype == self.fact.dtype:
+            return self
+        read = self.read
+        return Entry(TensorFact(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
+
+
+def blocks(fact: TensorFact) -> Iterator[tuple[int, int]]:
+    """``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`; none for an empty tensor."""
+    step = max(1, BLOCK_BYTES // fact.dtype.itemsize)
+    for start in range(0, fact.numel, step):
+        yield start, min(step, fact.numel - start)
+
+
+def whole(entry: Entry) -> torch.Tensor:
+    """The tensor itself, in memory and in its shape."""
+    return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
+
+
+def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    """The tensors themselves; one entry under two names is one tensor, whose memory ``torch.save`` writes once."""
+    loaded = {id(entry): whole(entry) for entry in entries.values()}
+    return {name: loaded[id(entry)] for name, entry in entries.items()}
+
+
+def entry_of_tensor(tensor: torch.Tensor) -> Entry:
+    """A tensor that is in memory, or mapped from a file.
+
+    Raises:
+        TypeError: a sparse or quantized tensor, which has no plain elements.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} has no plain elements")
+    plain = tensor.detach()
+    fact = TensorFact(tuple(plain.shape), plain.dtype)
+
+    def read(start: int, numel: int) -> torch.Tensor:
+        return plain.reshape(-1)[start : start + numel].clone()
+
+    return Entry(fact, read)
+
+
+def entries_of(source: CheckpointSource) -> dict[str, Entry]:
+    """Every tensor of a checkpoint as an entry."""
+    return {name: Entry(fact, partial(source.read, name)) for name, fact in source.tensors().items()}
+
+
+def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, tied: bool = False) -> dict[str, Entry]:
+    """The model's tensors under plain names.
+
+    Args:
+        source: any checkpoint.
+        dtype: what floating-point tensors become; ``None``: as stored.
+        tied: list a tied tensor under each of its names instead of only the first.
+    """
+    found = {}
+    for name, entry in entries_of(source).items():
+        if name.startswith("model/"):
+            wanted = dtype if entry.fact.dtype.is_floating_point else None
+            found[name.removeprefix("model/")] = entry.cast(wanted)
+    if tied:
+        for other, first in source.state().get("aliases", {}).items():
+            if first in found:
+                found[other] = found[first]
+    return found
+
+
+class LazySource:
+    """A :class:`CheckpointSource` made of entries.
+
+    ``format`` is the name of the format, ``notes`` says in sentences what a file holds that could not be taken over.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        entries: Mapping[str, Entry],
+        state: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        self.format = format
+        self.notes = tuple(map(in_a_line, notes))
+        self._entries = dict(entries)
+        self._state = dict(state or {})
+        self._close = close
+        self._closed = False
+
+    def tensors(self) -> Mapping[str, TensorFact]:
+        """Every tensor by name."""
+        return {name: entry.fact for name, entry in self._entries.items()}
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """1-D, elements [start, start + numel) of the flattened tensor.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: the range is not inside the tensor, or the checkpoint was closed.
+            CheckpointDamage: bytes are missing.
+        """
+        if name not in self._entries:
+            raise KeyError(f"no tensor {name!r} in this checkpoint")
+        if self._closed:
+            raise ValueError(f"this {self.format} checkpoint was closed; open it again to read {name!r}")
+        entry = self._entries[name]
+        if start < 0 or numel < 0 or start + numel > entry.fact.numel:
+            raise ValueError(f"{name}: elements [{start}, {start + numel}) of a tensor with {entry.fact.numel}")
+        with reading(f"{name} of this {self.format} checkpoint"):
+            return entry.read(start, numel)
+
+    def state(self) -> dict[str, Any]:
+        """The JSON state; ``{}`` where the format has none."""
+        return self._state
+
+    def __enter__(self) -> LazySource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of open files; later reads fail."""
+        self._closed = True
+        if self._close is not None:
+            self._close()
+        self._close = None

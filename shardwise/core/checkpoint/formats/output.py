@@ -1,0 +1,292 @@
+"""Files that appear whole: written beside their place under a hidden name, then renamed; directories of them are
+:func:`~shardwise.core.checkpoint.atomic.atomic_directory`'s."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
+from shardwise.core.checkpoint.file_system import DISK, sync_path, sync_tree
+from shardwise.core.checkpoint.files import CheckpointError, describe
+from shardwise.core.checkpoint.formats.lazy import Entry
+
+__all__ = [
+    "OutputFile",
+    "new_file",
+    "one_at_a_time",
+    "output_file",
+    "output_files",
+    "sizes_of",
+    "split_by_size",
+    "write_text",
+    "write_torch",
+]
+
+HELD_BYTES = 1 << 16
+
+
+class OutputFile:
+    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.file_system.DISK`.
+
+    Attributes:
+        nbytes: on their way to the disk.
+        failure: the first error; every later call repeats it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.nbytes = fd, 0
+        self._held = bytearray()  # the end of what was written: torch writes a few bytes at a time
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """All of ``data`` (anything with a buffer); the number of bytes."""
+        view = memoryview(data)
+        if view.nbytes < HELD_BYTES:
+            self._held += view
+            if len(self._held) >= HELD_BYTES:
+                self.flush()
+        else:
+            self.flush()
+            self._put(view.cast("B"))
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is kept back any more."""
+        held, self._held = self._held, bytearray()
+        self._put(memoryview(held))
+
+    def _put(self, view: memoryview) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            DISK.write(self._fd, view, self.nbytes)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.nbytes += view.nbytes
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[OutputFile]:
+    """A new, empty file; on the disk when the block ends without an error.
+
+    Raises:
+        OSError: it cannot be written; also where a library that wrote to it reports something else, or nothing.
+    """
+    fd = DISK.create(os.fspath(path))
+    try:
+        file = OutputFile(fd)
+        try:
+            yield file
+        except Exception as error:
+            if file.failure is None or error is file.failure:
+                raise
+            raise file.failure from error
+        file.flush()
+        DISK.sync(fd)
+    finally:
+        DISK.close(fd)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A new file in UTF-8.
+
+    Raises:
+        CheckpointError: a reader would take it for no such file.
+        OSError: it cannot be written.
+    """
+    content = text.encode()
+    if len(content) > MOST_INDEX_BYTES:
+        raise CheckpointError(f"{path} is not saved: it would have {len(content)} bytes, of at most {MOST_INDEX_BYTES}")
+    with new_file(path) as file:
+        file.write(content)
+
+
+def write_torch(path: Path, content: object) -> None:
+    """A new file of ``torch.save``, which given a path would call a full disk an iostream error.
+
+    Raises:
+        CheckpointError: something in it is nested more deeply than any reader follows it.
+        OSError: it cannot be written.
+    """
+    with saving(path.name.removeprefix(".").removesuffix(".partial")):
+        checked_tree(content, MAX_SIZE, "its content")
+    with new_file(path) as file:
+        torch.save(content, cast(IO[bytes], file))
+
+
+def _remove(path: Path) -> None:
+    if os.path.islink(path) or not path.is_dir():  # of a link only the name is ours, not what it points to
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
+    """A fresh directory to write into; when the block ends without an error what is in it is in ``path``.
+
+    As ``atomic_directory`` where there is no ``path`` yet. One that is there stays the
+    directory that it is, since it may be where a volume is mounted or where somebody works, and hold files that are
+    being written: each entry of the fresh one takes its place by one rename, weights after all others, their index
+    last. Weights of an earlier save that are not among them are removed afterwards. A kill in between leaves each file
+    whole and never weights of both under one index; at most the index is missing.
+
+    Args:
+        path: the directory to make or to write into.
+        weights: says of a file name whether weights, or an index of them, have it.
+
+    Raises:
+        NotADirectoryError: ``path`` is a file.
+        OSError: nothing can be written there; every file that was there is still there.
+    """
+    target = path.resolve()
+    if not target.is_dir():
+        with atomic_directory(target, weights) as fresh:
+            yield fresh
+        return
+    fresh = target / ".shardwise.partial"
+    _remove(fresh)
+    DISK.make_directory(str(fresh))
+    done: list[tuple[Path, Path, bool]] = []
+    try:
+        yield fresh
+        sync_tree(fresh)
+        for old, new in _moves(fresh, target, weights):
+            exchanged = os.path.lexists(new) and DISK.exchange(str(old), str(new))
+            if os.path.lexists(new) and not exchanged:
+                done.append((new, _aside(new, fresh), False))
+            if not exchanged:
+                DISK.rename(str(old), str(new))
+            done.append((old, new, exchanged))
+        sync_path(target)
+    except BaseException:
+        for old, new, exchanged in reversed(done):
+            with contextlib.suppress(OSError):
+                DISK.exchange(str(old), str(new)) if exchanged else DISK.rename(str(new), str(old))
+        _remove(fresh)
+        raise
+    _remove(fresh)
+
+
+def _aside(path: Path, directory: Path) -> Path:
+    """What is at ``path`` under another name, so that it can be put back; it stays there as well where it may."""
+    place = directory / f".{path.name}.replaced"
+    try:
+        os.link(path, place, follow_symlinks=False)
+    except OSError:
+        DISK.rename(str(path), str(place))
+    return place
+
+
+def _moves(fresh: Path, target: Path, weights: Callable[[str], bool]) -> list[tuple[Path, Path]]:
+    """From where to where entries are renamed, in this order."""
+    index = [name for name in os.listdir(fresh) if weights(name) and name.endswith(".json")]
+    first = [name for name in index if (target / name).exists()]
+    new = sorted((name for name in os.listdir(fresh)), key=lambda name: (name in index, weights(name), name))
+    replaced = any(map(weights, new))
+    gone = [name for name in os.listdir(target) if replaced and weights(name) and name not in new]
+    aside = [(target / name, fresh / f".{name}.old") for name in first]
+    return aside + [(fresh / name, target / name) for name in new] + [(target / n, fresh / n) for n in sorted(gone)]
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """A hidden name to write to; when the block ends without an error the file is flushed and takes its place.
+
+    Raises:
+        IsADirectoryError: ``path`` is a directory.
+        OSError: it cannot be written; what stood there is still there.
+        CheckpointError: it was written and took its place, which may not survive a power failure (only where the
+            system cannot exchange two names).
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; give the name of a file to write")
+    os.makedirs(path.absolute().parent, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with contextlib.suppress(FileNotFoundError):  # it may be a link, and what that points to is not ours
+        DISK.remove(str(partial))
+    try:
+        yield partial
+        sync_path(partial)
+        _replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _replace(partial: Path, path: Path) -> None:
+    existed = os.path.lexists(path)
+    exchanged = existed and DISK.exchange(str(partial), str(path))
+    if not exchanged:
+        DISK.rename(str(partial), str(path))
+    try:
+        sync_path(path.absolute().parent)
+    except OSError as error:
+        if exchanged:
+            DISK.exchange(str(partial), str(path))
+        elif not existed:
+            DISK.rename(str(path), str(partial))
+        else:
+            raise CheckpointError(
+                f"{path} is saved and complete, but its directory could not be flushed ({describe(error)}): look at "
+                "the disk before you rely on it"
+            ) from error
+        raise
+    if exchanged:
+        with contextlib.suppress(OSError):
+            DISK.remove(str(partial))
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Whoever else enters such a block for ``path``, in any process of this host, waits until this one is over: its
+    output then takes the place of ours, whole. A file system without locks is left alone.
+
+    Raises:
+        OSError: the directory that ``path`` is in cannot be made.
+    """
+    parent = path.absolute().parent
+    os.makedirs(parent, exist_ok=True)
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[list[str]]:
+    """Names in order, in shards of at most ``limit_bytes``; a shard is larger only where one tensor is.
+
+    Raises:
+        ValueError: the limit is not positive.
+    """
+    if not limit_bytes > 0:
+        raise ValueError(f"a shard size of {limit_bytes} bytes; give a positive size")
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes:
+        if shards[-1] and held + size > limit_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def sizes_of(entries: dict[str, Entry]) -> list[tuple[str, int]]:
+    """Names with bytes, for :func:`split_by_size`."""
+    return [(name, entry.nbytes) for name, entry in entries.items()]

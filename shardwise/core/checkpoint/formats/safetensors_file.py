@@ -1,0 +1,156 @@
+"""Safetensors files, read by ranges and written as a stream.
+
+The layout is eight bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), and the
+tensors in row-major order without gaps (https://github.com/huggingface/safetensors, "Format"). The library's own
+``save_file`` wants every tensor in memory at once; this writer holds one block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint.bounds import checked_shape, open_regular
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
+from shardwise.core.checkpoint.formats.lazy import Entry, blocks
+from shardwise.core.checkpoint.formats.output import new_file
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+
+__all__ = ["SafetensorsFile", "as_bytes", "write_safetensors_stream"]
+
+DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous 1-D CPU tensor."""
+    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+class SafetensorsFile:
+    """One open file; ``entries`` by name, ``metadata`` its string-to-string header.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamage: the header is broken or the file is shorter or longer than its header says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
+        self._fd = open_regular(path)
+        try:
+            header, self._data_start = self._header()
+            metadata = header.pop("__metadata__", None)
+            self.metadata: dict[str, str] = (
+                {str(key): value for key, value in metadata.items() if isinstance(value, str)}
+                if isinstance(metadata, dict)
+                else {}
+            )
+            self.entries = {name: self._entry(name, facts) for name, facts in header.items()}
+            self._check_length(header)
+        except BaseException:
+            self.close()
+            raise
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        length = struct.unpack("<Q", os.pread(self._fd, 8, 0).ljust(8, b"\0"))[0]
+        size = os.fstat(self._fd).st_size
+        if not 2 <= length <= min(MAX_HEADER_BYTES, max(0, size - 8)):
+            raise CheckpointDamage(
+                f"{self.path} is not a whole safetensors file (a header of {length} bytes in {size}); load another copy"
+            )
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamage(f"{self.path}: the safetensors header is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80} and not an object")
+        return header, 8 + length
+
+    def _entry(self, name: str, facts: Any) -> Entry:
+        try:
+            dtype = DTYPES[facts["dtype"]]
+            start, end = facts["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
+        fact = TensorFact(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
+        if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
+            raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
+        return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
+
+    def _check_length(self, header: Mapping[str, Any]) -> None:
+        ranges = sorted(tuple(facts["data_offsets"]) for facts in header.values())
+        position = 0
+        for start, end in ranges:
+            if start != position:
+                raise CheckpointDamage(f"{self.path}: a tensor starts at byte {start} of the data, not at {position}")
+            position = end
+        size = os.fstat(self._fd).st_size
+        if size != self._data_start + position:
+            raise CheckpointDamage(
+                f"{self.path} has {size} bytes where its header says {self._data_start + position}; load another copy"
+            )
+
+    def _read(self, name: str, dtype: torch.dtype, offset: int, start: int, numel: int) -> torch.Tensor:
+        if self._fd < 0:
+            raise ValueError(f"{self.path} was closed; open the checkpoint again to read {name!r}")
+        result = torch.empty(numel, dtype=dtype, device="cpu")
+        view = as_bytes(result)
+        position = offset + start * dtype.itemsize
+        while view:
+            got = os.preadv(self._fd, [view], position)
+            if got == 0:
+                raise CheckpointDamage(f"{self.path} ends inside {name} (byte {position}); load another copy")
+            view, position = view[got:], position + got
+        return result
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
+    """Write one file block by block, flushed to the disk, and return its size in bytes.
+
+    Raises:
+        TypeError: a tensor's dtype is not one that safetensors has.
+        CheckpointError: there are more tensors than one such file can describe.
+        OSError: the file cannot be written.
+    """
+    # Wide elements first, as the library does, so that every tensor is aligned to its element.
+    order = sorted(entries.items(), key=lambda item: -item[1].fact.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, entry in order:
+        if entry.fact.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name}: safetensors has no dtype {entry.fact.dtype}; convert it with dtype=")
+        header[name] = {
+            "dtype": DTYPE_NAMES[entry.fact.dtype],
+            "shape": list(entry.fact.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is not saved: its {len(order)} tensors need a header of {len(text)} bytes, and safetensors allows "
+            f"{MAX_HEADER_BYTES}: write smaller files (size_per_shard=)"
+        )
+    with new_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, entry in order:
+            for start, numel in blocks(entry.fact):
+                file.write(as_bytes(entry.read(start, numel).contiguous()))
+    return file.nbytes

@@ -1,0 +1,272 @@
+"""Directories of Hugging Face's Trainer (``checkpoint-N``) and of accelerate's ``save_state``, read only.
+
+Beside a model of another format (``model.safetensors``, an adapter, DCP of FSDP, a step of DeepSpeed's) there are
+``optimizer.pt`` or ``optimizer.bin`` (``optimizer_1.bin``, ...; ``optimizer_0/`` in DCP), ``scheduler.pt`` or ``.bin``,
+``rng_state*.pth``, ``scaler.pt`` and ``trainer_state.json``. The optimizers number their
+parameters in the order of their groups, Trainer's those with weight decay first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.bounds import read_json, reading
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.formats.dcp import open_dcp
+from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
+from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entries_of, entry_of_tensor
+from shardwise.core.checkpoint.formats.optimizer_state import Shapes, from_numbered
+from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft
+from shardwise.core.checkpoint.formats.random_states import read_random_states
+from shardwise.core.checkpoint.formats.single import open_single
+from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.source import CheckpointDamage
+
+__all__ = ["find_latest", "kind_of", "open_trainer", "scheduler_files"]
+
+STATE = "trainer_state.json"
+FSDP_FOLDER, FSDP_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
+_OPTIMIZER_FOLDER = re.compile(r"optimizer_(\d+)")
+_OPTIMIZER_OF_RANK = re.compile(r"optimizer(_\d+)?_rank\d+\.bin|pytorch_model_fsdp(_\d+)?_rank\d+\.bin")
+_SCHEDULER = re.compile(r"scheduler(?:_(\d+))?\.(?:pt|bin)")
+_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_RANDOM_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
+_OTHER_MODEL = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_([1-9]\d*)(?:\.safetensors|\.bin)?")
+_LEFT_OUT = re.compile(r"training_args\.bin|custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
+_CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
+_KEPT = ("global_step", "epoch", "max_steps", "num_train_epochs", "train_batch_size", "best_metric", "total_flos")
+
+
+def kind_of(path: Path) -> str | None:
+    """``"trainer"`` or ``"accelerate"``, whose directory this is; ``None``: neither's."""
+    if (path / STATE).is_file():
+        return "trainer"
+    names = [item.name for item in path.iterdir()]
+    files = (_OPTIMIZER, _RANDOM, _RANDOM_OF_ACCELERATE)
+    beside = [name for name in names if any(each.fullmatch(name) for each in files)]
+    beside += [name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()]
+    if not beside or _model_reader(path) is None:
+        return None
+    return "trainer" if any(name.endswith((".pt", ".pth")) for name in beside) else "accelerate"
+
+
+def find_latest(path: Path) -> Path | None:
+    """The last of several checkpoints by its number: ``checkpoint-N`` in Trainer's directory, as its
+    ``resume_from_checkpoint=True`` takes it; ``checkpoint_N`` in accelerate's, or in ``checkpoints`` of its project."""
+    for folder in (path, path / "checkpoints"):
+        found = [item for item in folder.iterdir() if _CHECKPOINT.fullmatch(item.name)] if folder.is_dir() else []
+        numbered = {int(item.name[len("checkpoint") + 1 :]): item for item in found if item.is_dir()}
+        if numbered:
+            return numbered[max(numbered)]
+    return None
+
+
+def scheduler_files(path: Path) -> list[Path]:
+    """The files of the learning-rate schedulers in such a directory, in their order."""
+    return _numbered(path, _SCHEDULER)
+
+
+def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None) -> LazySource:
+    """Model, optimizers, schedulers, loss scale and, of Trainer's, random number generators.
+
+    Args:
+        path: one checkpoint's directory.
+        parameter_names: of the optimizer's parameters in its own order. Where the files only number them, a run that
+            the checkpoint is loaded into names them by its own optimizer's groups.
+
+    Raises:
+        FileNotFoundError: no model is there.
+        CheckpointError: a part of a form that is not read: it is named.
+        CheckpointDamage: a file is missing or cut off.
+        RefusedPickle: a file holds objects that could run code.
+    """
+    directory = Path(path)
+    reader = _model_reader(directory)
+    if reader is None:
+        divided = sorted(item.name for item in directory.iterdir() if _OPTIMIZER_OF_RANK.fullmatch(item.name))
+        if divided:
+            raise CheckpointError(
+                f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
+                "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
+            )
+        raise FileNotFoundError(f"{directory} has no model beside its state: none of {', '.join(WHOLE + INDEX)}")
+    model = reader()
+    opened = [model]
+    try:
+        return _with_state(directory, model, opened, parameter_names)
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
+
+
+def _model_reader(path: Path) -> Callable[[], LazySource] | None:
+    if find_step(path) is not None:
+        return lambda: open_deepspeed(path)
+    if (path / FSDP_FOLDER / ".metadata").is_file():
+        return lambda: open_dcp(path / FSDP_FOLDER)
+    if (path / FSDP_FILE).is_file():
+        return lambda: open_single(path / FSDP_FILE)
+    if any((path / name).is_file() for name in WHOLE + INDEX):
+        return lambda: open_huggingface(path)
+    return (lambda: open_peft(path)) if (path / CONFIG).is_file() else None
+
+
+def _with_state(
+    directory: Path, model: LazySource, opened: list[LazySource], parameter_names: Sequence[str] | None
+) -> LazySource:
+    entries, state, notes = entries_of(model), dict(model.state()), list(model.notes)
+    if not state.get("optimizers"):
+        sources = _optimizers(directory, model, opened, parameter_names, notes)
+        state["optimizers"] = [record for _, record in sources]
+        for found, _ in sources:
+            entries.update(found)
+    _add_schedulers(directory, state, entries, notes)
+    _add_generators(directory, state, entries, notes)
+    scale = directory / "scaler.pt"
+    if scale.is_file():
+        state["scaler"] = _scale(scale)
+    kind = kind_of(directory) or "trainer"
+    state["other"] = {**(state.get("other") or {}), "format": kind}
+    if (directory / STATE).is_file():
+        said = read_json(directory / STATE)
+        if not isinstance(said, dict):
+            raise CheckpointDamage(f"{directory / STATE} holds a {type(said).__name__}; load another copy")
+        state["step"] = state["updates"] = _count(said.get("global_step"), directory / STATE)
+        state["other"]["trainer_state"] = {key: said[key] for key in _KEPT if _plain(said.get(key))}
+    else:
+        state["step"] = state["updates"] = _updates(state)
+    for item in sorted(directory.iterdir()):
+        if _OTHER_MODEL.fullmatch(item.name):
+            notes.append(f"{item} is another model than the first: open it by itself")
+        elif _RANDOM_OF_ACCELERATE.fullmatch(item.name):
+            notes.append(f"{item} holds a rank's random number generators, and was left out: seed them")
+        elif _LEFT_OUT.fullmatch(item.name):
+            notes.append(f"{item} holds objects of Python's, or a place in the data, and was left out")
+
+    def close() -> None:
+        for each in opened:
+            each.close()
+
+    return LazySource(kind, entries, state, notes, close)
+
+
+# -- optimizers
+
+Numbered = tuple[dict[str, Entry], dict[str, Any]]
+
+
+def _numbered(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
+    found = [(int(match[1] or 0), item) for item in directory.iterdir() if (match := pattern.fullmatch(item.name))]
+    ordered = [item for _, item in sorted(found)]
+    if [number for number, _ in sorted(found)] != list(range(len(found))):
+        listed = ", ".join(item.name for item in ordered)
+        raise CheckpointDamage(
+            f"{directory} holds {listed}, which are not numbered from the first on; load another copy"
+        )
+    return ordered
+
+
+def _optimizers(
+    directory: Path, model: LazySource, opened: list[LazySource], names: Sequence[str] | None, notes: list[str]
+) -> list[Numbered]:
+    folders = [item for item in directory.iterdir() if _OPTIMIZER_FOLDER.fullmatch(item.name)]
+    if any((folder / ".metadata").is_file() for folder in folders):
+        return [_of_folder(folder, i, opened) for i, folder in enumerate(_numbered(directory, _OPTIMIZER_FOLDER))]
+    found = []
+    # Safetensors are sorted by name, so their order says nothing of the optimizer's.
+    ordered = not any(item.suffix == ".safetensors" for item in directory.iterdir())
+    shapes: Shapes = {n.removeprefix("model/"): f.shape for n, f in model.tensors().items()} if ordered else {}
+    for index, file in enumerate(_numbered(directory, _OPTIMIZER)):
+        content = load_torch(file)
+        if not isinstance(content, Mapping):
+            raise CheckpointDamage(f"{file} holds a {type(content).__name__}, not an optimizer's state")
+        with reading(file):
+            entries, record, more = from_numbered(content, index, shapes, names if index == 0 else None, str(file))
+        notes += more
+        found.append((entries, record.to_json()))
+    return found
+
+
+def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
+    source = open_dcp(folder)
+    opened.append(source)
+    records = source.state().get("optimizers", [])
+    if len(records) != 1:
+        raise CheckpointError(f"{folder} holds {len(records)} optimizers; one was expected")
+    start = "optimizer/0/"
+    found = ((name, entry) for name, entry in entries_of(source).items() if name.startswith(start))
+    return {f"optimizer/{index}/{name.removeprefix(start)}": entry for name, entry in found}, records[0]
+
+
+def _updates(state: Mapping[str, Any]) -> int:
+    """How often the optimizers were stepped, as far as their own state says."""
+    most = 0
+    for record in state.get("optimizers", []):
+        for small in record["small"].values():
+            value = tree.decode(small.get("step", 0), None)
+            number = float(value) if isinstance(value, int | float | torch.Tensor) else 0.0
+            most = max(most, int(number) if 0 <= number < 2**63 else 0)
+    return most
+
+
+# -- what is beside them
+
+
+def _add_schedulers(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
+    found = []
+    for index, file in enumerate(_numbered(directory, _SCHEDULER)):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            found.append(tree.encode(load_torch(file), tensors, f"lr_schedulers/{index}"))
+        except (CheckpointError, TypeError) as error:
+            if isinstance(error, CheckpointDamage):
+                raise
+            notes.append(f"{file} was left out, and the schedulers after it: {error}")
+            break
+        entries.update({f"state/{name}": entry_of_tensor(tensor) for name, tensor in tensors.items()})
+    if found:
+        state["lr_schedulers"] = found
+
+
+def _add_generators(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
+    files: dict[int, Path] = {}
+    for item in directory.iterdir():
+        if match := _RANDOM.fullmatch(item.name):
+            files[int(match[1] or 0)] = item
+    if not files:
+        return
+    if sorted(files) != list(range(len(files))):
+        notes.append(f"{directory} has random number generators of the ranks {sorted(files)} only: they were left out")
+        return
+    generators = []
+    for rank in range(len(files)):
+        tensors: dict[str, torch.Tensor] = {}
+        generators.append(tree.encode(read_random_states(files[rank]), tensors, f"rng/{rank}"))
+        entries.update({f"state/{name}": entry_of_tensor(tensor) for name, tensor in tensors.items()})
+    state["rng"] = generators
+
+
+def _scale(path: Path) -> dict[str, float]:
+    content = load_torch(path)
+    with reading(path):
+        good = content.get("_growth_tracker", 0)
+        return {"scale": float(content["scale"]), "overflows": 0.0, "good_steps": float(good)}
+
+
+def _count(value: object, where: Path) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise CheckpointDamage(f"{where}: global_step is {value!r:.80}; load another copy")
+    return value
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, float) and abs(value) < float("inf"))

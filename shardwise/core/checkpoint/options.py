@@ -1,0 +1,180 @@
+"""What a checkpoint says besides tensors, decoded and compared with the run before anything of the run is changed.
+
+Options of parameter groups, small optimizer state, the loss scale, schedulers and random number generators are plain
+values that their owners believe: a text in the place of a learning rate would end training in the next step, after the
+weights were replaced. So each has to be of the kind of what the run has in that place.
+"""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.run import Run, Trainer
+from shardwise.core.engine.fragments import Stored
+from shardwise.core.optim.whole_tensors import WholeTensorOptimizer
+
+__all__ = ["Options", "check_scheduler", "fitting", "unlike"]
+
+OF_ONE_KIND = ("torch.optim.", "shardwise.core.optim")
+"""Optimizers that keep the same for every parameter of a group."""
+FUNCTIONS = ("lr_lambdas",)
+"""Lists in the state of torch's schedulers where ``None`` stands for a function, and attributes for an object."""
+
+
+def unlike(value: object, own: object, length: bool = True, none: bool = False) -> str:
+    """Why ``value`` cannot stand where a run has ``own``; empty if it can.
+
+    Args:
+        length: sequences have the length of the run's own; otherwise only their elements are compared.
+        none: ``None`` can stand anywhere, not only for a switch that was not set.
+    """
+    if own is None or (value is None and (none or isinstance(own, bool))):
+        return ""
+    for kind in (str, Mapping, numbers.Real):
+        if isinstance(own, kind) != isinstance(value, kind) and not (kind is numbers.Real and _is_number(value)):
+            return f"{_shown(value)} where the run has {_shown(own)}"
+    if isinstance(own, Mapping) and isinstance(value, Mapping):
+        common = [key for key in own if key in value]
+        found = ((key, unlike(value[key], own[key], length, none or key in FUNCTIONS)) for key in common)
+        return next((f"{key!r:.40}: {why}" for key, why in found if why), "")
+    if isinstance(own, list | tuple):
+        if not isinstance(value, list | tuple) or (length and len(value) != len(own)):
+            return f"{_shown(value)} where the run has {_shown(own)}"
+        models = own if len(own) == len(value) else [own[0]] * len(value) if own else [None] * len(value)
+        reasons = (unlike(each, model, length, none) for each, model in zip(value, models, strict=True))
+        return next((why for why in reasons if why), "")
+    if isinstance(own, torch.Tensor):
+        fits = own.numel() == 1 and _is_number(value)
+        fits = fits or (isinstance(value, torch.Tensor) and value.shape == own.shape and not value.is_complex())
+        return "" if fits else f"{_shown(value)} where the run has {_shown(own)}"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, list | tuple | Mapping):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "a number of many digits"
+    return f"{type(value).__name__} {text[:60]}"
+
+
+def check_scheduler(scheduler: Any, saved: object, where: str) -> None:
+    """Whether ``saved``, which is the state of a scheduler of this class, holds values of the kinds that it has.
+
+    How long its lists are is not looked at: milestones may change, and groups, of which
+    :meth:`~shardwise.core.checkpoint.schedulers.SavedScheduler.misfit` tells.
+
+    Raises:
+        ValueError: it cannot; ``where`` and the entry are named.
+    """
+    own = scheduler.state_dict()
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        raise ValueError(f"{where}: the state of a scheduler is {_shown(saved)}; nothing was loaded")
+    of_others = not type(scheduler).__module__.startswith("torch.")
+    for key, value in saved.items():
+        none = of_others or key in FUNCTIONS
+        why = unlike(value, own[key], False, none) if key in own else _taken(scheduler, key)
+        if why:
+            kind = type(scheduler).__name__
+            raise ValueError(f"{where}: {key!r:.60} is not what {kind} has ({why}); nothing was loaded")
+
+
+def _taken(scheduler: Any, key: str) -> str:
+    # torch's schedulers take over whatever their state names, their methods and their optimizer included.
+    reserved = key == "optimizer" or key.startswith("__") or callable(getattr(scheduler, key, None))
+    return "a name that it needs for something else" if reserved else ""
+
+
+class Options:
+    """Options of the parameter groups, and the loss scale, of a checkpoint that fits a run.
+
+    Raises:
+        CheckpointDamage: something in them is not what a save writes.
+        ValueError: a value is of another kind than the run has in its place.
+    """
+
+    def __init__(self, run: Run, match: Match) -> None:
+        self._run = run
+        self._groups: list[tuple[Trainer, int, dict[str, Any]]] = []
+        for index, taken in match.taken.items():
+            trainer = run.optimizers[index]
+            for number, (own, options) in enumerate(zip(trainer.param_groups, taken.options, strict=True)):
+                fits = copy.deepcopy(fitting(own, options, f"optimizer {index}, group {number}"))
+                self._groups.append((trainer, number, fits))
+            _check_small(trainer, match, index)
+        self._scale = match.state.get("scaler")  # its form was looked at with the rest of the state
+
+    def put_back(self) -> None:
+        """Change the run."""
+        for trainer, number, options in self._groups:
+            trainer.param_groups[number].update(options)  # torch made new ones when it took the state over
+        scaler = self._run.optimizers[0].scaler if self._run.optimizers else None
+        if scaler is not None and self._scale is not None:
+            scaler.load_state_dict(self._scale)
+
+
+def fitting(own: Mapping[str, Any], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``options`` of a parameter group, where each is of the kind of what the group has as ``own``.
+
+    Raises:
+        ValueError: one is not; ``where`` and its name are told.
+    """
+    for key, value in options.items():
+        why = "the parameters are listed elsewhere" if key == "params" else unlike(value, own.get(key))
+        if own.get(key) is None and isinstance(value, torch.Tensor) and not _is_number(value):
+            why = f"{_shown(value)} for an option"
+        if why:
+            raise ValueError(f"{where}: {key!r:.60} does not fit ({why}); nothing was loaded")
+    return dict(options)
+
+
+def _check_small(trainer: Trainer, match: Match, index: int) -> None:
+    """State of one key is of one kind for all parameters, and step counts are numbers.
+
+    Raises:
+        ValueError: a parameter's is not.
+    """
+    entries = [(n, match.state_of(n) or {}) for names in match.held.group_names(trainer) for n in names]
+    element_wise = {key for _, entry in entries for key, value in entry.items() if isinstance(value, Stored)}
+    # All are tensors, or none is, as in older files: optimizers look at one of them.
+    counted = any(isinstance(entry.get("step"), torch.Tensor) for _, entry in entries)
+    for name, entry in entries:
+        for key, value in entry.items():
+            if isinstance(value, Stored):
+                continue
+            tensor = value is None or isinstance(value, torch.Tensor)
+            step = key == "step" and (not _is_number(value) or isinstance(value, torch.Tensor) != counted)
+            if (key in element_wise and not tensor) or step:
+                raise ValueError(f"optimizer {index}: {key!r:.60} of {name} is {_shown(value)}; nothing was loaded")
+    if type(trainer.optimizer).__module__.startswith(OF_ONE_KIND):
+        _check_keys(trainer, match, index)
+
+
+def _check_keys(trainer: Trainer, match: Match, index: int) -> None:
+    shapes = match.held.model_shapes()
+    # What Adafactor and its like keep depends on the number of dimensions.
+    by_dimensions = isinstance(trainer.optimizer, torch.optim.Adafactor | WholeTensorOptimizer)
+    for names in match.held.group_names(trainer):
+        first: dict[int, tuple[str, set[str]]] = {}
+        for name in names:
+            keys = set(match.state_of(name) or ())
+            kind = len(shapes[name].shape) if by_dimensions else 0
+            other, known = first.setdefault(kind, (name, keys)) if keys else (name, keys)
+            if keys != known:
+                raise ValueError(
+                    f"optimizer {index}: its state of {name} has {sorted(keys)} and that of {other} {sorted(known)}; "
+                    "nothing was loaded"
+                )

@@ -1,0 +1,251 @@
+"""Restoring a session from a checkpoint: which one, whether it fits, and every value back in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardwise.core.checkpoint import tree
+from shardwise.core.checkpoint.bounds import reading
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.find import find_checkpoints, opening
+from shardwise.core.checkpoint.fitting import Fit
+from shardwise.core.checkpoint.format import MANIFEST
+from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.match_optimizers import shortened
+from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
+from shardwise.core.checkpoint.options import Options
+from shardwise.core.checkpoint.randomness import check_generators, restore_generators, spread_generators
+from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.run import Run, as_run
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
+from shardwise.core.checkpoint.write import agree
+
+__all__ = ["Check", "Restored", "put_back", "read_others", "restore"]
+
+Check = Callable[[Any], None] | None
+"""Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
+REPLACED = "after values were replaced (load another checkpoint before going on)"
+"""In the message of what fails then, which nothing that a file says should do."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restored checkpoint says beside the values.
+
+    Attributes:
+        path, tag, step: of the checkpoint.
+        updates: optimizer steps until then.
+        user_state: what was given when saving.
+        data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
+        data_positions: of all ranks that saved; of those that hold one model together, which see the same data, once.
+        missing: names of the model that the checkpoint does not have (``strict=False``).
+        unexpected: names in the checkpoint that the model does not have.
+        skipped: damaged checkpoints that were newer.
+        resized: of each parameter that has other rows than the checkpoint, what became of them.
+    """
+
+    path: str
+    tag: str
+    step: int
+    updates: int
+    user_state: Any
+    data_position: Any
+    data_positions: tuple[Any, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+    resized: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved, those that hold one model together as one."""
+        return len(self.data_positions)
+
+
+def restore(
+    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
+) -> Restored | None:
+    """See :meth:`shardwise.core.checkpoint.session.Checkpointer.load`."""
+    rank = run.rank
+    found = find_checkpoints(run, root, tag)
+    skipped: list[str] = []
+    begun: list[str] = []
+    for path in found:
+        try:
+            return _restore_one(run, path, strict, lr_schedulers, fit, check, skipped, begun)
+        except CheckpointDamage as error:
+            if tag != "auto":
+                raise
+            skipped.append(path)
+            if rank == 0:
+                print(f"checkpoint skipped: {error}", flush=True)
+        except (CheckpointError, FileNotFoundError, ValueError) as error:
+            if not begun or path in begun:
+                raise
+            # It says that nothing was loaded, which is true of this checkpoint alone.
+            raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
+    if not found and rank == 0:
+        with contextlib.suppress(CheckpointError, OSError, ValueError):
+            format = detect_format(root)
+            print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
+    if skipped:
+        listed = ", ".join(skipped)
+        told = f"; {_taken_from(begun)}" if begun else ""
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{told}")
+    return None
+
+
+def _taken_from(begun: Sequence[str]) -> str:
+    return f"some values of {', '.join(begun)} were taken over already (load another checkpoint before going on)"
+
+
+def _restore_one(
+    run: Run,
+    path: str,
+    strict: bool,
+    lr_schedulers: Sequence[Any],
+    fit: Fit,
+    check: Check,
+    skipped: Sequence[str],
+    begun: list[str],
+) -> Restored:
+    """Restore a checkpoint, which joins ``begun`` before the first value is replaced."""
+    opened: list[CheckpointSource] = []
+
+    def look() -> tuple[Match, _Rest]:
+        opened.append(open_it())
+        held = run.held()
+        match = Match(fit.apply(opened[0], held), held, strict)
+        if begun and match.staying:  # a value is checked where it goes, so they may hold anything
+            raise CheckpointError(
+                f"{path} would leave {shortened(match.staying)} as a damaged checkpoint left it; load one by its tag"
+            )
+        rest = _Rest(run, match, lr_schedulers, strict)
+        if check is not None:
+            check(rest.user_state)
+        return match, rest
+
+    with opening(run, path, lambda: _open(path)) as open_it:
+        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        begun.append(path)
+        put_back(run, match, path, rest.put_back)
+    head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
+    return Restored(
+        path,
+        head.tag if head is not None else os.path.basename(path),
+        head.step if head is not None else int(match.state.get("step", 0) or 0),
+        int(match.state.get("updates", 0)),
+        rest.user_state,
+        rest.positions[run.data_rank if run.data_rank < len(rest.positions) else 0],
+        tuple(rest.positions),
+        tuple(match.missing),
+        tuple(match.unexpected),
+        tuple(skipped),
+        tuple(getattr(match.source, "resized", ())),
+    )
+
+
+def _open(path: str) -> CheckpointSource:
+    """Whichever format stands beside a native one: that holds all of it."""
+    return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
+
+
+def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
+    """Parameters, masters and optimizer state from any source into a run or a session, and then the ``rest``, which
+    belongs to them (rates and counts of one state are wrong for another). Collective.
+
+    Raises:
+        CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
+    """
+    run, optimizers = as_run(session), match.optimizers
+    with run.replaced(match.gives_parameters, not match.staying_parameters, optimizers):
+        with run.taken_over(optimizers):
+            agree(
+                run.gather,
+                run.rank,
+                f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
+                lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, optimizers),
+                share=False,
+            )
+        if run.rank == 0:
+            match.tell(what)
+        agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
+        if match.wanted != "optimizer":
+            hooks = partial(match.held.loaded, match.missing, match.unexpected)
+            agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
+
+
+def same_place(run: Run, state: Mapping[str, Any]) -> bool:
+    """Whether the rank of this number that saved held the same part of the model, and saw the same data."""
+    saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
+    alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
+    return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
+
+
+def read_others(run: Run, match: Match) -> dict[str, Any]:
+    """Buffers and extra state of this rank, by name."""
+    state, held = match.state, match.held
+    with reading("extra state of the checkpoint"):
+        extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
+    others = {name: value for name, value in extra.items() if name in held.others}
+    buffers = state.get("buffers", [])
+    own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
+    for name, value in held.buffers().items():
+        full = f"state/{own[name]}" if name in own else f"model/{name}"
+        if full in match.facts:
+            if match.facts[full].numel != value.numel():  # one rank's own is stored flat
+                raise ValueError(
+                    f"the buffer {name} has shape {match.facts[full].shape} in the checkpoint and {tuple(value.shape)} "
+                    "in the model; nothing was loaded"
+                )
+            others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+    held.check_others(others)
+    return others
+
+
+class _Rest:
+    """Everything beside parameters and element-wise state, read and checked before anything is changed."""
+
+    def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
+        self._run, self._match = run, match
+        state, tensors = match.state, StateTensors(match.source)
+        with reading("the state of the checkpoint"):
+            saved = saved_schedulers(match) if lr_schedulers else []
+            self._read(state, tensors)
+        self._others = read_others(run, match)
+        self._options = Options(run, match)
+        self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
+
+    def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
+        # Formats of others have none of these: what they do not say stays as it is.
+        run = self._run
+        self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
+        saved = state.get("data_position", [])
+        first: dict[int, Any] = {}
+        for place, each in zip(state.get("data_rank", range(len(saved))), saved, strict=False):
+            first.setdefault(place, each)
+        self.positions = [tree.decode(first[place], tensors) for place in sorted(first)] or [None]
+        generators = state.get("rng", [])
+        self._exact = run.rank < len(generators) and same_place(run, state)
+        own_generators = generators[run.rank if self._exact else 0] if generators else None
+        self._generators = tree.decode(own_generators, tensors) if generators else None
+        if self._generators is not None:
+            check_generators(self._generators)
+
+    def put_back(self) -> None:
+        """Change the run."""
+        self._match.held.put_others(self._others)
+        self._options.put_back()
+        self._schedulers.put_back(self._run)
+        if self._generators is None:
+            return
+        if self._exact:
+            restore_generators(self._generators, self._run.device)
+        else:
+            spread_generators(self._generators, self._run.data_rank)

@@ -1,0 +1,463 @@
+"""Runs where torch, not our engine, does the work: one process, ``DistributedDataParallel``, ``fully_shard``.
+
+What a rank holds is its module's tensors, whole or as the local part of a ``DTensor`` that is divided along its first
+dimension.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.core.base.names import (
+    StateNames,
+    call_load_hooks,
+    hand_back,
+    is_extra,
+    keeper,
+    put_others,
+    takers,
+    with_load_hooks,
+)
+from shardwise.core.base.torch_internals import offset_of_part
+from shardwise.core.checkpoint.ranks import Ranks
+from shardwise.core.checkpoint.run import Scaler
+from shardwise.core.comm import Activity
+from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
+from shardwise.core.mesh.mesh import CALLS
+from shardwise.core.optim.nested_state import flat, nested
+from shardwise.core.optim.state_form import constructed_state
+
+__all__ = ["TorchHeld", "TorchRun", "TorchTrainer"]
+
+
+class TorchTrainer:
+    """A torch optimizer, and the loss scale that goes with it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.index, self.optimizer = 0, optimizer
+        self.scaler: Scaler | None = None if scaler is None else _TorchScale(scaler)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's own."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+class _TorchScale:
+    """torch's loss scale in the words of ours, so that each continues the other's."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "scale": float(self._scaler.get_scale()),
+            "overflows": 0.0,
+            "good_steps": float(self._scaler._get_growth_tracker()),
+        }
+
+    def load_state_dict(self, state: dict[str, float], /) -> None:
+        own = self._scaler
+        own.load_state_dict(
+            {
+                "scale": float(state["scale"]),
+                "growth_factor": own.get_growth_factor(),
+                "backoff_factor": own.get_backoff_factor(),
+                "growth_interval": own.get_growth_interval(),
+                "_growth_tracker": int(state["good_steps"]),
+            }
+        )
+
+
+class TorchRun:
+    """One module, with at most one optimizer.
+
+    Args:
+        module: the user's own; ``None``: only the optimizer is known, whose parameters are then ``#0``, ``#1``, …
+        optimizer: the user's own.
+        scaler: torch's loss scale.
+        ranks: all of them, for what they tell each other; ``None``: the program's default group serves, where a wait in
+            vain is the end of that, too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        # Weak, so that who keeps a run by its module does not keep the module.
+        self._module = None if module is None else weakref.ref(module)
+        self.optimizers = () if optimizer is None else (TorchTrainer(optimizer, scaler),)
+        self._ranks = ranks
+        self._activity = Activity() if ranks is None else ranks.activity
+
+    @property
+    def members(self) -> None:
+        """All ranks."""
+        return None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Every rank sees different data."""
+        return self.rank
+
+    @property
+    def device(self) -> torch.device:
+        parameters = self.held().parameters
+        return parameters[0].device if parameters else torch.device("cpu")
+
+    def gather(self, value: object, /) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective."""
+        if self._ranks is None or self._ranks.outdated:
+            self._ranks = Ranks(own=False, activity=self._activity)
+        return self._ranks.gather(value)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """What the errors of ranks that do not meet tell."""
+        return self._activity.doing(what, CALLS)
+
+    def world(self) -> dict[str, int]:
+        """The number of ranks."""
+        return {"size": self.size}
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def held(self) -> TorchHeld:
+        """The module's and the optimizer's tensors."""
+        module = None if self._module is None else self._module()
+        if self._module is not None and module is None:
+            raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
+        return TorchHeld(module, self.optimizers, self.rank, self.size)
+
+    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
+        """Nothing is noted: who interrupts torch's own load loads again."""
+        return nullcontext()
+
+    @contextmanager
+    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
+        """Gradients are dropped."""
+        for each in self.optimizers:
+            each.zero_grad()
+        yield
+
+
+class TorchHeld:
+    """See :class:`shardwise.core.checkpoint.run.Holding`.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than
+            along its first dimension.
+    """
+
+    other_shapes = True
+    """State need not be element-wise."""
+
+    def __init__(self, module: nn.Module | None, trainers: Sequence[TorchTrainer], rank: int, size: int) -> None:
+        self.optimizers = tuple(trainers)
+        self.module, self._rank, self._size = module, rank, size
+        self.others: dict[str, Any] = {}
+        if module is None:
+            trained = dict.fromkeys(p for each in trainers for group in each.param_groups for p in group["params"])
+            self.parameters: list[torch.Tensor] = list(trained)
+            self.names: list[tuple[str, ...]] = [(f"#{number}",) for number in range(len(trained))]
+        else:
+            module.state_dict(keep_vars=True)  # fully_shard may have whole parameters in place until it is asked
+            own = list(module.parameters())
+            self.parameters = list(own)
+            found = StateNames.read(module, own)
+            every: dict[int, list[str]] = {}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                every.setdefault(id(parameter), []).append(name)
+            self.names = [tuple(found.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
+            self.others = dict(found.others)
+        self._name = {id(p): names[0] for p, names in zip(self.parameters, self.names, strict=True)}
+
+    # ---- names and shapes
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters, each with the one it is saved under."""
+        return {other: names[0] for names in self.names for other in names[1:]}
+
+    def model_shapes(self) -> dict[str, TensorShape]:
+        """Every parameter and tensor buffer by its saved name."""
+        tensors = {names[0]: p for p, names in zip(self.parameters, self.names, strict=True)} | self.buffers()
+        return {name: TensorShape(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """In which each parameter is used."""
+        return {names[0]: p.dtype for p, names in zip(self.parameters, self.names, strict=True)}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Tensors of the module's state that are no parameters."""
+        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
+
+    def extra_names(self) -> list[str]:
+        """Of :meth:`extra`."""
+        return list(self.extra())
+
+    def gives(self, _name: str) -> bool:
+        """Whether this rank's value of a buffer, or of extra state, is the one that is saved."""
+        return self._rank == 0
+
+    def extra(self) -> dict[str, Any]:
+        """What modules return from ``get_extra_state``, and what else hooks put into the state."""
+        own = self.buffers()
+        return {name: value for name, value in self.others.items() if name not in own}
+
+    def group_names(self, optimizer: TorchTrainer, /) -> list[list[str]]:
+        """Saved names of the parameters, by param group."""
+        for number, group in enumerate(optimizer.param_groups):
+            strange = [tuple(p.shape) for p in group["params"] if id(p) not in self._name]
+            if strange:
+                raise ValueError(
+                    f"group {number} of the optimizer has parameters of shapes {strange} that the model "
+                    "does not have; give the optimizer that was boosted with this model"
+                )
+        return [[self._name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+    def trained(self, optimizer: TorchTrainer, /) -> set[str]:
+        """Saved names of the parameters that may have state: all."""
+        return {name for names in self.group_names(optimizer) for name in names}
+
+    def small_state(self, optimizer: TorchTrainer, /) -> dict[str, dict[str, Any]]:
+        """By parameter what is not element-wise: numbers, and tensors of other shapes."""
+        self.group_names(optimizer)  # names parameters that the model does not have
+        small: dict[str, dict[str, Any]] = {}
+        for parameter, state in optimizer.state.items():
+            own = {key: value for key, value in flat(state).items() if not _is_element_wise(value, parameter, key)}
+            for key, value in own.items():
+                if isinstance(value, DTensor):
+                    raise ValueError(
+                        f"optimizer state {key!r} of {self._name[id(parameter)]} is divided over ranks and has shape "
+                        f"{tuple(value.shape)}, not the parameter's; only element-wise state can be saved"
+                    )
+            small[self._name[id(parameter)]] = own
+        return small
+
+    # ---- out
+
+    def plan(self, most_bytes: int, shared: bool = True) -> _Joined:
+        """What this rank gives; ranks that hold the same share the work, or the first of them has it."""
+        whole: list[FragmentBlock] = []
+        divided: list[FragmentBlock] = []
+        place = (0, 1)
+        for name, tensor in self._tensors():
+            local, start = _local(tensor, name)
+            if isinstance(tensor, DTensor):
+                place = _replica(tensor)
+            if local.numel():
+                fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
+                block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
+                (divided if isinstance(tensor, DTensor) else whole).append(block)
+        plans = []
+        for blocks, (replica, replicas) in ((divided, place), (whole, (self._rank, self._size))):
+            if shared:
+                plans.append(FragmentPlan(blocks, most_bytes, replica, replicas))
+            else:
+                plans.append(FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1))
+        return _Joined(plans)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter, names in zip(self.parameters, self.names, strict=True):
+            yield f"model/{names[0]}", parameter
+            for each in self.optimizers:
+                for key, value in flat(each.state.get(parameter, {})).items():
+                    if _is_element_wise(value, parameter, key):
+                        yield f"optimizer/{each.index}/{names[0]}/{key}", value
+
+    # ---- in
+
+    @torch.no_grad()
+    def put_back(
+        self,
+        fill: Fill,
+        stored: Callable[[str], str | None],
+        state_of: Callable[[str], dict[str, Any] | None],
+        optimizers: Collection[int],
+    ) -> None:
+        """Fill parameters and optimizer state; see :meth:`shardwise.core.engine.fragments.Held.put_back`."""
+        for parameter, names in zip(self.parameters, self.names, strict=True):
+            name = stored(names[0])
+            if name is not None:
+                _fill(fill, name, parameter)
+        for each in self.optimizers:
+            if each.index in optimizers:
+                self._put_state(each, fill, state_of)
+
+    def _put_state(self, trainer: TorchTrainer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]) -> None:
+        group_of = {p: group for group in trainer.param_groups for p in group["params"]}
+        ordered = dict.fromkeys(p for group in trainer.param_groups for p in group["params"])
+        state: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(ordered):
+            entry = state_of(self._name[id(parameter)])
+            if entry is None:
+                fresh = constructed_state(trainer.optimizer, group_of[parameter], parameter)
+                state |= {number: fresh} if fresh else {}
+                continue
+            own, held = dict[str, Any](), flat(trainer.state.get(parameter, {}))
+            for key, value in entry.items():
+                if isinstance(value, Stored):
+                    own[key] = there = _room(held.get(key), parameter, value)
+                    _fill(fill, value.name, there)
+                else:
+                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            state[number] = nested(own)
+        groups = trainer.optimizer.state_dict()["param_groups"]
+        trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def check_others(self, values: dict[str, Any]) -> None:
+        """Before anything is changed.
+
+        Raises:
+            ValueError: a hook of the module saves a tensor, and none takes it back.
+        """
+        self._check_taken(values, [name for name, chain in self._made(values).items() if not chain])
+
+    def _check_taken(self, values: dict[str, Any], refused: Sequence[str]) -> None:
+        lost = [name for name in refused if not _same(values[name], self.others[name])]
+        if lost:
+            raise ValueError(f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded")
+
+    def _made(self, values: dict[str, Any]) -> dict[str, list[str]]:
+        """What hooks of the module have made, each with the modules that may have another one to take it."""
+        if self.module is None:
+            return {}
+        modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
+
+        def is_made(name: str) -> bool:
+            held = self.others[name]
+            return not is_extra(name, held) and keeper(modules, name) is None and id(held) not in registered
+
+        return {name: takers(modules, name) for name in values if is_made(name)}
+
+    @torch.no_grad()
+    def put_others(self, values: dict[str, Any]) -> None:
+        """Buffers and extra state, by name.
+
+        Raises:
+            ValueError: see :meth:`check_others`.
+        """
+        if self.module is None:
+            return
+        modules, made = dict(self.module.named_modules()), self._made(values)
+        kept = {name: value for name, value in values.items() if name not in made}
+        put_others(modules, self.others, kept, {chain[0] for chain in made.values() if chain})
+        self._check_taken(values, hand_back(modules, values, made))
+
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """Hooks of the module's for loads, as torch calls them."""
+        for _, module in with_load_hooks(self.module) if self.module is not None else ():
+            call_load_hooks(module, missing, unexpected)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.to(other.device, other.dtype), other)
+
+
+class _Joined:
+    """Several plans as one."""
+
+    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
+        self._plans = plans
+        self.fragments = [fragment for plan in plans for fragment in plan.fragments]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        for plan in self._plans:
+            yield from plan.values()
+
+    def reader(self) -> _JoinedReader:
+        return _JoinedReader(self._plans)
+
+
+class _JoinedReader:
+    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
+        self._readers = [plan.reader() for plan in plans]
+        self._places = [(reader, i) for reader in self._readers for i in range(len(reader.fragments))]
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        reader, own = self._places[index]
+        return reader.read(own, start, numel)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+
+def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:
+    # A step count looks like the state of a parameter without dimensions.
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.dim() > 0 or key != "step")
+
+
+def _given(local: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda _: local
+
+
+def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """This rank's part, and where it begins in the flattened tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    shards = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
+    if len(shards) > 1 or any(not isinstance(each, Shard) or each.dim != 0 for each in shards):
+        raise ValueError(
+            f"{name} is divided over ranks as {tensor.placements}; only along the first dimension can it be saved"
+        )
+    local = tensor.to_local().detach()
+    offset = offset_of_part(tensor)
+    return local, offset[0] * tensor.shape[1:].numel() if offset else 0
+
+
+def _replica(tensor: DTensor) -> tuple[int, int]:
+    """Which of the ranks that hold the same this is, and their number."""
+    replica, replicas = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            size = tensor.device_mesh.size(dimension)
+            replica, replicas = replica * size + tensor.device_mesh.get_local_rank(dimension), replicas * size
+    return replica, replicas
+
+
+def _fill(fill: Fill, name: str, tensor: torch.Tensor) -> None:
+    local, start = _local(tensor, name)
+    if not local.numel():
+        return
+    if local.is_contiguous():
+        fill(name, start, local.view(-1))
+        return
+    flat = local.reshape(-1).clone()  # of which a part may stay
+    fill(name, start, flat)
+    local.copy_(flat.view(local.shape))
+
+
+def _room(there: object, parameter: torch.Tensor, value: Stored) -> torch.Tensor:
+    """A tensor like the parameter for its state: the one that is there, if it is. A new one has the dtype that was
+    saved, since the optimizer knows what it keeps for a 16-bit parameter, and casts what it is given."""
+    alike = isinstance(there, torch.Tensor) and there.shape == parameter.shape
+    if alike and there.dtype.is_floating_point == value.dtype.is_floating_point:  # type: ignore[attr-defined]
+        return there  # type: ignore[return-value]
+    return torch.empty_like(parameter.detach(), dtype=value.dtype)

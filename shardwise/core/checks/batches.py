@@ -1,0 +1,118 @@
+"""That ranks which hold one model together are given the same batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.checksum import WORD, word_of
+from shardwise.core.base.device import Later, runs_ahead
+from shardwise.core.comm import Group
+
+__all__ = ["SameBatches", "outline", "told_word", "values_word"]
+
+TEXT_LENGTH = 400
+
+
+def outline(batch: Any) -> str:
+    """What a batch is made of: names, shapes and dtypes of its tensors, and its numbers."""
+    return ", ".join(f"{name}: {_outlined(value)}" for name, value in _leaves(batch))
+
+
+def _outlined(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _leaves(batch[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, list | tuple):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{name}[{index}]")
+    else:
+        yield name, batch
+
+
+def values_word(batch: Any) -> Tensor:
+    """Of the integers in a batch, which differ where batches do, where they are. On a GPU nothing is waited for.
+
+    Returns:
+        0-D, int64; :func:`told_word` is what ranks tell each other of it.
+    """
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for index, (_, value) in enumerate(_leaves(batch)):
+        if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
+            word = word_of(value, start=index + 1)
+            total = total.to(word.device) * 3 + word
+    return total
+
+
+def told_word(word: Tensor | Later) -> float:
+    """A whole number in [0, 2^52), which a float holds. Of one on its way to the host, nothing later is waited for."""
+    value = word.value() if isinstance(word, Later) else word.item()
+    return float(int(value) % WORD)
+
+
+class SameBatches:
+    """Of forward passes with gradients between two steps, on ranks that hold parts of the same layers."""
+
+    def __init__(self) -> None:
+        self._outlines = 0
+        self._values: Tensor | None = None
+        self._sent: Later | None = None
+        """The same on its way to the host, where reading it there would wait for the passes behind it."""
+        self._last = ""
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """A forward pass."""
+        batch = [args, kwargs]
+        self._last = outline(batch)
+        self._outlines = zlib.crc32(self._last.encode(), self._outlines)
+        word = values_word(batch)
+        self._values = word if self._values is None else self._values.to(word.device) * 3 + word
+        self._sent = Later(self._values) if runs_ahead(word.device) else None
+
+    def forget(self) -> None:
+        """Gradients were used or dropped."""
+        self._outlines, self._values, self._sent = 0, None, None
+
+    def words(self) -> tuple[float, float]:
+        """The same on ranks with the same batches. Of batches on a GPU that waits for what was queued before the last
+        forward pass began, and nothing later."""
+        word = self._values if self._sent is None else self._sent
+        return float(self._outlines), 0.0 if word is None else told_word(word)
+
+    def explain(self, group: Group) -> None:
+        """The words of ``group`` may differ. Collective.
+
+        Raises:
+            ValueError: they do; on all ranks, with what each was given last.
+        """
+        told = group.exchange_object([list(self.words()), self._last[:TEXT_LENGTH]], "batches that differ")
+        if any(words != told[0][0] for words, _ in told):
+            self.forget()
+            raise ValueError(differing([tuple(words) for words, _ in told], [text for _, text in told]))
+
+
+def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
+    """For an error, by rank of those that hold one model."""
+    same: dict[tuple[float, ...], list[int]] = {}
+    for rank, each in enumerate(words):
+        same.setdefault(each, []).append(rank)
+    told = "; ".join(f"{_ranks(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
+    values = " (of the same shapes, with other values)" if len({*outlines}) == 1 else ""
+    return (
+        f"the {len(words)} ranks that hold one model were given {len(same)} different batches{values}: {told}. Give "
+        "all of them the same, as the plugin's prepare_dataloader does, and call zero_grad() before going on"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

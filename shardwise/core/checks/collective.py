@@ -1,0 +1,29 @@
+"""Calls that every rank has to make and few make often: what they are is told where ranks do not meet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shardwise.core.base.modes import ordinary_tensors
+
+__all__ = ["collective"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# See shardwise.core.comm.activity: it is told to a store, since ranks that do not meet cannot exchange it.
+def collective(what: str) -> Callable[[F], F]:
+    """A method of something that has an ``engine``: while it runs this rank is doing ``what``; see
+    :meth:`shardwise.core.mesh.Mesh.doing`. What it returns, or takes over, are ordinary tensors in any mode."""
+
+    def wrap(method: F) -> F:
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with ordinary_tensors(), self.engine.mesh.doing(what):
+                return method(self, *args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+    return wrap

@@ -1,0 +1,162 @@
+"""What has to be the same on every rank for them to train one model, as data that can be compared.
+
+Not in it is what may differ: values (rank 0's are taken, or the user means them to differ), devices and their
+capacities, directories and the other settings of a disk, what is printed, and functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import __version__
+from shardwise.core.base.printable import class_name
+from shardwise.core.base.sparse import SPARSE, parts_of
+from shardwise.core.checks.agreement import Description
+from shardwise.core.shards.layout import ParamFact
+from shardwise.plan import ByModule, Plan
+
+__all__ = ["describe_build", "described", "group_values", "plain"]
+
+# A field that is not named here is compared: one that is forgotten is an error, and not a silent difference.
+PER_RANK = {"verbose", "mesh", "shared_memory", "pin_memory", "device_capacity_bytes", "disk"}
+"""Fields of a plan that each rank may have for itself; the mesh has compared its own already."""
+ONLY_WHETHER = {"device_capacity_bytes", "disk"}
+"""Of these all ranks have one, or none."""
+
+
+def describe_build(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan,
+    every: Sequence[tuple[nn.Parameter, ParamFact]],
+) -> Description:
+    """Versions, plan, parameters, optimizers and their groups.
+
+    Args:
+        every: the model's parameters, with what is known of each.
+    """
+    found: dict[str, Mapping[str, Any]] = {
+        "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
+        "the plan": dict(_plan_fields(plan)),
+        "the model": {"number of parameters": len(every), "number of optimizers": len(optimizers)},
+    }
+    for index, optimizer in enumerate(optimizers):
+        groups = optimizer.param_groups
+        found[called(index)] = {"class": class_name(type(optimizer)), "number of groups": len(groups)}
+        for number, group in enumerate(groups):
+            found[called(index, number)] = group_values(optimizer, group)
+    found |= _parameters(optimizers, every)
+    if plan.comm.sync_init:
+        found |= {
+            f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} | _of_sparse(value)
+            for name, value in model.named_buffers()
+        }
+    return found | _modules(model, plan)
+
+
+def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
+    """Of a sparse tensor also how its parts look, one by one of which rank 0's are taken."""
+    if value.layout not in SPARSE:
+        return {}
+    shapes = [[list(part.shape), str(part.dtype)] for part in parts_of(value)]
+    coalesced = value.layout is not torch.sparse_coo or value.is_coalesced()
+    return {"layout": str(value.layout), "indices and values": shapes, "coalesced": coalesced}
+
+
+def called(optimizer: int, group: int | None = None) -> str:
+    """A subject's name."""
+    return f"optimizer {optimizer}" if group is None else f"group {group} of optimizer {optimizer}"
+
+
+def _plan_fields(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for field in fields(part):
+        value, name = getattr(part, field.name), f"{prefix}{field.name}"
+        if field.name in ONLY_WHETHER:
+            found.append((name, "none" if value is None else "given"))
+        elif field.name in PER_RANK:
+            continue
+        elif is_dataclass(value):
+            found.append((name, type(value).__name__))
+            found += _plan_fields(value, f"{name}.")
+        else:
+            found.append((name, plain(value)))
+    return found
+
+
+def _parameters(
+    optimizers: Sequence[torch.optim.Optimizer], every: Sequence[tuple[nn.Parameter, ParamFact]]
+) -> dict[str, Mapping[str, Any]]:
+    place = {
+        id(param): position
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for position, param in enumerate(group["params"])
+    }
+    found: dict[str, Mapping[str, Any]] = {}
+    for param, fact in every:
+        about: dict[str, Any] = {
+            "shape": list(fact.whole),
+            "dtype": str(param.dtype),
+            "requires_grad": fact.trainable,
+            "holder": "no optimizer" if fact.optimizer < 0 else called(fact.optimizer, fact.group),
+        }
+        if len(fact.names) > 1:
+            about["names"] = list(fact.names)
+        if fact.optimizer >= 0:
+            about["position"] = place[id(param)]
+            state = optimizers[fact.optimizer].state.get(param)
+            if state:
+                about["optimizer state"] = sorted(map(str, state))
+        found[f"parameter {fact.names[0]}"] = about
+    return found
+
+
+def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of one of its groups, by name; texts that the user noted under other keys are not among
+    them."""
+    return {
+        key: plain(value)
+        for key, value in sorted(group.items())
+        if key != "params" and (key in optimizer.defaults or isinstance(value, Real | torch.Tensor))
+    }
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON: numbers, texts and sequences of them; a tensor of one element as its number; of anything else
+    its type."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        known = value.numel() == 1 and not value.is_meta
+        return value.item() if known else f"a tensor of shape {tuple(value.shape)}"
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def described(value: Any) -> dict[str, Any]:
+    """An entry of a state: the form of a tensor, any other value as :func:`plain` has it."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+    return {"value": plain(value)}
+
+
+def _modules(model: nn.Module, plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """The modules that decide what is gathered together."""
+    packing = plan.shard.packing
+    if not isinstance(packing, ByModule):
+        return {}
+    return {
+        f"module {name or '(the model)'}": {"class": type(module).__name__}
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) or type(module).__name__ in packing.unit_classes
+    }

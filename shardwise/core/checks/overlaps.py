@@ -1,0 +1,144 @@
+"""Parameters, buffers and other tensors of modules that lie in the same memory without being one object.
+
+Plain torch updates such memory twice, once for each parameter, and all follow. Sharded, each has a place of its own, so
+they would part after the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.base.extent import extent
+from shardwise.core.base.torch_internals import no_torch_function, storage_id
+from shardwise.core.deferred.record import DeferredTensor
+
+__all__ = ["check_apart"]
+
+PARAMETER = "parameter"
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes of modules that have what is asked for by name."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor and the bytes between its first and its last element, ``[start, end)`` of ``memory``."""
+
+    name: str
+    tensor: Tensor
+    kind: str
+    """``"parameter"``, ``"buffer"``, or ``"attribute"`` of a module that is neither."""
+    memory: tuple[str, int]
+    start: int
+    end: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.kind == PARAMETER
+
+    @property
+    def trained(self) -> bool:
+        return self.is_parameter and self.tensor.requires_grad
+
+
+def check_apart(model: nn.Module) -> None:
+    """No two parameters of ``model`` share an element, and no buffer or attribute of a module one with a trainable
+    parameter.
+
+    Neighbours in one memory (the flat weights of an LSTM) are apart. So are deferred tensors and those on the meta
+    device, whose values are known to be one by their common storage.
+
+    Raises:
+        ValueError: two share one; both are named.
+    """
+    with no_torch_function():
+        found = sorted(_held(model), key=lambda each: (each.memory, each.start))
+        reaching: list[_Held] = []
+        for each in found:
+            reaching = [other for other in reaching if other.memory == each.memory and other.end > each.start]
+            for other in reaching:
+                if _matters(each, other) and _share(each, other):
+                    _refuse(*sorted((other, each), key=lambda held: not held.is_parameter))
+            reaching.append(each)
+
+
+def _held(model: nn.Module) -> Iterator[_Held]:
+    named: list[tuple[str, Tensor, str]] = [(name, tensor, PARAMETER) for name, tensor in model.named_parameters()]
+    named += [(name, tensor, "buffer") for name, tensor in model.named_buffers()]
+    known = {id(tensor) for _, tensor, _ in named}
+    named += [(name, each, "attribute") for name, each in _attributes(model) if id(each) not in known]
+    for name, tensor, kind in named:
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        if tensor.is_meta:
+            memory, start = ("meta", storage_id(storage)), int(tensor.storage_offset()) * tensor.itemsize
+        elif storage.data_ptr():
+            memory, start = (str(tensor.device), 0), tensor.data_ptr()
+        else:
+            continue  # a subclass that has its values elsewhere
+        yield _Held(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Plain tensors among the attributes of modules, also in their lists, tuples and dicts.
+
+    Not what has a graph: a forward pass has left it, and the next makes it anew. So it is with the weight that
+    ``torch.nn.utils.spectral_norm`` puts beside a parameter ``weight_orig``.
+    """
+    for path, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key in REGISTERED or f"{key}_orig" in module._parameters:
+                continue
+            name = f"{path}.{key}" if path else key
+            for label, each in _items(value):
+                if type(each) in (Tensor, DeferredTensor) and each.grad_fn is None:
+                    yield name + label, each
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"[{at}]", each) for at, each in enumerate(value)]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    return [("", value)]
+
+
+def _matters(one: _Held, other: _Held) -> bool:
+    return (one.is_parameter and other.is_parameter) or one.trained or other.trained
+
+
+def _share(one: _Held, other: _Held) -> bool:
+    """Whether they have a byte in common; their ranges overlap."""
+    if one.tensor.is_contiguous() and other.tensor.is_contiguous():
+        return True
+    # Columns of one matrix, for example. Which bytes each has is marked in as much memory as they span.
+    start, end = min(one.start, other.start), max(one.end, other.end)
+    # A flag for each byte of what both span: only few tensors come here.
+    marked = torch.zeros(end - start, dtype=torch.bool, device="cpu")
+    _bytes(one, marked, start).fill_(True)
+    return bool(_bytes(other, marked, start).any())
+
+
+def _bytes(held: _Held, marked: Tensor, origin: int) -> Tensor:
+    size, strides = held.tensor.itemsize, [stride * held.tensor.itemsize for stride in held.tensor.stride()]
+    return marked.as_strided((*held.tensor.shape, size), (*strides, 1), held.start - origin)
+
+
+def _refuse(kept: _Held, other: _Held) -> NoReturn:
+    nbytes = min(kept.end, other.end) - max(kept.start, other.start)
+    if other.is_parameter:
+        raise ValueError(
+            f"{kept.name} {tuple(kept.tensor.shape)} and {other.name} {tuple(other.tensor.shape)} lie in the same "
+            f"memory ({nbytes} bytes) but are two parameters, which would part once sharded: make them one object "
+            f"({other.name} = {kept.name}), or give {other.name} memory of its own (clone()), before boost/build"
+        )
+    raise ValueError(
+        f"{other.kind} {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {kept.name} "
+        f"({nbytes} bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before "
+        "boost/build, or read the parameter where it is used"
+    )

@@ -1,0 +1,163 @@
+"""The states of the user's own modules while they are sharded: whole, or an error that says who has them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.base.names import StateNames
+from shardwise.core.checks.unheld import Unheld
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import Layout
+from shardwise.core.shards.pool import ChunkPool
+
+__all__ = ["OwnState"]
+
+SAVE = "call it, on every rank, on the object that boost/build returned, or inside its gathered() block"
+LOAD = (
+    "call it, on every rank, on the whole model or the object that boost/build returned, or inside its "
+    "gathered(write_back=True) block"
+)
+
+
+# [Note: What one rank has of the user's own model]
+# Programs ask the model itself, on one rank alone: `if rank == 0: torch.save(model.state_dict(), path)`. Where
+# parameters stay gathered that is what plain torch gives, in the compute dtype, and no other rank is needed for it:
+# gathers of them that are under way began on all ranks, and end without their calls. Where this rank has less than the
+# whole it is an error at once, since a rank that waits for others that go elsewhere says so only when its time is over.
+# Each module's own parameters are looked at, because each has a state_dict() of its own. Of these programs may want the
+# names alone, so it is the values that are the error (Unheld).
+class OwnState:
+    """Watches ``state_dict()`` and ``load_state_dict()`` of one sharded model and of the modules in it.
+
+    Args:
+        model: the user's module.
+        params: its sharded parameters, by index.
+        chunks, layout: where they lie.
+        pool: knows what is gathered.
+        staged: other ranks have other layers.
+        check: raises where values are neither old nor new.
+        structure: raises where modules were replaced.
+
+    Attributes:
+        kept: what is written to parameters now is taken over: inside ``gathered(write_back=True)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[nn.Parameter],
+        chunks: Sequence[Chunk],
+        layout: Layout,
+        pool: ChunkPool,
+        staged: bool,
+        check: Callable[[], None],
+        structure: Callable[[], None],
+    ) -> None:
+        self._model, self._params, self._pool = model, params, pool
+        self._check, self._check_structure = check, structure
+        self._naming = self._giving = self.kept = False
+        self._lacks: dict[int, str] = {}
+        """By ``id`` of a parameter of which this rank has less than the whole even inside ``gathered()``: what."""
+        self._transient: dict[int, tuple[int, str]] = {}
+        """By ``id`` of a parameter that is not always gathered: its unit, and what is said while it is not."""
+        for index, (param, fact) in enumerate(zip(params, layout.facts, strict=True)):
+            if fact.part is not None:
+                self._lacks[id(param)] = f"{fact.names[0]} is a part of a layer that ranks hold together"
+            elif not (chunk := chunks[layout.where[index][0]]).resident:
+                self._transient[id(param)] = chunk.spec.unit, f"{fact.names[0]} is not gathered"
+        self._stages = "the other ranks' layers are not here" if staged else ""
+        self._handles: list[Any] = []
+        for module in model.modules():
+            if module is model or module._parameters:
+                saving = module.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
+                loading = module.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
+                # Torch puts a mark on what it is given, which a method does not take.
+                after = partial(self._after_saving)
+                saved = module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+                self._handles += [saving, loading, saved]
+
+    def names(self) -> StateNames:
+        """Under which names the user's module saves what."""
+        # The module is asked for its names only; nothing of what it gives is saved.
+        self._naming = True
+        try:
+            return StateNames.read(self._model, self._params)
+        finally:
+            self._naming = False
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Inside the block modules get what is no parameter, by their own methods."""
+        before, self._giving = self._giving, True
+        try:
+            yield
+        finally:
+            self._giving = before
+
+    def watches(self, hook: Any) -> bool:
+        """Whether a hook before loads is this one's."""
+        return getattr(getattr(hook, "hook", None), "__self__", None) is self
+
+    def _missing(self, module: nn.Module) -> str:
+        """What of a module's own parameters, of the whole model's all, this rank lacks; empty where nothing."""
+        whole = module is self._model
+        if whole and self._stages:
+            return self._stages
+        return next(filter(None, map(self._lacked, module.parameters(recurse=whole))), "")
+
+    def _lacked(self, param: nn.Parameter) -> str:
+        """Why this rank has less than the whole of a parameter; empty where it has all."""
+        unit, absent = self._transient.get(id(param), (-1, ""))
+        return self._lacks.get(id(param), "" if self._pool.blocks.holds(unit) else absent)
+
+    def _before_saving(self, module: nn.Module, *_args: object) -> None:
+        if self._naming:
+            return
+        self._check()
+        self._pool.settle()
+        if module is self._model and (missing := self._missing(module)):
+            self._check_structure()  # adapters that came too late: what reads them reads a state first
+            raise RuntimeError(self._lacking(module, missing))
+
+    def _after_saving(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        if self._naming:
+            return
+        for name, param in module._parameters.items():
+            if param is not None and prefix + name in state and (missing := self._lacked(param)):
+                state[prefix + name] = Unheld.of(param, self._lacking(module, missing))
+
+    @staticmethod
+    def _lacking(module: nn.Module, missing: str) -> str:
+        return (
+            f"state_dict() of the sharded {type(module).__name__} itself would save what this rank has not: {missing}; "
+            f"{SAVE}"
+        )
+
+    def _before_loading(self, module: nn.Module, *_args: object) -> None:
+        if self._giving or (self.kept and self._pool.blocks.all_held):
+            return
+        self._pool.settle()  # what a step has left under way would arrive over what is loaded
+        missing = self._missing(module)
+        if not missing and self.kept:
+            return
+        if not missing and self._pool.blocks.any_open:
+            missing = "inside gathered() without write_back=True"
+        # Of the whole model it is another method's affair, unless a class of the user's has its own.
+        elif not missing and module is self._model:
+            missing = "fp32 masters"
+        if missing:
+            self._check_structure()
+            raise RuntimeError(
+                f"load_state_dict() of the sharded {type(module).__name__} itself would bypass shards and masters "
+                f"({missing}); {LOAD}"
+            )
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,67 @@
+"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of what is sent.
+
+Nothing here knows of modules, chunks or optimizers: what is exchanged has a purpose in words, which callers give.
+Another kind of device has its groups registered (:func:`register_backend`); who belongs to a group is the mesh's
+affair.
+"""
+
+from __future__ import annotations
+
+from shardwise.core.comm.activity import Activity
+from shardwise.core.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
+from shardwise.core.comm.choose import GroupMaker, GroupRequest, MakeGroup, MakeLane, register_backend
+from shardwise.core.comm.compressed import CompressedGroup, compressed
+from shardwise.core.comm.errors import UNREACHED, PeerError
+from shardwise.core.comm.gloo import GlooGroup
+from shardwise.core.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
+from shardwise.core.comm.link import Sent, Wire, check_sent
+from shardwise.core.comm.local import LocalGroup
+from shardwise.core.comm.meeting import Summary, ranks_text, together
+from shardwise.core.comm.members import Members, ranks_of, timeout_s
+from shardwise.core.comm.native import NativeGroup
+from shardwise.core.comm.release import destroy, let_go_with
+from shardwise.core.comm.shared import SharedGroup
+from shardwise.core.comm.traffic import Traffic
+
+__all__ = [
+    "BLOCK",
+    "DONE",
+    "FORMATS",
+    "GRADIENTS",
+    "INT4",
+    "INT8",
+    "NOBODY",
+    "UNREACHED",
+    "VALUES",
+    "Activity",
+    "BlockFormat",
+    "Bounds",
+    "Buffer",
+    "CompressedGroup",
+    "GlooGroup",
+    "Group",
+    "GroupMaker",
+    "GroupRequest",
+    "Handle",
+    "LocalGroup",
+    "MakeGroup",
+    "MakeLane",
+    "Members",
+    "NativeGroup",
+    "Party",
+    "PeerError",
+    "Sent",
+    "SharedGroup",
+    "Summary",
+    "Traffic",
+    "Wire",
+    "check_sent",
+    "compressed",
+    "destroy",
+    "let_go_with",
+    "ranks_of",
+    "ranks_text",
+    "register_backend",
+    "timeout_s",
+    "together",
+]

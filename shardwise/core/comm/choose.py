@@ -1,0 +1,293 @@
+"""Which kind of group suits the ranks and the device, and the register of backends for devices of other kinds."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.comm.activity import Activity
+from shardwise.core.comm.control import Control
+from shardwise.core.comm.gloo import GlooGroup
+from shardwise.core.comm.group import Group
+from shardwise.core.comm.link import Wire
+from shardwise.core.comm.local import LocalGroup
+from shardwise.core.comm.mapping import MappingError, Method, host_facts
+from shardwise.core.comm.members import Members, check_alike, unbound
+from shardwise.core.comm.native import NativeGroup
+from shardwise.core.comm.open_files import make_room
+from shardwise.core.comm.release import destroy, let_go_with
+from shardwise.core.comm.shared import SharedGroup
+
+__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "MakeLane", "register_backend"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """What a backend is asked for. Every rank that ``rank_lists`` hold asks for its own list's group, at once.
+
+    Attributes:
+        name: the mesh axis, for communicators.
+        called: the group, for messages.
+        rank_lists: world ranks of all groups of the axis.
+        control: small host-side messages among the ranks of the group, which also knows rank and size.
+    """
+
+    name: str
+    called: str
+    rank_lists: list[list[int]]
+    control: Control
+
+
+MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
+"""Makes the group that a request asks for. Collective over all ranks of its lists."""
+MakeLane = Callable[[dist.ProcessGroup], dist.ProcessGroup]
+"""Makes a communicator for a wire's messages out of gloo's of the same ranks."""
+_REGISTERED: dict[str, MakeGroup] = {}
+_LANES: dict[str, MakeLane] = {}
+
+
+def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = None) -> Callable[[], None]:
+    """Have groups of ranks whose device is a ``device_type`` (such as ``"xpu"``) made by ``make`` from now on.
+
+    Every rank registers the same, before a mesh is made. A group of one rank never asks.
+
+    Args:
+        device_type: of the ranks.
+        make: makes the groups.
+        lane: makes what messages from rank to rank travel over, in the order in which they are begun; ``None``: torch's
+            communicators for such devices.
+
+    Returns:
+        What puts back the one that was there before.
+
+    Raises:
+        TypeError: ``make`` cannot be called.
+    """
+    if not callable(make):
+        raise TypeError(f"make={make!r:.80}: give a function of a GroupMaker and a GroupRequest that returns a Group")
+    before, lane_before = _REGISTERED.get(device_type), _LANES.get(device_type)
+    _put(_REGISTERED, device_type, make)
+    _put(_LANES, device_type, lane)
+
+    def put_back() -> None:
+        _put(_REGISTERED, device_type, before)
+        _put(_LANES, device_type, lane_before)
+
+    return put_back
+
+
+def _put(entries: dict[str, T], key: str, entry: T | None) -> None:
+    """The entry, or none."""
+    entries.pop(key, None)
+    if entry is not None:
+        entries[key] = entry
+
+
+class GroupMaker:
+    """Makes groups over parts of some ranks, and keeps the communicators that they use, until it is closed or dropped.
+
+    Attributes:
+        device: where the groups' buffers live.
+        shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
+        timeout_s: how long a rank waits for its peers before it gives up.
+        members: the ranks; ``None``: those of the default process group.
+        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.plan.comm.CommPlan`.
+        activity: what this rank is doing, for messages of all groups made here.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        shared_memory: bool | None,
+        timeout_s: float,
+        members: Members | None = None,
+        wait_timeout_s: float | None = None,
+    ) -> None:
+        self.device = device
+        self.shared_memory = shared_memory
+        self.timeout_s = timeout_s
+        self.members = members
+        self.activity = Activity(None if wait_timeout_s is None else min(wait_timeout_s, timeout_s))
+        self._process_groups: list[dist.ProcessGroup] = []
+        let_go_with(self, self._process_groups)
+        self._world: Control | None = None
+        self._lent = False
+        """A group has the communicator of :attr:`_world` for its own messages."""
+
+    def make(self, name: str, rank_lists: list[list[int]]) -> Group:
+        """The group of this rank. Collective over all that the lists hold: every rank gives the same lists of world
+        ranks, which together hold every rank of the default process group, or every member, once.
+
+        Raises:
+            ValueError: ``shared_memory`` is True and it cannot be used, or the ranks have other backends.
+        """
+        if all(len(ranks) == 1 for ranks in rank_lists):
+            return LocalGroup(name, self.device, self.activity)
+        # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
+        called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
+        control = Control(called, self._for_messages(name, rank_lists), self.activity)
+        request = GroupRequest(name, called, rank_lists, control)
+        make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
+        # Told before it is used: different makers would exchange different things, and wait.
+        makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
+        if any(maker != makers[0] for maker in makers):
+            raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
+        return make(self, request)
+
+    # What is told over all ranks is told while a mesh is made, by the thread that makes it, in one order on all ranks,
+    # and each blocks until it has heard the others. The groups have no other users before the mesh is there, and from
+    # then on nothing is told over all ranks. So the two never have messages under way together. Of two groups that
+    # would not be known, nor of the default process group, which is the program's own.
+    def _for_messages(self, name: str, rank_lists: list[list[int]]) -> dist.ProcessGroup:
+        """For small messages of the host among the ranks of a group: the communicator over all ranks, where that is
+        made anyway and the group has all of them, or else one of its own. A connection to each rank is an open file."""
+        alone = self.members is not None or self._lent or self.backend == "gloo"
+        if alone or rank_lists != [list(range(dist.get_world_size()))]:
+            return self.process_group(name, rank_lists, "gloo")
+        self._lent = True
+        return self._everyone().process_group
+
+    def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
+        """From rank to rank of this rank's list. Collective as :meth:`make`."""
+        made = _LANES.get(self.device.type)
+        over_gloo = made is not None or self.backend == "gloo"
+        backend = "gloo" if over_gloo else dist.get_default_backend_for_device(self.device)
+        # gloo has tags; see [Note: Messages that do not wait for each other].
+        ways = ("",) if over_gloo and made is None else ("_down", "_up")
+        names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
+        with unbound(dist.group.WORLD):  # of one that is bound, torch sends messages of all pairs one after the other
+            lanes = [self.process_group(each, rank_lists, backend) for each in names]
+        return Wire(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
+
+    @property
+    def backend(self) -> str:
+        """Of torch, over which the ranks have met."""
+        return str(dist.get_backend(self.members.process_group if self.members is not None else None))
+
+    def tell(self, obj: object) -> list[Any]:
+        """Every rank's ``obj`` (JSON-able), by rank. Collective, over the same ranks as :meth:`make`."""
+        return self.members.exchange(obj) if self.members is not None else self._everyone().exchange_object(obj)[0]
+
+    def agree(self, argument: str, wanted: object) -> None:
+        """All ranks of the run want the same (JSON-able), which ``argument`` is for. Collective; without ``members``,
+        which have agreed already.
+
+        Raises:
+            ValueError: on every rank, where they do not; says what each wants.
+        """
+        if dist.get_world_size() > 1:
+            rows, _ = self._everyone().exchange_object(wanted)
+            check_alike(argument, range(len(rows)), rows)
+
+    def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
+        """The communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
+        own: dist.ProcessGroup
+        if self.members is not None:
+            own = self.members.new_group(name, self._own(rank_lists), backend)
+        else:
+            if backend == "gloo":
+                make_room(len(self._own(rank_lists)))
+            own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                rank_lists,
+                backend=backend,
+                timeout=timedelta(seconds=self.timeout_s),  # torch's default is not that of the ranks' own group
+                group_desc=f"shardwise_{name}",
+            )
+        self._process_groups.append(own)
+        return own
+
+    def close(self) -> None:
+        """Destroy the communicators of all groups made here."""
+        self._world = None
+        destroy(self._process_groups)
+
+    def keep(self, process_group: dist.ProcessGroup) -> None:
+        """One that torch made for this maker's user goes with the others; that of all ranks is nobody's."""
+        if process_group is not dist.group.WORLD:
+            self._process_groups.append(process_group)
+
+    def _own(self, rank_lists: list[list[int]]) -> list[int]:
+        rank = dist.get_rank()
+        return next(ranks for ranks in rank_lists if rank in ranks)
+
+    def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
+        """A group in shared memory, or why the ranks cannot have one: the same on all ranks. Collective over the group.
+
+        Raises:
+            ValueError: the ranks want different things.
+        """
+        facts, _ = control.exchange_object([self.shared_memory, host_facts()])
+        wanted = [fact[0] for fact in facts]
+        if any(want != wanted[0] for want in wanted):
+            raise ValueError(f"shared_memory differs between the ranks of group {name!r}: {wanted}; give one value")
+        if self.shared_memory is False:
+            return None, "it is switched off"
+        hosts = [fact[1] for fact in facts]
+        if not all(hosts):
+            return None, f"ranks {[rank for rank, host in enumerate(hosts) if not host]} are not on Linux on x86-64"
+        if any(host != hosts[0] for host in hosts):
+            return None, f"they are not on one host, or not in one process namespace: {hosts}"
+        reasons = []
+        methods: tuple[Method, ...] = ("memfd", "file")
+        for method in methods:
+            try:
+                return SharedGroup(name, control, method, self.timeout_s), ""
+            except MappingError as error:
+                reasons.append(str(error))
+        return None, "; ".join(reasons)
+
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank, by world rank. Collective, over the same ranks as :meth:`make`."""
+        told = self.tell(host_facts().get("host") or socket.gethostname())
+        return dict(zip(range(len(told)) if self.members is None else self.members.ranks, told, strict=True))
+
+    def any_rank(self, mine: bool, rank_lists: list[list[int]]) -> bool:
+        """Whether any rank that takes part in the next communicator says so; the ranks of one list all say the same.
+
+        Without ``members`` that is every rank of the run, those of the other lists too.
+        """
+        if len(rank_lists) == 1 or self.members is not None:
+            return mine
+        return any(row[0] for row in self._everyone().exchange([float(mine)]))
+
+    def _everyone(self) -> Control:
+        if self._world is None:
+            default = dist.group.WORLD
+            if default is None or self.backend != "gloo":
+                everyone = [list(range(dist.get_world_size()))]
+                default = self.process_group("agree", everyone, "gloo")
+            self._world = Control("world", default, self.activity)
+        return self._world
+
+
+def _native(maker: GroupMaker, request: GroupRequest) -> Group:
+    """The backend's own collectives."""
+    # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
+    backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
+    gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
+    reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
+
+
+def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
+    """Shared memory where the ranks of a group are on one host, and otherwise messages over gloo."""
+    shared, refusal = maker.share(request.called, request.control)
+    if maker.shared_memory and shared is None:
+        raise ValueError(
+            f"shared_memory=True, but ranks of group {request.called!r} cannot share memory ({refusal}); give None"
+        )
+    # torch's new groups are made by all ranks of the run, also by those whose own list needs none.
+    if not maker.any_rank(shared is None, request.rank_lists):
+        assert shared is not None
+        return shared
+    gather = maker.process_group(f"{request.name}_gather", request.rank_lists, "gloo")
+    reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, "gloo")
+    return shared or GlooGroup(request.called, request.control, gather, reduce)

@@ -1,0 +1,171 @@
+"""Small host-side messages and rare blocking operations over a gloo process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.core.comm.activity import Activity
+from shardwise.core.comm.errors import PeerError
+from shardwise.core.comm.single import all_gather_single
+
+__all__ = ["Control", "Operation", "broadcast", "decode", "encode"]
+
+Operation = Literal["sum", "max"]
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def encode(obj: object) -> bytes:
+    """``obj`` as JSON text.
+
+    Raises:
+        TypeError: it holds something that JSON cannot.
+    """
+    try:
+        return json.dumps(obj).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"cannot exchange {type(obj).__name__} {obj!r:.200}: give what JSON can hold ({error})"
+        ) from error
+
+
+def decode(data: bytes) -> Any:
+    """The object that :func:`encode` wrote."""
+    return json.loads(data)
+
+
+class Control:
+    """Blocking host-side collectives of one group.
+
+    Args:
+        name: the group's, for messages.
+        process_group: see below.
+        activity: what this rank is doing, for messages.
+
+    Attributes:
+        process_group: the gloo process group underneath.
+        rank: this process in it.
+        size: its number of ranks.
+    """
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup, activity: Activity | None = None) -> None:
+        self.name = name
+        self.activity = activity or Activity()
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+
+    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+        """Every rank's ``values`` (the same number everywhere) as float64, by rank; ``purpose`` is for messages."""
+        if not values:
+            self.barrier()
+            return [[] for _ in range(self.size)]
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+        gathered: list[list[float]] = self._gather(mine, exchange_of(purpose)).tolist()
+        return gathered
+
+    def all_reduce(self, values: Sequence[float], operation: Operation, purpose: str = "") -> list[float]:
+        """All ranks' ``values`` (as many everywhere) made one in fp64, number by number. The same bits on all ranks."""
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        try:
+            self._wait(dist.all_reduce(own, op=_OPERATIONS[operation], group=self.process_group, async_op=True))
+        except RuntimeError as error:
+            raise self.lost(exchange_of(purpose), error) from error
+        result: list[float] = own.tolist()
+        return result
+
+    def exchange_object(self, obj: object) -> tuple[list[Any], int]:
+        """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
+        data = encode(obj)
+        lengths = self._gather(torch.tensor([len(data)], device="cpu"), "exchange_object").flatten().tolist()
+        return [decode(each) for each in self.exchange_bytes(data, lengths)], (self.size - 1) * len(data)
+
+    def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Every rank's ``data``, by rank, where all know how many bytes each sends."""
+        # All-gathers want equal lengths.
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather(padded, "exchange_object")
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._gather(torch.zeros(1, device="cpu"), "barrier")
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """A CPU tensor of any shape, dtype and strides becomes rank ``src``'s."""
+        broadcast(tensor, src, self.process_group, self.name)
+
+    def _gather(self, mine: Tensor, operation: str) -> Tensor:
+        rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype, device="cpu")
+        try:
+            self._wait(all_gather_single(rows.view(-1), mine, group=self.process_group, async_op=True))
+        except RuntimeError as error:
+            raise self.lost(operation, error) from error
+        return rows
+
+    def _wait(self, work: dist.Work | None) -> None:
+        limit = self.limit
+        if work is not None:
+            work.wait() if limit is None else work.wait(limit)
+            self.activity.met(self.name)
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long to wait for peers now; see :meth:`Activity.limit`."""
+        return self.activity.limit(self.name)
+
+    def around(self, ranks: Sequence[int]) -> str:
+        """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""
+        told = ""
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the communicator may be gone
+            members = dist.get_process_group_ranks(self.process_group)
+            told = self.activity.around([members[rank] for rank in ranks])
+        return f". In global ranks: {told}" if told else ""
+
+    def lost(self, operation: str, error: Exception) -> PeerError:
+        """What to raise when the ranks have lost each other in an operation."""
+        return self.gave_up(
+            PeerError(
+                f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
+                "group died, or did not come to the same operation in time; look at the first error of the other ranks"
+            ),
+            operation,
+        )
+
+    def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
+        """``error`` with what all ranks of the group are doing; this one tells the others that it waited in vain."""
+        limit = self.limit
+        self.activity.gave_up(self.activity.now or operation)
+        around = self.around([rank for rank in range(self.size) if rank != self.rank])
+        waits = f". The plan's comm has wait_timeout_s={limit.total_seconds():g}" if limit is not None else ""
+        return PeerError(f"{error}{waits}{around}")
+
+
+def exchange_of(purpose: str) -> str:
+    """An exchange, for messages."""
+    return f"exchange of {purpose}" if purpose else "exchange"
+
+
+def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:
+    """Broadcast bytes, so that every dtype travels and is bit-exact."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    try:
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=src)
+    except RuntimeError as error:
+        raise PeerError(
+            f"broadcast of {tuple(tensor.shape)} x {tensor.dtype} from rank {src} in group {name!r} failed: {error}; "
+            "look at the first error of the other ranks"
+        ) from error
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))

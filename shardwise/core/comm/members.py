@@ -1,0 +1,215 @@
+"""The ranks of an existing process group, which make communicators among themselves without the other ranks.
+
+``torch.distributed.new_group`` wants all ranks of the run. Its variant that its members alone can call names the new
+group by the number of groups that each of them has: a number that differs between ranks of which some belong to more
+groups, so that they never meet, and that comes again once a group was destroyed, so that they meet under the addresses
+of dead ones. Here one member draws a name that nobody has had.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.base.torch_internals import new_group
+from shardwise.core.comm.errors import UNREACHED, PeerError
+from shardwise.core.comm.open_files import make_room
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Members",
+    "check_alike",
+    "made_alone",
+    "made_together",
+    "ranks_of",
+    "timeout_s",
+    "unbound",
+]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+def ranks_of(argument: str, group: object) -> tuple[int, ...]:
+    """World ranks of ``group`` by rank in it; ``None``: of all ranks, or of this process by itself.
+
+    Raises:
+        ValueError: this rank is no member of ``group``, or it is no process group of this run; says ``argument``.
+    """
+    several = dist.is_available() and dist.is_initialized()
+    if group is None:
+        return tuple(range(dist.get_world_size())) if several else (0,)
+    if not several:
+        raise ValueError(f"{argument}={group!r:.80} without torch.distributed: start with torchrun, or give None")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{argument}={group!r}, which torch gives to ranks outside of a group: rank {dist.get_rank()} is no member "
+            "of it; on every rank give the group that the rank belongs to"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{argument}={group!r:.80} is no process group: give one of torch.distributed, or None")
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise ValueError(f"{argument}={group!r:.80} was destroyed, or is of another run: give a living group") from None
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"{argument} has ranks {list(ranks)}, and rank {dist.get_rank()} is none of them: on every rank give the "
+            "group that the rank belongs to"
+        )
+    return ranks
+
+
+def timeout_s(group: dist.ProcessGroup | None = None) -> float:
+    """A group's time-out (default: that of all ranks), which torch keeps in the backend's options and shows nowhere
+    else; 300 s where it has none."""
+    group = group or dist.group.WORLD
+    for device_type in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device_type)).options  # type: ignore[union-attr]
+            return float(options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):
+            continue
+    return DEFAULT_TIMEOUT_S
+
+
+def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -> None:
+    """What the ranks of ``argument`` want is the same, by rank.
+
+    Raises:
+        ValueError: it is not; says what each wants.
+    """
+    if any(want != wanted[0] for want in wanted):
+        told = "; ".join(f"rank {rank}: {want}" for rank, want in zip(ranks, wanted, strict=True))
+        raise ValueError(f"the ranks of {argument} want different things ({told}): give the same on all of them")
+
+
+@contextmanager
+def unbound(default: Any) -> Iterator[None]:
+    """Inside, the default group is bound to no device: of one that is, all ranks split off a new group."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def made_alone(
+    name: str, ranks: Sequence[int], backend: str, token: str, times: int, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group of ``ranks`` (world ranks, this one among them), in that order. Collective over these alone.
+
+    Args:
+        name: what it is for.
+        ranks: its members.
+        backend: its name.
+        token: the same on all of them; no other run of groups has had it.
+        times: how many of that token, name and ranks there are with this one.
+        timeout_s: of its operations.
+    """
+    if backend == "gloo":
+        make_room(len(ranks))
+    # It is a part of every key under which the ranks meet: thousands of numbers would be kilobytes in each.
+    among = blake2b(" ".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
+    unique = f"shardwise/{token}/{name}/{among}/{times}"
+    with unbound(dist.group.WORLD):
+        return new_group(ranks, backend, unique, f"shardwise_{name}", timedelta(seconds=timeout_s))
+
+
+def made_together(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    """A process group of ``ranks`` that may be destroyed at once. Collective over all ranks.
+
+    Over gloo its members meet in it: who destroys a group (or ends) while a peer still connects fails the peer.
+
+    Args:
+        ranks: world ranks.
+        backend: its name; ``None``: that of all ranks.
+    """
+    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend)
+    if dist.get_rank() in ranks and _on_host(group):
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+    return group
+
+
+def _on_host(group: dist.ProcessGroup) -> bool:
+    """Whether it carries tensors of the host. NCCL, which does not, connects when it is first used."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+class Members:
+    """The ranks of a process group that this rank belongs to. Collective over them to make.
+
+    Args:
+        group: theirs.
+        argument: what it was given as, for messages.
+        agreed: what all of them have to want alike, JSON-able.
+
+    Attributes:
+        process_group: theirs.
+        ranks: world ranks, by rank in it.
+        timeout_s: how long they wait for each other, here and in all that is made here.
+
+    Raises:
+        ValueError: this rank is no member; on every member, where they want different things.
+        PeerError: a member died, or did not come in time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, argument: str = "group", agreed: object = None) -> None:
+        self.ranks = ranks_of(argument, group)
+        self.process_group = group
+        self.timeout_s = timeout_s(group)
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        # Each draws, the first one's counts: a name that no group of this run has had.
+        rows = self.exchange([uuid.uuid4().hex, agreed])
+        check_alike(argument, self.ranks, [row[1] for row in rows])
+        self._token = rows[0][0]
+
+    def exchange(self, obj: object) -> list[Any]:
+        """Every member's ``obj``, by rank. Collective over them; on GPUs the current one speaks.
+
+        Raises:
+            PeerError: a member died, or did not come in time.
+        """
+        rows: list[Any] = [None] * len(self.ranks)
+        try:
+            dist.all_gather_object(rows, obj, group=self.process_group)
+        except RuntimeError as error:
+            raise self._lost("agreeing", error) from error
+        return rows
+
+    def new_group(self, name: str, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """A process group of ``ranks`` (world ranks of members, this rank among them), in that order. Collective over
+        these alone.
+
+        Raises:
+            PeerError: one of them died, or did not come in time.
+        """
+        ranks = list(ranks)
+        self._made[name, tuple(ranks)] += 1
+        try:
+            times = self._made[name, tuple(ranks)]
+            return made_alone(name, ranks, backend, self._token, times, self.timeout_s)
+        except RuntimeError as error:
+            raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
+
+    def _lost(self, what: str, error: Exception) -> PeerError:
+        connecting = f". {UNREACHED}" if "connect" in str(error).lower() else ""
+        return PeerError(
+            f"{what} among ranks {list(self.ranks)} failed on rank {dist.get_rank()}: {error}. A rank of the group "
+            f"died, or did not come in time; look at the first error of the other ranks{connecting}"
+        )

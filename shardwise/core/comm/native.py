@@ -1,0 +1,156 @@
+"""The backend's own collectives: NCCL, where they are the best there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.core.comm.control import Control, Operation, broadcast
+from shardwise.core.comm.group import Bounds, Buffer, Group, Handle
+from shardwise.core.comm.single import all_gather_single, reduce_scatter_single
+
+__all__ = ["NativeGroup"]
+
+
+class _Launched:
+    """A started collective, of one call or several, and what is left to do with its result."""
+
+    def __init__(self, works: Sequence[dist.Work], result: Tensor, out: Tensor, factor: float) -> None:
+        self._works = works
+        self._result = result
+        self._out = out
+        self._factor = factor
+
+    def finished(self) -> bool:
+        # Asked of the device, since what is queued behind a wait for it would wait for the peers as well; NCCL's future
+        # is done once it is launched. gloo's reduce-scatter has no future, is never completed by its own account, and
+        # comes to its end in wait() alone: whoever asks has to go on without a yes, too.
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        if not self._works:
+            return
+        # On CUDA this makes the current stream wait, not the host, and what follows is queued behind it.
+        for work in self._works:
+            work.wait()
+        # Before what is queued behind it, which must be queued once.
+        self._works = []
+        if self._result is not self._out:
+            self._out.copy_(self._result)
+        if self._factor != 1.0:
+            self._out.mul_(self._factor)
+
+
+class NativeGroup(Group):
+    """One library call per collective, on a communicator for gathers and another for reductions.
+
+    Gathers and reductions may therefore be in flight together. Two differences from the other groups: sums are in the
+    library's order and in the dtype that travels (NCCL rounds 16-bit sums at every hop), and where ``out.dtype``
+    differs from the buffer's, the sum is made in the buffer's dtype and converted in ``wait()``. A dead peer is
+    reported by the backend's own watchdog.
+    """
+
+    starts_together = True
+    sends_slices = True
+    uneven = True
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        control: Control,
+        gather: dist.ProcessGroup,
+        reduce: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(name, control.rank, control.size, device, control.activity)
+        self._control = control
+        self._gather = gather
+        self._reduce = reduce
+        # gloo takes tensors of a GPU too, and has the host wait for them.
+        self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._control.barrier()
+
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return self._private_buffers(specs)
+
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        if shard.bounds is not None:
+            self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
+            return self._start_spread(out, shard.bounds)
+        return self._start_gather(out, shard.local)
+
+    def _all_gather_in_place(self, full: Buffer) -> Handle:
+        if full.bounds is not None:
+            return self._start_spread(full.local, full.bounds)
+        return self._start_gather(full.local, self.slice_of(full.local, self.rank))
+
+    def _start_spread(self, out: Tensor, bounds: Bounds) -> Handle:
+        """Every rank's part of ``out`` to all: no flat collective of a library has parts of different lengths."""
+        parts = [self.slice_of(out, rank, bounds).view(torch.uint8) for rank in range(self.size)]
+        works = [
+            dist.broadcast(part, group_src=rank, group=self._gather, async_op=True) for rank, part in enumerate(parts)
+        ]
+        return _Launched([_started(work) for work in works], out, out, 1.0)
+
+    def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
+        if not out.dtype.is_floating_point:  # libraries know some of the other dtypes; all of them know bytes
+            out, shard = out.view(torch.uint8), shard.view(torch.uint8)
+        work = all_gather_single(out, shard, group=self._gather, async_op=True)
+        return _Launched([_started(work)], out, out, 1.0)
+
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        if full.bounds is not None:
+            return self._start_reduces(out, full, scale)
+        # The average, and not the sum, keeps fp16 from overflowing on the way.
+        result = out if out.dtype == full.local.dtype else torch.empty_like(out, dtype=full.local.dtype)
+        work = reduce_scatter_single(result, full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+        return _Launched([_started(work)], result, out, self._factor(scale))
+
+    def _start_reduces(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        """Each part to its rank: see :meth:`_start_spread`. The other ranks' parts of ``full`` may be overwritten."""
+        parts = [self.part_of(full, rank) for rank in range(self.size)]
+        works = [
+            dist.reduce(part, group_dst=rank, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
+        own = parts[self.rank]
+        # Not a view of its own: whoever waits compares the two to tell whether a copy is needed.
+        result = out if out.data_ptr() == own.data_ptr() and out.dtype == own.dtype else own
+        return _Launched([_started(work) for work in works], result, out, self._factor(scale))
+
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
+        work = dist.all_reduce(full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+        return _Launched([_started(work)], full.local, full.local, self._factor(scale))
+
+    def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
+        work = dist.all_to_all_single(out, full.local, group=self._reduce, async_op=True)
+        return _Launched([_started(work)], out, out, 1.0)
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        broadcast(tensor, src, self._gather, self.name)
+
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        return self._control.exchange(values, purpose)
+
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self._control.exchange_bytes(data, lengths)
+
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self._control.all_reduce(values, operation, purpose)
+
+    def _factor(self, scale: float) -> float:
+        return 1.0 if scale == 1.0 / self.size else scale * self.size
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError(
+            f"torch.distributed returned {work} for a collective: give a group that this rank belongs to"
+        )
+    return work

@@ -1,0 +1,461 @@
+"""Collectives through shared memory, for CPU ranks of one host.
+
+Every rank maps all its peers' buffers: a gather copies from their memory, a reduction sums it where it is. What ranks
+tell each other are counters, one writer each, in shared cache lines.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shardwise.core.comm.control import Control, encode
+from shardwise.core.comm.errors import PeerError
+from shardwise.core.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
+from shardwise.core.comm.mapping import (
+    LINE_BYTES,
+    LINE_WORDS,
+    MappingError,
+    Method,
+    is_running,
+    map_joint,
+    map_segments,
+    start_time,
+)
+from shardwise.core.comm.release import leave_with
+from shardwise.core.comm.shared_buffer import (
+    ALL_REDUCE,
+    CONSUMED,
+    PUBLISHED,
+    REDUCE_SCATTER,
+    REDUCED,
+    REDUCTIONS,
+    JointBuffer,
+    SharedBuffer,
+    tensor_in,
+)
+from shardwise.core.comm.summing import RankSum
+
+__all__ = ["SharedGroup"]
+
+# Waiting: first give the processor away, then sleep ever longer; now and then look whether the peers still live.
+SPINS = 100
+NAP_FIRST_S = 10e-6
+NAP_MAX_S = 200e-6
+CHECK_S = 0.2
+
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
+# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then; or an interrupt has taken it
+# there, which the others see by the head. A slot's first word is its head: so many times the number of the
+# synchronisation, and its kind.
+ARRIVED, STATE = LINE_WORDS, LINE_WORDS + 1
+SLOT_VALUES = 256
+SLOT_WORDS = LINE_WORDS + SLOT_VALUES
+SLOTS = 2 * LINE_WORDS
+CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
+OPEN, CLOSED, FAILED = range(3)
+EXCHANGE, FENCE, BARRIER, GIVEN_UP = range(4)
+KINDS = 4
+SYNCS = ("exchange", "fence", "barrier")
+
+
+class _Reduction:
+    """A published reduce-scatter or all-reduce, and how far this rank has come with it."""
+
+    def __init__(self, group: SharedGroup, buffer: SharedBuffer, out: Tensor, scale: float, kind: int) -> None:
+        self.group = group
+        self.buffer = buffer
+        self.sequence = buffer.sequence
+        self.done = False
+        self._out = out
+        self._scale = scale
+        self._kind = kind
+        self._summed = False
+
+    def __str__(self) -> str:
+        return f"{REDUCTIONS[self._kind]} of {self.buffer.name}, sequence {self.sequence}"
+
+    def wait(self) -> None:
+        if not self.done and self.advance():
+            self.group.wait_until(self.advance, str(self))
+
+    def finished(self) -> bool:
+        return not self.advance()
+
+    def advance(self) -> list[int]:
+        """Do what can be done without waiting; the ranks that are waited for, none when it is finished."""
+        if self.done:
+            return []
+        if not self._summed:
+            missing = self.buffer.behind(PUBLISHED, self.sequence)
+            if missing:
+                return missing
+            self._sum()
+        if self._kind == ALL_REDUCE:
+            missing = self.buffer.behind(REDUCED, self.sequence)
+            if missing:
+                return missing
+            # A peer that has summed its slice no longer reads this rank's copy of it, so it may be overwritten.
+            self.group.copy_slices(self.buffer.local, self.buffer)
+        self.buffer.tell(CONSUMED, self.sequence)
+        self.buffer.unfinished = None
+        self.done = True
+        self.group.forget(self)
+        return []
+
+    def _sum(self) -> None:
+        self.buffer.check_published(str(self))
+        rank = self.group.rank
+        bounds = self.buffer.bounds
+        self.group.sum(self._out, [self.group.slice_of(peer, rank, bounds) for peer in self.buffer.peers], self._scale)
+        self.buffer.tell(REDUCED, self.sequence)
+        self._summed = True
+
+
+# See [Note: Counters in shared memory] and [Note: Fences].
+class SharedGroup(Group):
+    """Ranks that map each other's buffers.
+
+    All-gathers copy at once and need nothing of the peers, whose shards only change between two fences. Reductions are
+    published when started and done by whoever waits for anything in this group, in the calling thread. Sums are in
+    rank order, the same bits as over gloo.
+
+    Raises (all methods that wait):
+        PeerError: a rank that is waited for died, closed the group, failed, or did not come within ``timeout_s``.
+    """
+
+    one_sided_gather = True
+    uneven = True
+
+    def __init__(self, name: str, control: Control, method: Method, timeout_s: float) -> None:
+        """Collective over the group.
+
+        Raises:
+            MappingError: shared memory cannot be had by ``method``, on every rank alike.
+        """
+        super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
+        self.sum = RankSum()
+        self._control = control
+        self._method = method
+        self.timeout_s = timeout_s
+        segments = map_segments(control, CONTROL_BYTES, method)
+        self._words = [memoryview(segment).cast("B").cast("q") for segment in segments]
+        self._values = [memoryview(segment).cast("B").cast("d") for segment in segments]
+        processes, _ = control.exchange_object([os.getpid(), start_time(os.getpid())])
+        self._processes = [(int(pid), int(started)) for pid, started in processes]
+        self._arrived = 0
+        self._unfinished: list[_Reduction] = []
+        self._made: weakref.WeakSet[SharedBuffer | JointBuffer] = weakref.WeakSet()
+        self._buffer_count = 0
+        self._leave = leave_with(self, self._words[self.rank], STATE, OPEN, CLOSED)
+
+    # Buffers
+
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        self._agree_on(specs)
+        # Line 0 belongs to the mapping, then one line of counters a buffer, then the buffers on page bounds.
+        page = mmap.PAGESIZE
+        offset = -(-LINE_BYTES * (1 + len(specs)) // page) * page
+        offsets = []
+        for numel, dtype in specs:
+            offsets.append(offset)
+            offset += -(-numel * dtype.itemsize // page) * page
+        segments = map_segments(self._control, offset, self._method)
+        words = [memoryview(segment)[: LINE_BYTES * (1 + len(specs))].cast("q") for segment in segments]
+        buffers: list[Buffer] = []
+        for line, ((numel, dtype), start) in enumerate(zip(specs, offsets, strict=True), start=1):
+            peers = [tensor_in(segment, start, numel, dtype) for segment in segments]
+            name = f"buffer {self._buffer_count} ({numel} x {dtype})"
+            own = tensor_in(segments[self.rank], start, numel, dtype)
+            buffer = SharedBuffer(self, name, line, words, peers, own)
+            self._buffer_count += 1
+            self._made.add(buffer)
+            buffers.append(buffer)
+        return buffers
+
+    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """In one array each, which all ranks map; a file in /dev/shm, whose size is limited, would be too large."""
+        bounds = [tuple(rank * numel for rank in range(self.size + 1)) for numel, _ in specs]
+        made = self._joint([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
+        return self._buffers(specs) if made is None else made
+
+    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
+        made = self._joint(specs) if joint else None
+        if made is None:
+            # All ranks' as long as the longest, of which memory is taken for what is used.
+            longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
+            made = self._buffers(longest)
+            for buffer, (bounds, _) in zip(made, specs, strict=True):
+                buffer.cut_to([end - start for start, end in pairwise(bounds)])
+        for buffer, (bounds, _) in zip(made, specs, strict=True):
+            buffer.bounds = bounds
+        return made
+
+    def _joint(self, specs: Sequence[tuple[Bounds, torch.dtype]]) -> list[Buffer] | None:
+        if self._method != "memfd" or not specs:
+            return None
+        self._agree_on(specs)
+        page = mmap.PAGESIZE
+        offset, offsets = page, []
+        for bounds, dtype in specs:
+            offsets.append(offset)
+            offset += -(-bounds[-1] * dtype.itemsize // page) * page
+        try:
+            shared, private = map_joint(self._control, offset)
+        except MappingError:  # on every rank: under strict overcommitment, for one, a second mapping may be too much
+            return None
+        buffers: list[Buffer] = []
+        for (bounds, dtype), start in zip(specs, offsets, strict=True):
+            everyone = tensor_in(shared, start, bounds[-1], dtype)
+            buffer = JointBuffer(self, [everyone[at:end] for at, end in pairwise(bounds)], private, start)
+            self._made.add(buffer)
+            buffers.append(buffer)
+        return buffers
+
+    def joined(self, shard: Buffer) -> Tensor | None:
+        """See :meth:`Group.joined`. Counts as an all-gather: the peers' shards are read from their memory."""
+        if not isinstance(shard, JointBuffer):
+            return None
+        self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
+        return shard.whole()
+
+    def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
+        own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
+        given = self._meet_bytes(encode(own), "which buffers to make")
+        for rank, other in enumerate(given):
+            if other != given[0]:
+                raise ValueError(
+                    f"buffers() of group {self.name!r}: rank {rank} asks for {other!r:.300} and rank 0 for "
+                    f"{given[0]!r:.300}; give the same specs on every rank"
+                )
+
+    def close(self) -> None:
+        """Unmap everything that no tensor outside refers to, and tell the peers that this rank has left."""
+        if not self._words:
+            return
+        self._leave()
+        for buffer in list(self._made):
+            buffer.release()
+        self._unfinished.clear()
+        self._words, self._values = [], []
+
+    # Collectives
+
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        if not isinstance(shard, JointBuffer) or shard.group is not self:
+            self._mine(shard)
+        for rank in self._from_own():
+            self.slice_of(out, rank, shard.bounds).copy_(shard.peers[rank])
+        return DONE
+
+    def _all_gather_in_place(self, full: Buffer) -> Handle:
+        self.copy_slices(full.local, self._mine(full))
+        return DONE
+
+    def copy_slices(self, out: Tensor, full: SharedBuffer) -> None:
+        """Slice r of ``out`` becomes slice r of rank r's buffer; the own slice is left."""
+        for rank in self._from_own()[1:]:
+            self.slice_of(out, rank, full.bounds).copy_(self.slice_of(full.peers[rank], rank, full.bounds))
+
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        return self._publish(out, self._mine(full), scale, REDUCE_SCATTER)
+
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
+        return self._publish(self.part_of(full, self.rank), self._mine(full), scale, ALL_REDUCE)
+
+    def _publish(self, out: Tensor, buffer: SharedBuffer, scale: float, kind: int) -> Handle:
+        if buffer.unfinished is not None:
+            raise RuntimeError(
+                f"{buffer.unfinished} is still under way; wait() for its handle before reducing this buffer again"
+            )
+        buffer.publish(kind)
+        reduction = _Reduction(self, buffer, out, scale, kind)
+        buffer.unfinished = reduction
+        self._unfinished.append(reduction)
+        return reduction
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        self._control.broadcast(tensor, src)
+
+    # Agreement
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._sync(BARRIER, ())
+
+    def fence(self, phase: str = "") -> None:
+        """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
+        reduces: reductions have counters of their own."""
+        self._show()
+        self._sync(FENCE, (), PHASES.index(phase))
+
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        pieces = [values[start : start + SLOT_VALUES] for start in range(0, len(values), SLOT_VALUES)]
+        parts = [self._sync(EXCHANGE, piece, len(values), purpose) for piece in pieces or [values]]
+        return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
+
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self._control.exchange_bytes(data, lengths)
+
+    def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
+        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks.
+
+        Raises:
+            PeerError: a rank did not come in time, had given it up before all had come, or came for something else.
+        """
+        self._arrived += 1
+        arrived = self._arrived
+        slot = SLOTS + (arrived & 1) * SLOT_WORDS
+        body = slot + LINE_WORDS
+        mine = self._words[self.rank]
+        head = arrived * KINDS + kind
+        mine[slot] = 0  # until all of it is there: an interrupt may leave it so
+        mine[slot + 1] = total
+        if values:
+            self._values[self.rank][body : body + len(values)] = memoryview(array("d", values))
+        mine[slot] = head
+        mine[ARRIVED] = arrived
+
+        def missing() -> list[int]:
+            return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
+
+        if missing():
+            self.wait_until(missing, _full_name(head, purpose), meeting=True)
+        rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
+        # Heads are read behind the values: who writes a slot again takes its head away first.
+        heads = [(words[slot], words[slot + 1]) for words in self._words]
+        if any(each != (head, total) for each in heads):
+            raise self._apart(heads, purpose)
+        mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
+        return rows
+
+    def _show(self) -> None:
+        for buffer in self._made:
+            if isinstance(buffer, SharedBuffer):
+                buffer.show()
+
+    def _apart(self, heads: Sequence[tuple[int, int]], purpose: str) -> PeerError:
+        """All have arrived, with these heads and totals, which differ."""
+        self.fail()
+        own = heads[self.rank]
+        others = [rank for rank, each in enumerate(heads) if each != own]
+        later = {rank for rank in others if heads[rank][0] // KINDS != own[0] // KINDS}
+        gone = [rank for rank in others if rank in later or heads[rank][0] % KINDS == GIVEN_UP]
+        if gone:
+            return PeerError(
+                f"{_full_name(own[0], purpose)} in group {self.name!r}: ranks {gone} of {self.size} gave it up before "
+                f"all had come, so rank {self.rank} gives it up, too. Look at the first error of those ranks; the "
+                f"time-out is {self.timeout_s:g} s" + self.around(gone)
+            )
+        return PeerError(
+            f"group {self.name!r}: rank {self.rank} is at {_name(*own)} and rank {others[0]} at "
+            f"{_name(*heads[others[0]])}; all must come to the same operations in order" + self.around(others[:1])
+        )
+
+    # Waiting
+
+    def wait_until(self, missing: Callable[[], list[int]], what: str, meeting: bool = False) -> None:
+        """Return when ``missing()`` names no rank; finish what can be finished of the own reductions meanwhile.
+
+        Args:
+            missing: the ranks that are waited for.
+            what: for messages.
+            meeting: they are to come to an exchange, in which ranks that have failed may find each other again: one
+                that has failed itself waits for those that have.
+
+        Raises:
+            PeerError: a missing rank is gone, or none came in time.
+        """
+        for _ in range(SPINS):
+            if not missing():
+                self.activity.met(self.name)
+                return
+            os.sched_yield()
+        started = checked = time.monotonic()
+        nap = NAP_FIRST_S
+        while missing():
+            # Peers may wait for this rank's part of an older reduction; doing it here excludes waiting in a circle.
+            self._progress()
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_MAX_S)
+            now = time.monotonic()
+            if now - checked >= CHECK_S:
+                checked = now
+                self._check(missing, what, now - started, meeting)
+        self.activity.met(self.name)
+
+    def _progress(self) -> None:
+        for reduction in list(self._unfinished):
+            reduction.advance()
+
+    def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float, meeting: bool) -> None:
+        together = meeting and self._words[self.rank][STATE] == FAILED
+        fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
+        lost = {rank: told for rank, told in fate.items() if told}
+        limit = self.activity.limit(self.name)
+        limit_s = self.timeout_s if limit is None else min(limit.total_seconds(), self.timeout_s)
+        if not lost and waited_s < limit_s:
+            return
+        # A rank may have done its part just before it left.
+        waited_for = missing()
+        if not waited_for:
+            return
+        self.fail()
+        if meeting:  # before anything that takes time: ranks that come late have to see it
+            self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + GIVEN_UP
+        self.activity.gave_up(self.activity.now or what)
+        told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
+        raise PeerError(
+            f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
+            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
+            f"{'' if limit is None else ' (wait_timeout_s of the comm plan)'}" + self.around(waited_for)
+        )
+
+    def around(self, ranks: Sequence[int]) -> str:
+        """See :meth:`Control.around`."""
+        return self._control.around(ranks)
+
+    def fate(self, rank: int, failed: bool = True) -> str:
+        """What has become of a peer; empty while it lives and may still come, as one that has ``failed`` does not."""
+        pid, started = self._processes[rank]
+        if not is_running(pid, started):
+            return f"(process {pid}) died"
+        state = self._words[rank][STATE]
+        if state == FAILED:
+            return "has failed in this group" if failed else ""
+        return "has closed the group" if state == CLOSED else ""
+
+    def forget(self, reduction: _Reduction) -> None:
+        """Keep a finished reduction, and so its output, alive no longer."""
+        self._unfinished.remove(reduction)
+
+    def fail(self) -> None:
+        """Let the peers know that this rank will not come, until it has met them again."""
+        self._words[self.rank][STATE] = FAILED
+
+    def _mine(self, buffer: Buffer) -> SharedBuffer:
+        if not isinstance(buffer, SharedBuffer) or buffer.group is not self:
+            raise ValueError(f"{buffer!r} was not made by buffers() of {self!r}; only such can be exchanged in it")
+        return buffer
+
+    def _from_own(self) -> list[int]:
+        """All ranks beginning with this one, so that not all ranks read the same memory first."""
+        return [(self.rank + step) % self.size for step in range(self.size)]
+
+
+def _full_name(head: int, purpose: str) -> str:
+    number, kind = divmod(head, KINDS)
+    return f"{SYNCS[kind]} number {number}" + (f" ({purpose})" if purpose else "")
+
+
+def _name(head: int, total: int) -> str:
+    kind = head % KINDS
+    return f"{SYNCS[kind]} {PHASES[total]}".rstrip() if kind == FENCE else f"{SYNCS[kind]} ({total} values)"

@@ -1,0 +1,180 @@
+"""Buffers that all ranks of a host map, and what these tell each other about them."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.core.comm.errors import PeerError
+from shardwise.core.comm.group import Buffer, Group, Handle
+from shardwise.core.comm.mapping import LINE_WORDS
+
+if TYPE_CHECKING:
+    from shardwise.core.comm.shared import SharedGroup
+
+__all__ = [
+    "ALL_REDUCE",
+    "CONSUMED",
+    "PUBLISHED",
+    "REDUCED",
+    "REDUCE_SCATTER",
+    "REDUCTIONS",
+    "JointBuffer",
+    "SharedBuffer",
+    "tensor_in",
+]
+
+# A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
+# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
+PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)
+SHOWN = (PUBLISHED, REDUCED)
+"""Those that say that peers may read what has been written."""
+REDUCE_SCATTER, ALL_REDUCE = range(2)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+# [Note: A storage that moves]
+# The program's parameters are views of ``local``, and torch may exchange the memory of a storage under all its tensors:
+# ``share_memory_()`` does, and so does whoever sends a parameter to another process of torch.multiprocessing. Peers map
+# what it was. So ``peers[rank]`` has a storage of its own, which nobody outside sees, and stays where it was mapped.
+# What ``local`` has then is the parameter, which those who share it see change; peers are shown it wherever they are
+# told that they may read: by a counter, or at a fence.
+class SharedBuffer(Buffer):
+    """A buffer that all ranks map.
+
+    Args:
+        local: this rank's memory, in a storage of its own.
+
+    Attributes:
+        name: for messages.
+        sequence: number of the last operation published by this rank.
+    """
+
+    def __init__(
+        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor], local: Tensor
+    ) -> None:
+        super().__init__(local, tuple(peers))
+        self.group = group
+        self.name = name
+        self._mapped_at = local.data_ptr()
+        self.sequence = 0
+        self.unfinished: Handle | None = None
+        self._base = line * LINE_WORDS
+        self._segments = segments
+
+    def writable(self) -> bool:
+        """Whether this rank's part is finished and no peer reads what was last published."""
+        return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
+
+    def wait_writable(self) -> None:
+        """Block until no peer reads what was last published; finishes this rank's own part first."""
+        if self.unfinished is not None:
+            self.unfinished.wait()
+        sequence = self.sequence
+        if self.behind(CONSUMED, sequence):
+            self.group.wait_until(
+                lambda: self.behind(CONSUMED, sequence), f"wait_writable of {self.name}, sequence {sequence}"
+            )
+
+    def behind(self, cell: int, sequence: int) -> list[int]:
+        """Ranks whose counter has not come to ``sequence``."""
+        index = self._base + cell
+        return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
+
+    def publish(self, kind: int) -> None:
+        """The peers may read what is there, for a reduction of this ``kind``.
+
+        Raises:
+            RuntimeError: some still read what was published before.
+        """
+        readers = self.behind(CONSUMED, self.sequence)
+        if readers:
+            raise RuntimeError(
+                f"{self.name} is being reduced again while ranks {readers} still read sequence {self.sequence}; "
+                "call wait_writable() before writing to it"
+            )
+        self.sequence += 1
+        self.tell(KIND, kind)
+        self.tell(NUMEL, self.local.numel())
+        self.tell(PUBLISHED, self.sequence)
+
+    def check_published(self, what: str) -> None:
+        """All have published the same.
+
+        Raises:
+            PeerError: they have not; the peers are told that this rank will not come any more.
+        """
+        published = self.published()
+        if any(other != published[0] for other in published):
+            self.group.fail()
+            told = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
+            raise PeerError(
+                f"{what} in group {self.group.name!r}: ranks run different operations on this buffer "
+                f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
+            )
+
+    def published(self) -> list[tuple[int, int]]:
+        """Kind and number of elements of what each rank last published."""
+        return [(words[self._base + KIND], words[self._base + NUMEL]) for words in self._segments]
+
+    def tell(self, cell: int, value: int) -> None:
+        """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
+        if cell in SHOWN:
+            self.show()
+        self._segments[self.group.rank][self._base + cell] = value
+
+    def show(self) -> None:
+        """Have the peers see what ``local`` has, which may have moved; see [Note: A storage that moves]."""
+        if self.local.data_ptr() != self._mapped_at and self.peers:
+            self.peers[self.group.rank].copy_(self.local)
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
+        self.peers = ()
+        self._whole = (self.local, ())
+        self._segments = []
+
+
+class JointBuffer(Buffer):
+    """A shard in one array that all ranks map.
+
+    Args:
+        group: its group.
+        peers: every rank's part of the array.
+        private: where it is mapped privately: shows what is shared wherever this rank has written nothing.
+        start: in ``private``, bytes, a multiple of the page size.
+    """
+
+    def __init__(self, group: Group, peers: list[Tensor], private: mmap.mmap, start: int) -> None:
+        super().__init__(peers[group.rank], tuple(peers))
+        self.group = group
+        self._private: mmap.mmap | None = private
+        self._start = start
+        self._nbytes = sum(peer.nbytes for peer in peers)
+
+    def whole(self) -> Tensor:
+        """The array, in a storage of its own; see [Note: A storage that moves]. What this rank has written to it before
+        is dropped."""
+        if self._private is None:
+            raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
+        page = mmap.PAGESIZE
+        if self._nbytes:
+            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self._nbytes // page) * page)
+        return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
+        self.peers, self._private = (), None
+        self._whole = (self.local, ())
+
+
+def tensor_in(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """``numel`` elements of a mapping, from byte ``offset`` on."""
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

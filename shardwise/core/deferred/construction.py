@@ -1,0 +1,343 @@
+"""Deferred initialisation: describe a model without memory, then make its values one tensor at a time.
+
+Two ways to describe one, and any mix of them:
+
+* ``with deferred_init(): model = build()``. What is done to every tensor is recorded (see
+  :mod:`shardwise.core.deferred.record`) and replayed later, so the values equal those of a normal construction bit
+  for bit, whatever the constructors do, and the random generators move as they normally would.
+* ``with torch.device("meta"): model = build()``. Nothing is recorded, so each module's own ``reset_parameters()`` is
+  called in the order of ``named_modules()``, as torch's FSDP2 documents. The values equal a normal construction with
+  the same seed where constructors initialise through ``reset_parameters()`` alone, in the order of registration.
+
+Either way the random numbers are drawn on the device that the construction named (the CPU unless told otherwise), so
+the values do not depend on where they are needed. Every rank must build with the same seed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from shardwise.core.base.torch_internals import (
+    can_share_object,
+    exchange_content,
+    give_subclass,
+    move_hooks,
+    no_torch_function,
+    plain,
+    point,
+    tensor_holders,
+)
+from shardwise.core.deferred.plain import make_plain
+from shardwise.core.deferred.record import (
+    DeferredParameter,
+    DeferredTensor,
+    Facade,
+    Recorder,
+    WriteWatch,
+    is_recording,
+    recorders,
+)
+from shardwise.core.deferred.replay import META, replay, tape_of
+
+__all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", "set_buffer"]
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Modules built inside have their parameters and buffers on the meta device, ready for :func:`initial_values`.
+
+    Other tensors of modules (attributes, also in dicts, lists and the like) get their values when the context ends,
+    since nothing would ask for them later. Inside another ``deferred_init()`` it does nothing.
+
+    Raises (from the program inside):
+        RuntimeError: an operation needs the values of a deferred tensor that cannot be replayed.
+
+    Python that asks for ``device`` inside sees the device that a normal construction would use; ``device="meta"``
+    inside means the CPU.
+
+    Source: the behaviour of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
+    """
+    if is_recording():
+        yield
+        return
+    seen: dict[int, weakref.ref[nn.Module]] = {}
+
+    def notice(module: nn.Module, name: str, value: object) -> None:
+        for each in (module, value):
+            if isinstance(each, nn.Module):
+                seen[id(each)] = weakref.ref(each)
+
+    hooks = [
+        module_hooks.register_module_parameter_registration_hook(notice),
+        module_hooks.register_module_buffer_registration_hook(notice),
+        module_hooks.register_module_module_registration_hook(notice),
+    ]
+
+    def leave() -> None:
+        built = [module for reference in seen.values() if (module := reference()) is not None]
+        make_plain(built, adopt)
+
+    recorder = Recorder(leave)
+    try:
+        with recorder, Facade(recorder):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        recorder.close()
+    leave()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing is recorded, and what was built so far is as if :func:`deferred_init` had ended."""
+    active = recorders()
+    for recorder in active:
+        recorder.paused = True
+    try:
+        for recorder in active:
+            recorder.leave()
+        yield
+    finally:
+        for recorder in active:
+            recorder.paused = False
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``model`` is recorded and has no values yet.
+
+    A model on the meta device without a record is not deferred in this sense; :func:`initial_values` takes both.
+    """
+    return any(tape_of(tensor) is not None for _, _, tensor, _ in _own_tensors(model.modules()))
+
+
+def set_buffer(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
+    """Make ``tensor`` the buffer at each of ``names`` (full names, as :func:`initial_values` yields them).
+
+    Raises:
+        KeyError: a name is not that of a buffer.
+    """
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf not in module._buffers:
+            raise KeyError(
+                f"{name!r} is not a buffer of {type(model).__name__}; that module has {sorted(module._buffers)}"
+            )
+        module._buffers[leaf] = tensor
+
+
+def adopt(param: Tensor, data: Tensor) -> None:
+    """Make ``param``, real or on the meta device, hold ``data``; any shape, dtype and device, and no copy is made.
+
+    The object stays the same, so optimizers, tied modules and Python weak references keep it, and so do
+    ``requires_grad``, its Python attributes and its hooks. A deferred parameter becomes a plain ``nn.Parameter``.
+
+    Raises:
+        RuntimeError: an autograd graph or C++ code still holds a meta ``param``.
+    """
+    data = plain(data)
+    with no_torch_function():
+        deferred = isinstance(param, DeferredTensor | DeferredParameter)
+        if not deferred and can_share_object(param, data):
+            point(param, data)
+            return
+        uses = tensor_holders(param)
+        if uses > 1:
+            raise RuntimeError(
+                f"a meta tensor of shape {tuple(param.shape)} is held {uses - 1} times by an autograd graph or by C++ "
+                "code, so it cannot be given values; drop the outputs of forwards that ran on the meta device first"
+            )
+        kind: type = type(param)
+        if deferred:
+            kind = nn.Parameter if isinstance(param, nn.Parameter) else torch.Tensor
+        made: Tensor = give_subclass(kind, data, param.requires_grad)
+        move_hooks(param, made)
+        param.__class__ = kind
+        exchange_content(param, made)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A parameter or buffer of one module. ``names`` is empty where an earlier module yields the tensor."""
+
+    module: nn.Module
+    leaf: str
+    tensor: Tensor | None
+    names: tuple[str, ...]
+    is_parameter: bool
+    bare: bool  # on the meta device without a record
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
+
+def _own_tensors(modules: Iterator[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
+    for module in modules:
+        for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    yield module, leaf, tensor, is_parameter
+
+
+def _slots(model: nn.Module) -> dict[nn.Module, list[_Slot]]:
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for _, leaf, tensor, _ in _own_tensors(iter((module,))):
+            names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
+    slots: dict[nn.Module, list[_Slot]] = {module: [] for module in model.modules()}
+    for module, leaf, tensor, is_parameter in _own_tensors(model.modules()):
+        found = tuple(dict.fromkeys(names.pop(id(tensor), ())))
+        with no_torch_function():
+            bare = tensor.device == META and tape_of(tensor) is None
+            stride = tensor.stride() if tensor.layout is torch.strided else ()
+            geometry = (tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
+        slots[module].append(_Slot(module, leaf, tensor, found, is_parameter, bare, *geometry))
+    return slots
+
+
+def initial_values(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[tuple[str, ...], nn.Parameter | Tensor, Tensor, bool]]:
+    """Every distinct parameter and buffer of ``model`` with its initial value, one at a time.
+
+    Yields ``(names, tensor, value, is_parameter)``: all full names of the object ``tensor`` (several when it is tied),
+    in the order of ``model.modules()``, each module's parameters before its buffers; ``value`` is detached, on
+    ``device``, and has the full shape. A real tensor yields its own memory (moved to ``device`` where that differs).
+    A deferred one is replayed; one on the bare meta device is made by its module (see this file's head), together
+    with that module's other tensors. Nothing yielded is held on to: drop ``value`` and its memory is free. The model
+    is not changed; :func:`adopt` and :func:`set_buffer` put values in, during the iteration or after it.
+
+    A tied tensor on the bare meta device gets the values that the first module holding it makes.
+
+    Raises:
+        RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot make its values.
+    """
+    if is_recording():
+        raise RuntimeError(
+            f"initial_values() of {type(model).__name__} was called inside deferred_init(); leave that context first"
+        )
+    slots = _slots(model)
+    makers = _Makers(model, slots)
+    made: dict[int, Tensor] = {}
+    for module, own in slots.items():
+        if any(slot.bare for slot in own):
+            made.update(makers.make(module))
+        queue = deque(own)
+        own.clear()
+        while queue:
+            slot = queue.popleft()
+            tensor, slot.tensor = slot.tensor, None
+            if tensor is None or not slot.names:
+                continue
+            # The value is never bound to a name here: the consumer alone holds it.
+            yield slot.names, tensor, _value(tensor, made.pop(id(slot), None), device), slot.is_parameter
+
+
+def _value(tensor: Tensor, made: Tensor | None, device: torch.device) -> Tensor:
+    if made is not None:
+        return made.to(device)
+    if tape_of(tensor) is not None:
+        return replay(tensor).to(device)
+    return plain(tensor).to(device)
+
+
+class _Makers:
+    """Makes the tensors of modules on the bare meta device, through the modules' own initialisation."""
+
+    def __init__(self, model: nn.Module, slots: dict[nn.Module, list[_Slot]]) -> None:
+        self._slots = {module: list(own) for module, own in slots.items()}
+        self._paths = {module: path or type(module).__name__ for path, module in model.named_modules()}
+        self._done: set[nn.Module] = set()
+        self._rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
+        for module in model.modules():  # parents before children, so the innermost model's rule stays
+            rule: Any = getattr(module, "_init_weights", None)
+            if callable(rule) and hasattr(module, "config"):
+                self._rules.update((child, rule) for child in module.modules())
+        for module in model.modules():
+            self._refuse_second_pass(module)
+
+    def _refuse_second_pass(self, module: nn.Module) -> None:
+        """A module like nn.Transformer initialises its children again, which module by module would be left out."""
+        own_rule = hasattr(module, "reset_parameters") or module in self._rules
+        second_pass = hasattr(module, "_reset_parameters") and not self._slots[module]
+        if second_pass and not own_rule and any(slot.bare for child in module.modules() for slot in self._slots[child]):
+            raise RuntimeError(
+                f"{self._paths[module]} ({type(module).__name__}) initialises the modules inside it a second time, in "
+                "_reset_parameters(), which cannot be done one module at a time on the meta device; build the model "
+                "under shardwise's deferred_init() in place of torch.device('meta')"
+            )
+
+    def make(self, module: nn.Module) -> dict[int, Tensor]:
+        """The values of ``module``'s bare tensors, by the id of their slots; {} when they are made already."""
+        if module in self._done:
+            return {}
+        modules, steps = self._plan(module)
+        slots = [slot for each in modules for slot in self._slots[each]]
+        self._done.update(modules)
+        if not steps and not any(slot.names for slot in slots):
+            return {}
+        if not steps:
+            self._fail(slots, f"{type(module).__name__} has no reset_parameters()")
+        return self._run(slots, steps)
+
+    def _plan(self, module: nn.Module) -> tuple[list[nn.Module], list[Callable[[], object]]]:
+        steps: list[Callable[[], object]] = []
+        own_rule = hasattr(module, "reset_parameters")
+        if own_rule:
+            steps.append(module.reset_parameters)  # type: ignore[arg-type]
+        if module in self._rules:
+            rule = self._rules[module]
+            steps.append(lambda: rule(module))
+        elif not own_rule and hasattr(module, "_reset_parameters"):
+            # nn.MultiheadAttention: the constructor makes its children first, then initialises them and itself.
+            children = [child for child in module.modules() if child is not module]
+            steps = [child.reset_parameters for child in children if hasattr(child, "reset_parameters")]  # type: ignore[misc]
+            return [module, *children], [*steps, module._reset_parameters]  # type: ignore[list-item]
+        return [module], steps
+
+    def _run(self, slots: list[_Slot], steps: list[Callable[[], object]]) -> dict[int, Tensor]:
+        """Put temporary real tensors into the modules, initialise, and put the modules' own tensors back."""
+        originals = [slot.table[slot.leaf] for slot in slots]
+        for slot in slots:
+            stand_in = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="cpu")
+            slot.table[slot.leaf] = nn.Parameter(stand_in, slot.requires_grad) if slot.is_parameter else stand_in
+        try:
+            with torch.no_grad(), WriteWatch([slot.table[slot.leaf] for slot in slots]) as watch:
+                for step in steps:
+                    step()
+            results = [slot.table[slot.leaf].detach() for slot in slots]
+        finally:
+            for slot, original in zip(slots, originals, strict=True):
+                slot.table[slot.leaf] = original
+        wanted = [(slot, result) for slot, result in zip(slots, results, strict=True) if slot.bare and slot.names]
+        missed = [slot for slot, result in wanted if result.numel() and not watch.saw(result)]
+        if missed:
+            self._fail(missed, "its initialisation did not write to them")
+        return {id(slot): result for slot, result in wanted}
+
+    def _fail(self, slots: list[_Slot], reason: str) -> None:
+        names = ", ".join(slot.leaf for slot in slots if slot.bare)
+        module = slots[0].module
+        raise RuntimeError(
+            f"{self._paths[module]} ({type(module).__name__}) is on the meta device and its tensors [{names}] have no "
+            f"initial values: {reason}. Write all of them in its reset_parameters(), or build the model under "
+            "shardwise's deferred_init() in place of torch.device('meta')"
+        )

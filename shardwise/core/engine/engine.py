@@ -1,0 +1,286 @@
+"""One model's rooms put together: what it is made of, who listens to whom, how it begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.core.base.events import Events
+from shardwise.core.checks.agreement import agreed_build
+from shardwise.core.checks.batches import SameBatches
+from shardwise.core.checks.description import describe_build
+from shardwise.core.checks.guards import check_shardable
+from shardwise.core.checks.unfinished import Unfinished
+from shardwise.core.engine.accounts import StateAccounts
+from shardwise.core.engine.aside import Aside
+from shardwise.core.engine.attachment import Attachment
+from shardwise.core.engine.division import Division
+from shardwise.core.engine.held_buffers import HeldBuffers
+from shardwise.core.engine.initial import load_initial_values
+from shardwise.core.engine.packed_weights import check_packed, follow
+from shardwise.core.engine.storage import Storage
+from shardwise.core.engine.used_grads import UsedGrads
+from shardwise.core.engine.values import Values
+from shardwise.core.engine.visible_grads import VisibleGrads
+from shardwise.core.grads.counts import StepCounts
+from shardwise.core.grads.passes import BackwardPasses
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.issued import SameOrder
+from shardwise.core.shards.layout import Layout, make_layout, search_report
+from shardwise.core.shards.meter import MemoryMeter
+from shardwise.core.shards.policy import GatherLimits
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.update.early import EarlyObserver
+from shardwise.core.update.masters import MasterEdits
+from shardwise.core.update.tiles import needs_whole_tensors
+from shardwise.plan import Plan
+
+__all__ = ["Engine"]
+
+
+# [Note: What a build changes, and when]
+# Up to take_over() nothing of the model or of its optimizers has changed but their step(), which build() puts back:
+# what may be refused is refused before, on every rank, and the device's memory is accounted for with what is not there
+# yet. After that there is no way back. While values move there is no memory for a second copy of them, so what fails
+# then says that the model has to be made anew (build.MOVED). The order of what take_over() does follows the memory it
+# needs: values first, while exchange buffers are not there; then these; hooks last, since from then on passes are the
+# engine's.
+class Engine:
+    """Shards ``model`` in place according to ``plan`` over ``mesh``.
+
+    The model is left as it is, and all of the device's memory accounted for, until :meth:`take_over` moves the values.
+
+    Args:
+        model: any module; parameters may be on the meta device or deferred.
+        optimizers: the optimizers that hold its parameters (each parameter in at most one).
+        plan: what to do.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: an optimizer cannot be sharded, holds a tensor that is not a parameter of the model, or two hold the
+            same one; or the ranks differ in what they give. Nothing was changed.
+        PeerError: another rank cannot build, nothing was changed.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
+        self.model, self.plan, self.mesh = model, plan, mesh
+        self.optimizers = tuple(optimizers)
+        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.division.every)):
+            self.whole = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
+            """Optimizers that get whole tensors."""
+            check_packed(model)
+            check_shardable(model)
+            self.division = Division(model, optimizers, plan, mesh)
+            self._check_whole()
+        self.params, facts = self.division.params, self.division.facts
+        self.cutting, self.staging = self.division.cutting, self.division.staging
+        self.party = mesh.enroll(type(model).__name__)
+        shard = plan.shard
+        self.layout: Layout = make_layout(
+            facts,
+            model,
+            shard.packing,
+            mesh.shard.size,
+            mesh.replicate.size,
+            shard.kept,
+            self.whole,
+            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
+        )
+        report = search_report(self.layout)
+        if plan.verbose and report is not None and mesh.first:
+            print(report, flush=True)
+        # Rooms get each other as arguments, so in this order; who is made before tells who is made after by events
+        # (_wire).
+        self.events = Events()
+        self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
+        self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
+        self.accounts = StateAccounts(self.storage)
+        self.buffers = HeldBuffers(model, mesh.device, self.ledger, plan.precision.buffer_dtype, self.staging is None)
+        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounding)
+        self.grads = self.storage.make_grads()
+        self.meter = self._make_meter()
+        self.pool = self._make_pool()
+        self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
+        self.unfinished = Unfinished()
+        self.early = EarlyObserver(self.grads, self.counts, self.unfinished, self.storage.store)
+        states = list(self.grads.values())
+        sums = mesh.with_sums_in(plan.comm.gradients)
+        self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
+        # See [Note: Why no wait inside a pass closes a cycle].
+        if self.pool.agrees and mesh.shard.starts_together:
+            self.reducer.begin_in(self.pool.rounds)
+        self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
+        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events, plan.grad.average)
+        self.batches = SameBatches()
+        self.values = Values(self)
+        self.attachment = Attachment(self)
+        self.asides: list[Aside] = []
+        """By optimizer."""
+        self.limits: dict[int, float] = {}  # by optimizer, what steps clip to where a program has set it
+        self.closed = False
+        self._begun = False  # the model's parameters are the chunks', or about to be
+        self._wire()
+
+    def _wire(self) -> None:
+        """Who listens to what."""
+        events, early, visible = self.events, self.early, self.visible
+        events.backward_asked.listen(lambda: self.check_open("backward()"))
+        if self.meter is not None:
+            events.forward_began.listen(lambda trains: self.buffers.look())
+            events.unit_wanted.listen(self.meter.before_use)
+            events.unit_ready.listen(self.meter.after_use)
+        if self.plan.grad.update == "backward":
+            events.backward_asked.listen(early.begin_pass)
+            events.backward_asked.listen(self.values.take_edits)  # written since the forward pass
+            events.result_added.listen(early.result_added)
+            events.gradients_dropped.listen(early.dropped)
+        events.backward_began.listen(visible.begin_pass)
+        events.backward_ended.listen(self._pass_ended)
+        events.backward_ended.listen(visible.end_pass)
+        events.update_began.listen(visible.by_hand.used)
+        if self.division.draws is not None:
+            self.division.draws.listen(events)
+        self.reducer.riders.append(visible.by_hand)
+        mesh, pool = self.mesh, self.pool
+        if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order
+            name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
+            self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
+        if pool.in_order and mesh.shard.starts_together and self.plan.comm.overlap:
+            events.unit_wanted.listen(self._pass_by)
+
+    def _pass_ended(self) -> None:
+        self.pool.trace.end_pass()
+        if not self.passes.unreduced:  # the ranks have compared
+            self.pool.issued.restart()
+
+    def _pass_by(self, unit: int) -> None:
+        pool = self.pool
+        # Where the order is not known a unit that comes again is reduced again, unless it was updated.
+        if pool.in_training and (pool.trace.followed or not self.early.active):
+            self.reducer.pass_by(unit, pool.trace.rest_of_pass())
+
+    # ---- set-up
+
+    def take_over(self) -> None:
+        """The model's parameters become the chunks', with their values, and its passes the engine's. Collective."""
+        self._begun = True
+        for index, followers in follow(self.model, self.params).items():
+            self.chunks[self.layout.where[index][0]].follow(index, followers)
+        load_initial_values(self.model, self.division, self.storage, self.plan, self.mesh)
+        self.mesh.shard.fence("after an update")  # from here on peers may read the shards
+        self.master_edits.note()
+        self.reducer.allocate()  # after the values: while these are made, the most memory is needed
+        self.division.install()
+        if self.meter is not None:
+            self.buffers.look()
+        self.guards = self.attachment.install()
+
+    def _foreseen_bytes(self) -> int:
+        """Of model data in the device's accounts, what is not made yet."""
+        return self.accounts.foreseen_bytes() + self.buffers.foreseen_bytes()
+
+    def _check_whole(self) -> None:
+        """Raises:
+        ValueError: an optimizer needs whole tensors, and the plan has parts of them, or on a disk.
+        """
+        for index in self.whole:
+            name, tiers = type(self.optimizers[index]).__name__, self.plan.tiers
+            shares = {"param": tiers.param_disk_fraction, "state": tiers.state_disk_fraction}
+            if any(shares.values()):
+                given = ", ".join(f"{kind}_disk_fraction={share}" for kind, share in shares.items())
+                raise ValueError(
+                    f"{given}, but {name} needs whole tensors, which no disk tile has: keep them on the host, or "
+                    "use AdamW"
+                )
+            cut = [fact.names[0] for fact in self.division.facts if fact.optimizer == index and fact.part is not None]
+            if cut:
+                raise ValueError(
+                    f"tp={self.mesh.tensor.size} cuts {len(cut)} parameters ({cut[0]}, ...) that {name} needs whole: "
+                    "use tp=1, or an element-wise optimizer (AdamW)"
+                )
+
+    def _make_meter(self) -> MemoryMeter | None:
+        if self.ledger.capacity_bytes is None:
+            return None
+        return MemoryMeter(self.ledger, self.mesh.device, self.plan.tiers.auto, self._foreseen_bytes)
+
+    def _make_pool(self) -> ChunkPool:
+        shard, comm, meter = self.plan.shard, self.plan.comm, self.meter
+        transient = sum(c.spec.padded_bytes for c in self.chunks if not c.resident)
+        budget = max(int(shard.gathered_fraction * transient), shard.gathered_budget_bytes or 0)
+        traced = meter if self.plan.tiers.auto is not None else None
+        limits = GatherLimits(
+            budget_bytes=traced.budget_bytes if traced is not None else lambda: budget,
+            prefetch=shard.prefetch if comm.overlap else 0,
+            # Under a declared capacity what fits decides what is evicted, and that differs between ranks.
+            agree=comm.same_order is False or meter is not None,
+        )
+        pool = ChunkPool(self.layout.units, self.chunks, self.mesh.shard, self.ledger, limits, self.events, self.party)
+        if meter is not None:
+            meter.attach(pool)
+        return pool
+
+    # ---- gradients
+
+    def zero_grad(self, optimizer: int | None = None, set_to_none: bool = True) -> None:
+        """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
+        self.drop_gradients(optimizer)
+        self.used.cleared(optimizer, None if set_to_none else self.visible.shown(optimizer))
+        self.visible.clear(optimizer)
+
+    def drop_gradients(self, optimizer: int | None = None) -> None:
+        """As :meth:`zero_grad`, but what stands in ``.grad`` stays, and says when it is used that it is gone."""
+        self.passes.recover(dropping=optimizer is None or len(self.optimizers) == 1)
+        self.batches.forget()
+        self.reducer.clear(optimizer)
+        for each in (optimizer,) if optimizer is None else (optimizer, -1):
+            self.passes.forget_tokens(each)
+        self.visible.forget(optimizer)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
+
+        Raises:
+            ValueError: the plan reduces at every pass (ZeRO-2/3), so there is nothing to skip; or it updates during
+                backward.
+        """
+        if self.plan.shard.reduce == "every":
+            raise ValueError(
+                f"no_sync() with reduce={self.plan.shard.reduce!r}: this plan keeps only gradient shards (ZeRO-2/3); "
+                "call backward several times before step instead, gradients add up"
+            )
+        if self.plan.grad.update == "backward":
+            raise ValueError(
+                f"no_sync() with update={self.plan.grad.update!r}: gradients are used as soon as they are reduced, so "
+                "each step is one backward pass; use update='step'"
+            )
+        return self.passes.no_sync()
+
+    def __deepcopy__(self, _memo: object) -> Engine:
+        raise TypeError(
+            f"a model sharded over {self.mesh.size} ranks cannot be copied: build another one and load state_dict()"
+        )
+
+    def check_open(self, call: str) -> None:
+        """The model is this engine's still. ``call`` is what needs that, for the message.
+
+        Raises:
+            RuntimeError: it was closed, or ``unshard()`` has given the parameters back.
+        """
+        if self.closed:
+            self.guards.check_held()
+            raise RuntimeError(f"{call} of a {type(self.model).__name__} that was closed: build it again, load a state")
+
+    def close(self) -> None:
+        """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
+        self.closed = True
+        self.attachment.remove()
+        self.division.release()
+        # Before that .grad is the user's own.
+        if self._begun:
+            self.visible.clear()
+        self.storage.close()

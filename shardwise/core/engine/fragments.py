@@ -1,0 +1,472 @@
+"""What this rank holds of every global tensor, and how it is put back: the engine's side of a checkpoint.
+
+A *fragment* is a range of one global tensor, in the order in which that is stored ([Note: Stored order]). Values are
+given as they are trained: fp32 masters where there are some, otherwise the parameter shard. They are read tile by tile,
+so at most one tile is in memory beyond what is there anyway. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.core.base.names import is_extra
+from shardwise.core.engine import optimizer_state
+from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.load_hooks import run_load_hooks
+from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.engine.others import check_others, put_others
+from shardwise.core.engine.whole import state_names
+from shardwise.core.optim.nested_state import flat, nested
+from shardwise.core.parallel.tensor import Part
+from shardwise.core.parallel.tensor.order import StoredCut, own_runs
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ParamFact
+from shardwise.core.update.disk_tiles import is_element_wise
+from shardwise.plan.precision import HALF_DTYPES
+
+__all__ = [
+    "Fill",
+    "Fragment",
+    "FragmentBlock",
+    "FragmentPlan",
+    "FragmentReader",
+    "Held",
+    "Stored",
+    "TensorShape",
+    "split",
+]
+
+
+class Fill(Protocol):
+    """Reads from a checkpoint."""
+
+    def __call__(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
+        """Elements ``[start, start + out.numel())`` of a flattened tensor, cast, into ``out`` (1-D); of what this rank
+        has of it, where that is a ``part``."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Global shape and dtype under which a tensor is saved."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements ``[start, start + numel)`` of the global tensor ``name`` of ``shape``, in stored order (``cut``;
+    ``None``: its own, flattened)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    numel: int
+    cut: StoredCut | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the entire tensor as it is."""
+        return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class FragmentBlock:
+    """Fragments that come into memory together. Each getter gives its fragment's values while the block is open."""
+
+    opened: Callable[[], AbstractContextManager[Any]]
+    parts: tuple[tuple[Fragment, Callable[[Any], torch.Tensor]], ...]
+
+
+class FragmentPlan:
+    """The fragments that one rank writes, and their values in the same order.
+
+    Args:
+        blocks: what this rank holds.
+        most_bytes: of a fragment.
+        replica, replicas: which of the ranks that hold the same this is.
+    """
+
+    def __init__(self, blocks: Sequence[FragmentBlock], most_bytes: int, replica: int, replicas: int) -> None:
+        self._blocks = blocks
+        cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
+        total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
+        self._owned: list[list[list[tuple[Fragment, int]]]] = []
+        at = 0
+        for block, parts in zip(blocks, cut, strict=True):
+            owned: list[list[tuple[Fragment, int]]] = []
+            for (whole, _), pieces in zip(block.parts, parts, strict=True):
+                mine = []
+                for piece in pieces:
+                    # Replicas hold the same bits: each writes a contiguous share of them.
+                    if at * replicas // total == replica:
+                        mine.append((piece, piece.start - whole.start))
+                    at += piece.nbytes
+                owned.append(mine)
+            self._owned.append(owned)
+        self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
+        reader = self.reader()
+        try:
+            for index in range(len(self.fragments)):
+                yield reader.read(index)
+        finally:
+            reader.close()
+
+    def reader(self) -> FragmentReader:
+        """Values in any order; close it."""
+        places = []
+        for block, parts in zip(self._blocks, self._owned, strict=True):
+            for (_, get), pieces in zip(block.parts, parts, strict=True):
+                places += [(block, get, offset) for _, offset in pieces]
+        return FragmentReader(self.fragments, places)
+
+
+class FragmentReader:
+    """Parts of fragments in any order. The block that was read last stays open, since what follows is often there."""
+
+    def __init__(
+        self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Callable[[Any], torch.Tensor], int]]
+    ) -> None:
+        self.fragments, self._places = fragments, places
+        self._block: FragmentBlock | None = None
+        self._open = ExitStack()
+        self._held: Any = None
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Elements ``[start, start + numel)`` of a fragment: 1-D, contiguous, on the host, valid until the next."""
+        block, get, offset = self._places[index]
+        if block is not self._block:
+            self.close()
+            self._held = self._open.enter_context(block.opened())
+            self._block = block
+        first = offset + start
+        count = self.fragments[index].numel - start if numel is None else numel
+        return get(self._held).detach().reshape(-1)[first : first + count].cpu().contiguous()
+
+    def close(self) -> None:
+        """Let go of the open block. Safe to call twice."""
+        self._block = self._held = None
+        self._open.close()
+
+
+def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
+    """Cut into fragments of at most ``most_bytes``, the boundaries at multiples of that within the tensor.
+
+    So neighbouring fragments of one tensor have neighbouring pieces wherever the shards are cut.
+    """
+    step = max(most_bytes // fragment.dtype.itemsize, 1)
+    pieces, at, end = [], fragment.start, fragment.start + fragment.numel
+    while at < end:
+        stop = min((at // step + 1) * step, end)
+        pieces.append(replace(fragment, start=at, numel=stop - at))
+        at = stop
+    return pieces
+
+
+class Held:
+    """One engine and its optimizers, by global names.
+
+    Attributes:
+        names: of each parameter of the whole model all its names, the one it is saved under first.
+        others: buffers and extra state by name, as they are now.
+        other_shapes: an optimizer has whole tensors, so its state may have other shapes than they.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self.engine, self.optimizers = engine, tuple(optimizers)
+        engine.guards.check()
+        self.other_shapes = bool(engine.whole)
+        self._census, found = engine.division.census, state_names(engine)
+        self.names: list[tuple[str, ...]] = [
+            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
+        ]
+        self._own = [self.names[place] for place in self._census.place]
+        self._outlines = found.others
+        own = engine.attachment.own_state.names() if self._census.names is not None else found
+        self.others = dict(own.others)
+        self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
+        for optimizer in self.optimizers:
+            for position, tile in enumerate(optimizer._updates.tiles):
+                self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's own."""
+        return self.engine.model
+
+    # ---- names and shapes, the same on every rank
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters, each with the one it is saved under."""
+        return {other: names[0] for names in self.names for other in names[1:]}
+
+    def model_shapes(self) -> dict[str, TensorShape]:
+        """Every parameter and tensor buffer by its saved name (without prefix)."""
+        shapes = {}
+        for place, fact in enumerate(self._census.facts):
+            shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
+        for name, value in self._outlines.items():
+            if not is_extra(name, value):
+                shapes[name] = TensorShape(tuple(value.shape), value.dtype)
+        return shapes
+
+    def _stored_dtype(self, place: int, fact: ParamFact) -> torch.dtype:
+        """Of the master, or of the shard where there is none."""
+        if place not in self._census.index:  # another rank's: by the same rule
+            apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES
+            return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
+        chunk_index, _ = self.engine.layout.where[self._census.index[place]]
+        state = self.engine.states.get(chunk_index)
+        dtype = state.dtype if state is not None else None
+        return dtype or self.engine.layout.chunks[chunk_index].dtype
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """In which each parameter is used."""
+        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers, and what else of tensors modules add to their state."""
+        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
+
+    def extra(self) -> dict[str, Any]:
+        """What modules return from ``get_extra_state``, and what else they save that is no tensor."""
+        return {name: value for name, value in self.others.items() if is_extra(name, value)}
+
+    def extra_names(self) -> list[str]:
+        """Names of extra state of the whole model."""
+        return [name for name, value in self._outlines.items() if is_extra(name, value)]
+
+    def gives(self, name: str) -> bool:
+        """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
+        mesh, staging = self.engine.mesh, self.engine.staging
+        first = staging.rank_of(name) if staging is not None else 0
+        return mesh.rank == mesh.tensor.rank == 0 and mesh.pipeline.rank == first
+
+    def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
+        """Saved names of the parameters, by param group."""
+        return [[self.names[place][0] for place in places] for places in optimizer.places_by_group()]
+
+    def trained(self, optimizer: ShardedOptimizer) -> set[str]:
+        """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
+        facts = enumerate(self._census.facts)
+        return {self.names[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
+
+    # ---- out
+
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
+        """What this rank gives, in fragments of at most ``most_bytes``; replicas share it, or the first gives all. What
+        all ranks of a tensor-parallel axis have the first one gives."""
+        replicas = self.engine.mesh.replicate
+        if not shared:
+            return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
+        return FragmentPlan(list(self._blocks()), most_bytes, replicas.rank, replicas.size)
+
+    def _blocks(self) -> Iterator[FragmentBlock]:
+        for chunk in self.engine.chunks:
+            positions = self._positions.get(chunk.spec.index)
+            if positions is None:
+                yield self._chunk_block(chunk)
+            for optimizer, position in positions or ():
+                yield self._tile_block(optimizer, position)
+
+    def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
+        """Parameters that none of the optimizers here has: of others', and where the model is given alone, masters."""
+        state = self.engine.states.get(chunk.spec.index)
+        master = None if state is None else state.dtype
+        dtype = chunk.spec.dtype if master is None else master
+        parts = []
+        for slot in chunk.spec.slots:
+            start, end = chunk.overlap(slot)
+            if start < end:
+                name, first = f"model/{self._own[slot.param][0]}", start - chunk.shard_start
+                get = _part_of_shard(first, end - start)
+                parts += self._given(name, slot.param, dtype, start - slot.start, end - slot.start, get)
+        return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
+
+    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
+        tile = optimizer._updates.tiles[position]
+        parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
+        for piece in tile.pieces:
+            name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
+            get = _value_of(piece.value)
+            parts += self._given(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
+            for key, value in flat(optimizer.state.get(piece.value, {})).items():
+                full, get = f"optimizer/{optimizer.index}/{name}/{key}", _state_of(optimizer, piece.value, key)
+                if is_element_wise(value, piece):
+                    parts += self._given(full, piece.param, value.dtype, first, last, get)
+                elif _is_large(value) and not self.engine.layout.facts[piece.param].earlier:
+                    parts.append((Fragment(full, tuple(value.shape), value.dtype, 0, value.numel()), get))
+        return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
+
+    def _given(
+        self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Callable[[Any], torch.Tensor]
+    ) -> list[tuple[Fragment, Callable[[Any], torch.Tensor]]]:
+        """What is stored of elements ``[start, end)`` of what this rank has of a parameter (or of its state)."""
+        fact = self.engine.layout.facts[param]
+        shape, part = tuple(fact.whole), fact.part
+        if fact.earlier:
+            return []
+        if part is None:
+            first = self.engine.mesh.tensor.rank == 0
+            return [(Fragment(name, shape, dtype, start, end - start), get)] if first else []
+        cut = StoredCut.of(shape, part.cut)
+        return [
+            (Fragment(name, shape, dtype, run.stored, run.numel, cut), _some_of(get, run.local - start, run.numel))
+            for run in own_runs(part, start, end)
+        ]
+
+    def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+        """By parameter with a piece on this rank and state: what is not element-wise and small: numbers, and tensors of
+        few elements."""
+        small: dict[str, dict[str, Any]] = {}
+        for tile in optimizer._updates.tiles:
+            for piece in tile.pieces:
+                state = optimizer.state.get(piece.value)
+                if state:
+                    small_ones = (item for item in flat(state).items() if not _is_large(item[1]))
+                    own = {key: value for key, value in small_ones if not is_element_wise(value, piece)}
+                    small.setdefault(self._own[piece.param][0], {}).update(own)
+        return small
+
+    # ---- in
+
+    @torch.no_grad()
+    def put_back(
+        self,
+        fill: Fill,
+        stored: Callable[[str], str | None],
+        state_of: Callable[[str], dict[str, Any] | None],
+        optimizers: Collection[int],
+    ) -> None:
+        """Fill this rank's shards, masters and optimizer state, in place where there is memory for it: an interrupt
+        leaves them half filled (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
+
+        Args:
+            fill: gives values.
+            stored: the tensor that holds a model parameter, by the name it would be saved under here; ``None`` leaves
+                the parameter as it is.
+            state_of: by the name of a parameter ``{key: small value, or Stored}``; ``None``: it was never stepped.
+            optimizers: indices of those whose state is replaced.
+        """
+        for chunk in self.engine.chunks:
+            self._put_values(chunk, fill, stored)
+            for optimizer, position in self._positions.get(chunk.spec.index, ()):
+                if optimizer.index in optimizers:
+                    self._put_state(optimizer, position, fill, state_of)
+
+    def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
+        state = self.engine.states.get(chunk.spec.index)
+        facts = self.engine.layout.facts
+        everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank needs all of it
+        for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
+        wanted = [(slot, name) for slot, name in for_all if name is not None]
+        if not wanted:
+            return
+        if everywhere:
+            for slot, name in wanted:
+                fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
+            return
+        with chunk.opened(write=True) as shard:
+            ranges = [(name, slot, *chunk.overlap(slot)) for slot, name in wanted]
+            ranges = [each for each in ranges if each[2] < each[3]]
+            if state is None or state.dtype is None:
+                for name, slot, start, end in ranges:
+                    place = slice(start - chunk.shard_start, end - chunk.shard_start)
+                    fill(name, start - slot.start, shard[place], facts[slot.param].part)
+                return
+            with state.opened(write=True) as master:
+                for name, slot, start, end in ranges:
+                    place = slice(start - chunk.shard_start, end - chunk.shard_start)
+                    if master is not None:
+                        fill(name, start - slot.start, master[place], facts[slot.param].part)
+                        shard[place].copy_(master[place])
+
+    def _put_state(
+        self,
+        optimizer: ShardedOptimizer,
+        position: int,
+        fill: Fill,
+        state_of: Callable[[str], dict[str, Any] | None],
+    ) -> None:
+        states: list[dict[str, Any] | None] = []
+        tile = optimizer._updates.tiles[position]
+        entries = [state_of(self._own[piece.param][0]) for piece in tile.pieces]
+        fresh = optimizer.fresh_state(position) if None in entries else [None] * len(entries)
+        for piece, entry, new in zip(tile.pieces, entries, fresh, strict=True):
+            if entry is None:
+                states.append(new)
+                continue
+            state: dict[str, Any] = {}
+            held = flat(optimizer.state.get(piece.value, {}))
+            for key, value in entry.items():
+                if isinstance(value, Stored):
+                    dtype = optimizer._updates.dtype_for(key, value.dtype, piece)
+                    there: Any = held.get(key)
+                    # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
+                    reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
+                    if not reuse:
+                        numel = piece.end - piece.start
+                        there = torch.empty(numel, dtype=dtype, device=piece.value.device)
+                    state[key] = there.view(piece.value.shape)
+                    fill(value.name, piece.offset, state[key].view(-1), self.engine.layout.facts[piece.param].part)
+                else:
+                    state[key] = value
+                    if isinstance(value, torch.Tensor):  # a count is on the host, rows and columns are with the values
+                        state[key] = value.to(piece.value.device if value.dim() else value.device, copy=True)
+            states.append(nested(state))
+        optimizer._updates.replace(position, states)
+
+    def check_others(self, values: dict[str, Any]) -> None:
+        """See :func:`~shardwise.core.engine.others.check_others`."""
+        check_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+
+    @torch.no_grad()
+    def put_others(self, values: dict[str, Any]) -> None:
+        """Buffers (tensors of the same shape, cast) and extra state, by name."""
+        own = {name: value for name, value in values.items() if name in self.others}
+        put_others(self.engine, self.others, own, check_others(self.engine, self.others, own))
+
+    def loaded(self, missing: list[str], unexpected: list[str]) -> None:
+        """See :func:`~shardwise.core.engine.load_hooks.run_load_hooks`. Collective."""
+        run_load_hooks(self.engine, missing, unexpected)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An element-wise entry of optimizer state: the tensor that holds it."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > optimizer_state.MOST_SMALL
+
+
+def _part_of_shard(first: int, numel: int) -> Callable[[Any], torch.Tensor]:
+    return lambda shard: shard[first : first + numel]
+
+
+def _some_of(get: Callable[[Any], torch.Tensor], first: int, numel: int) -> Callable[[Any], torch.Tensor]:
+    return lambda held: get(held)[first : first + numel]
+
+
+def _value_of(value: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda _: value
+
+
+def _state_of(optimizer: ShardedOptimizer, value: torch.Tensor, key: str) -> Callable[[Any], torch.Tensor]:
+    return lambda _: flat(optimizer.state[value])[key]

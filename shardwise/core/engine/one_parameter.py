@@ -1,0 +1,309 @@
+"""One parameter of a sharded model: its value, gradient and optimizer state, whole or this rank's part, read and set.
+
+For programs that look at a few parameters between passes and steps. Every method is collective, also those that are
+about this rank's own part: what is set is published to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from shardwise.core.base.checksum import sample_words
+from shardwise.core.checks.agreement import Description, agreed_load
+from shardwise.core.checks.collective import collective
+from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.engine.staging import gather_parts
+from shardwise.core.engine.whole import READ_AGAIN, READING
+from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.update.tiles import Piece
+
+__all__ = ["OneParameter"]
+
+UNREAD = "optimizer state was read"
+WRITING = "optimizer state was written to it"
+
+
+class OneParameter:
+    """Of one engine. Values are given as they are trained: of the fp32 master where there is one.
+
+    Under tensor parallelism "whole" is what this rank's layer has, the shape of the parameter itself.
+
+    Args:
+        engine: whose.
+        optimizers: all of its.
+        index: of the parameter, in the engine's order.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer], index: int) -> None:
+        self.engine, self.index = engine, index
+        chunk_index, self._slot = engine.layout.where[index]
+        self._chunk = engine.chunks[chunk_index]
+        held = [each for each in optimizers if each.index == self._chunk.spec.optimizer]
+        self._optimizer = held[0] if held and self._chunk.spec.trainable else None
+        start, end = self._chunk.overlap(self._slot)
+        self._first = min(start, end) - self._slot.start if start < end else 0
+        self._numel = max(end - start, 0)
+
+    @property
+    def name(self) -> str:
+        """Its first name in the model."""
+        return self.engine.layout.facts[self.index].names[0]
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is whole on every rank at all times."""
+        return self._chunk.resident
+
+    @property
+    def unit(self) -> int:
+        """Of what it is gathered with, as events name it."""
+        return self._chunk.spec.unit
+
+    # ---- its value
+
+    def value(self, own: bool = False) -> torch.Tensor:
+        """A copy, whole; or of this rank's part (1-D, empty where it has none). On the device."""
+        return self._read() if own else self._read_whole()
+
+    def _read(self) -> torch.Tensor:
+        """This rank's part."""
+        engine = self.engine
+        engine.values.settle(f"reading {self.name}")
+        with agreed(engine.mesh.stage, READING, READ_AGAIN, needed=engine.storage.uses_disk):
+            return self._own_value()
+
+    @collective("reading a parameter")
+    def _read_whole(self) -> torch.Tensor:
+        return self._whole(self._read())
+
+    def _own_value(self) -> torch.Tensor:
+        with ExitStack() as stack:
+            shard = None
+            state = self.engine.states.get(self._chunk.spec.index)
+            if state is not None and state.dtype is not None:
+                shard = stack.enter_context(state.opened())
+            if shard is None:
+                shard = stack.enter_context(self._chunk.opened())
+            return self._part_of(shard).to(self.engine.mesh.device, copy=True)
+
+    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        at = self._slot.start + self._first - self._chunk.shard_start
+        return shard[at : at + self._numel] if self._numel else shard[:0]
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts. Collective."""
+        return gather_parts(self.engine.mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
+
+    @collective("writing a parameter")
+    @torch.no_grad()
+    def set_value(self, value: torch.Tensor, own: bool = False) -> None:
+        """Replace it, master and all, by ``value``: whole and the same on every rank, or this rank's part.
+
+        Raises:
+            ValueError: another shape or number of elements, or ranks give different whole values; nothing has changed.
+            PeerError: another rank's shape does not fit.
+            RuntimeError: the model was closed, or given back by ``unshard()``; so for all that is set here.
+        """
+        self.engine.check_open(f"writing {self.name}")
+        given = self._alike(value, own, "the value")
+        if own:
+            given = self._whole(given)
+        engine = self.engine
+        engine.values.make_current(f"writing {self.name}")
+        engine.values.before_update()
+        engine.unfinished.begin(f"writing {self.name}", PARAMETERS)
+        with ValueWriter(engine.storage) as writer:
+            writer.store(self.index, given, local=True)
+        engine.values.publish(everything=True)
+        engine.unfinished.end(PARAMETERS)
+
+    def _alike(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
+        """As :meth:`_checked`, on all ranks; what is given whole they compare. See [Note: States that ranks are given].
+
+        Raises:
+            ValueError: other ranks give other values; nothing has changed.
+            PeerError: another rank's has another shape.
+        """
+        given = value
+
+        def told() -> Description:
+            return {} if own else {what: {"a sample of the values": sample_words([given])[0]}}
+
+        with agreed_load(self.engine.mesh.world, f"{what} of {self.name}", told):
+            given = self._checked(value, own)
+        return given
+
+    def _checked(self, value: torch.Tensor, own: bool) -> torch.Tensor:
+        wanted = torch.Size([self._numel]) if own else torch.Size(self._slot.shape)
+        what = "this rank's part of it has" if own else "it has"
+        if value.numel() != wanted.numel():
+            raise ValueError(f"{self.name} := a tensor of shape {tuple(value.shape)}, but {what} {tuple(wanted)}")
+        return value.detach().to(self.engine.mesh.device).reshape(wanted)
+
+    # ---- its gradient
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a pass has left it one that no step has used."""
+        return self.engine.visible.has(self.index)
+
+    def gradient(self, own: bool = False) -> torch.Tensor | None:
+        """What the next step would apply, before clipping: averaged over ranks and unscaled, at least fp32.
+
+        Raises:
+            RuntimeError: it is not averaged yet, or not kept; says why.
+        """
+        visible = self.engine.visible
+        with nullcontext() if own else self.engine.mesh.doing("reading a gradient"):
+            visible.collect()
+            if not self.has_gradient:
+                return None
+            visible.check_use(self.index, "the gradient")
+            full = visible.full(self.index, wide=True)
+        return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
+
+    @torch.no_grad()
+    def unreduced(self) -> torch.Tensor | None:
+        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32. Not collective;
+        ``None``: there is nothing."""
+        grads = self.engine.grads.get(self._chunk.spec.index)
+        found = None if grads is None else grads.arrived(self._chunk.spec.slots.index(self._slot))
+        if found is None or not self.engine.passes.unreduced:
+            return None
+        wide = torch.float64 if found.dtype == torch.float64 else torch.float32
+        return found.to(wide, copy=True).div_(self.engine.counts.loss_scale)
+
+    @collective("writing a gradient")
+    @torch.no_grad()
+    def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
+        """Replace it, as assigning ``.grad`` does in one process.
+
+        Raises:
+            ValueError: another shape or number of elements.
+        """
+        self.engine.check_open(f"writing the gradient of {self.name}")
+        given = self._checked(value, own)
+        self.engine.visible.collect()
+        self.engine.visible.replace(self.index, self._whole(given) if own else given)
+
+    # ---- its optimizer state
+
+    @collective("reading the state of a parameter")
+    def state(self, key: str, own: bool = False) -> torch.Tensor | None:
+        """One entry of its optimizer state; what is not element-wise (``step``) as it is. ``None`` before a step.
+
+        Raises:
+            KeyError: there is state, and none of that name.
+            ValueError: it is neither element-wise nor a number (rows and columns of Adafactor).
+        """
+        if self._optimizer is None:
+            return None
+        self.engine.values.make_current(f"reading the state of {self.name}")
+        needed = self.engine.storage.uses_disk
+        kinds, parts = dict[str, Any](), list[torch.Tensor]()
+        with agreed(self.engine.mesh.stage, UNREAD, READ_AGAIN, needed=needed):
+            for _, piece, state in self._pieces():
+                kinds = {name: self._kind(value, piece) for name, value in state.items()}
+                if isinstance(kinds.get(key), str):
+                    parts.append(state[key].reshape(-1).to(self.engine.mesh.device, copy=True))
+        told = [post for post in self.engine.mesh.shard.exchange_object(kinds, f"the state of {self.name}") if post]
+        if not told:
+            return None
+        if key not in told[0]:
+            raise KeyError(f"{key!r}: the optimizer state of {self.name} has {sorted(told[0])}; give one of them")
+        kind = told[0][key]
+        if kind is None:
+            raise ValueError(
+                f"{key!r} of the optimizer state of {self.name} has another shape than the parameter: read it from "
+                "optimizer.state_dict(), on every rank"
+            )
+        if not isinstance(kind, str):
+            return torch.tensor(kind[0], dtype=getattr(torch, kind[1]), device="cpu")
+        empty = torch.empty(0, dtype=getattr(torch, kind), device=self.engine.mesh.device)
+        part = torch.cat(parts) if parts else empty
+        return part if own else self._whole(part)
+
+    @staticmethod
+    def _kind(value: Any, piece: Piece) -> Any:
+        """Of element-wise state its dtype; of a number the value and its dtype; ``None``: what has other shapes."""
+        if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
+            return str(value.dtype).removeprefix("torch.")
+        if not isinstance(value, torch.Tensor | bool | int | float) or getattr(value, "ndim", 0) > 0:
+            return None
+        number = torch.as_tensor(value)
+        return [number.item(), str(number.dtype).removeprefix("torch.")]
+
+    @collective("writing the state of a parameter")
+    @torch.no_grad()
+    def set_state(self, key: str, value: torch.Tensor, own: bool = False) -> None:
+        """Replace one element-wise entry of its optimizer state.
+
+        Raises:
+            ValueError, PeerError: as :meth:`set_value`.
+            RuntimeError: no optimizer has it, or it has no state yet.
+            KeyError: its state has no such entry.
+        """
+        self.engine.check_open(f"writing the state of {self.name}")
+        found = self.state(key, own=True)
+        if found is None or self._optimizer is None:
+            raise RuntimeError(
+                f"the optimizer state {key!r} of {self.name} := ... (it has {found}): a frozen parameter has none, and "
+                "others have theirs after the first step; set it then"
+            )
+        given = self._alike(value, own, f"the state {key!r}").reshape(-1)
+        given = given if own else given[self._first : self._first + self._numel]
+        with self._writing():
+            for position, piece, _ in self._pieces():
+                part = given[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
+                self._rewrite(position, piece, key, part)
+
+    def _rewrite(self, position: int, piece: Piece, key: str, part: torch.Tensor) -> None:
+        """A tile with one piece's state changed; never in place, so that what was there can come back."""
+        if self._optimizer is None:
+            return
+        updates, held = self._optimizer._updates, self._optimizer.state
+        tile = updates.tiles[position]
+        with updates.opened(position):
+            entries = [dict(held.get(one.value, {})) for one in tile.pieces]
+            if tile.state.on_disk:  # what was read is gone behind the block
+                entries = [{name: _copy(each) for name, each in entry.items()} for entry in entries]
+        own = entries[tile.pieces.index(piece)]
+        if own:
+            own[key] = own[key].clone().copy_(part.view(own[key].shape))
+        updates.replace(position, [entry or None for entry in entries])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        engine, optimizer = self.engine, self._optimizer
+        if optimizer is None:
+            raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
+        needed = engine.storage.uses_disk
+        with optimizer.undone_on_error(), agreed(engine.mesh.everyone, WRITING, "Nothing has changed.", needed=needed):
+            yield
+        if engine.storage.store is not None:
+            engine.storage.store.commit()
+        engine.unfinished.end(state_of(optimizer.index))
+
+    def _pieces(self) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
+        """Position of its tile, a piece of it, and the piece's state, which can be read until the next; in order."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for position, tile in enumerate(optimizer._updates.tiles):
+            for piece in tile.pieces:
+                if piece.param == self.index:
+                    with ExitStack() as stack:
+                        stack.enter_context(optimizer._updates.opened(position))
+                        state = dict(optimizer.state.get(piece.value, {}))
+                        yield position, piece, state
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

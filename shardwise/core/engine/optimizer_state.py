@@ -1,0 +1,437 @@
+"""Optimizer state between its sharded form (flat pieces) and the full form that plain torch has."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from shardwise.core.base.checked import as_mapping
+from shardwise.core.base.checksum import sample_words
+from shardwise.core.checks.agreement import Description, agreed_load
+from shardwise.core.checks.description import described, group_values
+from shardwise.core.checks.param_groups import check_modes
+from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.staging import gather_chunk
+from shardwise.core.engine.updates import TileUpdates
+from shardwise.core.engine.whole import READ_AGAIN, first_holders, reads_disk, together
+from shardwise.core.grads.scaler import LossScaler
+from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
+from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.core.optim.taken_state import counted
+from shardwise.core.parallel.tensor.order import part_of_whole
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import Slot
+from shardwise.core.update.tiles import Piece
+
+__all__ = ["MOST_SMALL", "OptimizerState"]
+
+
+LARGE = "large"
+MOST_SMALL = 4096
+"""Elements of a state that is not element-wise (rows, columns) and goes between ranks, and into files, as text."""
+_Described = dict[int, dict[str, Any]]
+
+
+class OptimizerState:
+    """Cuts a full state into pieces and puts pieces together again, for one optimizer of an engine."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
+        self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
+        position = {id(p): i for i, p in enumerate(engine.params)}
+        self._groups = engine.division.census.groups[index]
+        self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
+        self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
+
+    def check_prior(self) -> None:
+        """Raises:
+        ValueError: state that the optimizer has already cannot be cut.
+        """
+        for position, tile in enumerate(self._updates.tiles):
+            for piece, entry in zip(tile.pieces, self._prior_of(position), strict=True):
+                if entry is not None:
+                    self._cut(piece, entry)
+
+    def adopt(self) -> None:
+        """State that the optimizer had when this was made (Adagrad, a resumed run) becomes that of pieces."""
+        with self._all_write("its state was put in place", "Build again once that is put right."):
+            for position, tile in enumerate(self._updates.tiles):
+                if any(piece.param in self._prior for piece in tile.pieces):
+                    self._updates.replace(position, self._completed(position, self._prior_of(position)))
+        self._commit()
+        self._prior = {}
+
+    def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
+        return agreed(self.engine.mesh.everyone, doing, outcome, needed=self._updates.uses_disk)
+
+    def _all_read(self) -> AbstractContextManager[None]:
+        needed = self.engine.storage.uses_disk
+        return agreed(self.engine.mesh.everyone, "optimizer state was read", READ_AGAIN, needed=needed)
+
+    def _commit(self) -> None:
+        """What was written to the disk is from here on what a failed step goes back to."""
+        if self.engine.storage.store is not None:
+            self.engine.storage.store.commit()
+
+    def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
+        """Of a tile's parameters; ``None`` on the meta device, without values: what was made with the optimizer is made
+        again."""
+        pieces = self._updates.tiles[position].pieces
+        entries = [self._prior.get(piece.param) for piece in pieces]
+        if self._made_at_once:
+            entries = [None if entry is not None and _on_meta(entry) else entry for entry in entries]
+        return entries
+
+    def _completed(self, position: int, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+        """A tile's part of full states; ``None`` starts anew."""
+        pieces = self._updates.tiles[position].pieces
+        fresh = self.fresh(position) if None in entries else [None] * len(pieces)
+        return [
+            new if entry is None else self._cut(piece, entry)
+            for piece, entry, new in zip(pieces, entries, fresh, strict=True)
+        ]
+
+    def fresh(self, position: int) -> list[dict[str, Any] | None]:
+        """The state that the pieces of a tile begin with: what the class gives them when it is built (Adagrad's sums);
+        ``None`` where it makes its state in its steps."""
+        tile = self._updates.tiles[position]
+        if not self._made_at_once:
+            return [None] * len(tile.pieces)
+        group = self._updates.param_groups.now[tile.group]
+        with self._updates.opened(position):
+            return [constructed_state(self.optimizer, group, piece.value) or None for piece in tile.pieces]
+
+    def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
+        fact = self.engine.layout.facts[piece.param]
+        name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
+        whole = self.engine.layout.chunks[self.engine.layout.where[piece.param][0]].whole
+        cut: dict[str, Any] = {}
+        for key, value in flat(full).items():
+            if not isinstance(value, torch.Tensor):
+                cut[key] = value
+            elif value.is_meta:
+                raise ValueError(
+                    f"optimizer state {key!r} of {name} is on {value.device}: build the optimizer on real parameters"
+                )
+            elif value.shape == shape and value.dim() > 0:
+                if part is None:
+                    own = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
+                else:
+                    own = part_of_whole(value, part, piece.offset, numel)
+                dtype = self._updates.dtype_for(key, own.dtype, piece)
+                cut[key] = own.to(device=piece.value.device, dtype=dtype, copy=True).view(piece.value.shape)
+            elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
+                dtype = self._updates.dtype_for(key, value.dtype, piece)
+                cut[key] = value.detach().reshape(1).to(device=piece.value.device, dtype=dtype, copy=True)
+            elif value.numel() == 1 and (value.dim() == 0 or key == "step" or not whole):
+                cut[key] = value.detach().clone()
+            elif whole:  # a matrix of one element, too
+                cut[key] = value.detach().to(piece.value.device, copy=True)
+            else:
+                raise ValueError(
+                    f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(shape)}: "
+                    "only element-wise state can be sharded"
+                )
+        return nested(cut)
+
+    def places_by_group(self) -> list[tuple[int, ...]]:
+        """Places in the whole model of the parameters of each group, as the groups stand now; frozen ones included."""
+        return [self._groups[index] for index in self._updates.param_groups.order()]
+
+    def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
+        """The number in torch's state_dict of each parameter, by place, and the packed groups, as they stand now."""
+        number: dict[int, int] = {}
+        groups = []
+        for group, places in zip(self.optimizer.param_groups, self.places_by_group(), strict=True):
+            for place in places:
+                number[place] = len(number)
+            # A learning rate in a tensor goes on changing.
+            packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+            groups.append(packed | {"params": [number[p] for p in places]})
+        return number, groups
+
+    def collect(self, wanted: bool = True) -> dict[str, Any]:
+        """The full state_dict, tensors on the host; without state on a rank where it is not ``wanted``. Collective."""
+        number, groups = self._numbering()
+        described = self._described()
+        own = self._own_entries(described, wanted or self.engine.mesh.pipeline.size > 1)
+        entries = own if self.engine.mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
+        state = {number[place]: nested(entry) for place, entry in entries}
+        return {"state": dict(sorted(state.items())) if wanted else {}, "param_groups": groups}
+
+    def _of_all_stages(
+        self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each parameter's state by place, from the ranks that have it. Collective."""
+        census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
+        with self._all_read():  # ranks of a stage agree on each; the other stages learn of it here
+            found = dict(own)
+        for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
+            entry: dict[str, Any] = {}
+            for key, kind in kinds.items():
+                if not isinstance(kind, str) and kind[0] != LARGE:
+                    entry[key] = _plain(kind)
+                    continue
+                if rank == pipeline.rank:
+                    value = found[place][key].to(self.engine.mesh.device)
+                else:
+                    value = self._room(kind, census.facts[place].whole)
+                pipeline.broadcast(value, rank)
+                entry[key] = value.cpu() if wanted else None
+            yield place, entry
+
+    def _own_entries(self, described: _Described, wanted: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The state of this rank's parameters by place."""
+        engine, layout = self.engine, self.engine.layout
+        positions: dict[int, list[int]] = {}
+        for position, tile in enumerate(self._updates.tiles):
+            positions.setdefault(tile.chunk.spec.index, []).append(position)
+        left = [len(spec.slots) for spec in layout.chunks]
+        arrays: dict[int, dict[str, torch.Tensor]] = {}
+        # See [Note: Ranks with other parts have other chunks].
+        for param, (index, slot) in enumerate(layout.where):
+            if layout.chunks[index].optimizer != self.index or index not in engine.grads:
+                continue
+            if index not in arrays or engine.mesh.tensor.size > 1:
+                arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
+            entry = described.get(param)
+            if entry is not None:
+                yield engine.division.census.place[param], self._entry(param, slot, entry, arrays[index], wanted)
+            left[index] -= 1
+            if not left[index]:
+                del arrays[index]
+
+    def _gathered(
+        self, index: int, positions: Sequence[int], described: _Described, wanted: bool, known: bool
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """One chunk's element-wise state by key, on the host; nothing where it is ``known``."""
+        engine, shards = self.engine, dict[str, torch.Tensor]()
+        chunk = engine.chunks[index]
+        entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
+        kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
+        dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
+        needed = reads_disk(engine, known)
+        with agreed(engine.mesh.stage, "optimizer state was read", READ_AGAIN, needed=needed):
+            if not known:
+                shards = self._shards(chunk, positions, dtypes)
+        if known:
+            return {}
+        full: dict[str, torch.Tensor] = {}
+        for key, shard in shards.items():
+            gathered = gather_chunk(engine.mesh.shard, chunk.spec, shard.to(chunk.device))
+            if wanted or engine.mesh.tensor.size > 1:
+                full[key] = gathered.cpu()
+        return {index: full}
+
+    def _entry(
+        self, param: int, slot: Slot, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
+    ) -> dict[str, Any]:
+        """A parameter's state; of one that ranks hold parts of, put together by all of them."""
+        entry, part = dict[str, Any](), self.engine.layout.facts[param].part
+        for key, kind in described.items():
+            if not isinstance(kind, str) and kind[0] == LARGE:
+                value = self._from_owner(param, slot, key, kind)
+                entry[key] = value.cpu() if wanted else None
+            elif not isinstance(kind, str):
+                entry[key] = _plain(kind)
+            elif part is not None:
+                value = full[key][slot.start : slot.end].view(slot.shape)
+                value = together(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
+                entry[key] = value.cpu() if wanted else None
+            elif wanted:
+                entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
+        return entry
+
+    def _room(self, kind: Any, shape: Sequence[int]) -> torch.Tensor:
+        """Memory for what is described as ``kind``, of a parameter of ``shape``."""
+        size, dtype = (shape, kind) if isinstance(kind, str) else kind[1:]
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+        return torch.empty(tuple(size), dtype=dtype, device=self.engine.mesh.device)
+
+    def _from_owner(self, param: int, slot: Slot, key: str, kind: Any) -> torch.Tensor:
+        """State that is not element-wise, from the rank that has the parameter whole. Collective."""
+        shard, chunk = self.engine.mesh.shard, self.engine.layout.chunks[self.engine.layout.where[param][0]]
+        owner, value = bisect_right(chunk.bounds, slot.start) - 1, self._room(kind, slot.shape)
+        if shard.rank == owner:
+            pieces = (piece for tile in self._updates.tiles for piece in tile.pieces)
+            value.copy_(next(flat(self.optimizer.state[p.value])[key] for p in pieces if p.param == param))
+        shard.broadcast(value, owner)
+        return value
+
+    def _described(self) -> _Described:
+        """By parameter that was ever stepped, as in torch, and by key: the dtype of element-wise state, as text; or the
+        value itself, packed.
+
+        Raises:
+            TypeError: on every rank, where one has a value that is no tensor, number, text, list, tuple nor dict.
+        """
+        mesh, pieces = self.engine.mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
+        wrong = self._not_plain(pieces)
+        found = {} if wrong else self._describe(pieces)
+        for group in (mesh.shard, mesh.tensor):
+            posts, found = group.exchange_object([wrong, found], "optimizer state"), {}
+            wrong = next((told for told, _ in posts if told), "")
+            for _, post in posts:
+                for param, entry in _as_entries(post).items():
+                    found.setdefault(param, {}).update(entry)
+        if mesh.pipeline.size > 1:
+            wrong = next((told for told in mesh.pipeline.exchange_object(wrong, "optimizer state") if told), "")
+        if wrong:
+            raise TypeError(wrong)
+        return {int(param): entry for param, entry in found.items()}
+
+    def _not_plain(self, pieces: Sequence[Piece]) -> str:
+        """What no state dictionary of several ranks can have, in words; empty where there is nothing."""
+        for piece in pieces:
+            entry = self.optimizer.state.get(piece.value, {})
+            for told in (each for key, value in entry.items() for each in misfits(value, key)):
+                name = self.engine.layout.facts[piece.param].names[0]
+                return (
+                    f"state of {type(self.optimizer).__name__} of {name}: {told}; keep tensors, numbers, texts, None, "
+                    "lists, tuples and dicts of these there"
+                )
+        return ""
+
+    def _describe(self, pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
+        entries: dict[str, dict[str, Any]] = {}
+        for piece in pieces:
+            for key, value in flat(self.optimizer.state.get(piece.value, {})).items():
+                entry = entries.setdefault(str(piece.param), {})
+                if not isinstance(value, torch.Tensor):
+                    entry[key] = ["", value, ""]
+                elif value.shape == piece.value.shape:
+                    entry[key] = str(value.dtype).removeprefix("torch.")
+                elif value.numel() > MOST_SMALL:
+                    entry[key] = [LARGE, list(value.shape), str(value.dtype)]
+                else:
+                    entry[key] = ["tensor", value.tolist(), str(value.dtype)]
+        return entries
+
+    def _shards(
+        self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        """This rank's shard of every element-wise key of one chunk's state, zero where there is none."""
+        shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
+        for position in positions:
+            with self._updates.opened(position):
+                for piece in self._updates.tiles[position].pieces:
+                    state = flat(self.optimizer.state.get(piece.value, {}))
+                    for key, shard in shards.items():
+                        if key in state and state[key].shape == piece.value.shape:  # of others it is not element-wise
+                            shard[piece.start : piece.end].copy_(state[key].view(-1))
+        return shards
+
+    def distribute(self, given: Callable[[], dict[str, Any]], scaler: LossScaler | None = None) -> None:
+        """Take over what ``given`` returns; nothing is changed unless all of it fits, on every rank. Collective.
+
+        Args:
+            given: a full state, the same on every rank, see [Note: States that ranks are given]; what it raises on one
+                rank is an error on all.
+            scaler: takes over the loss scale, if one is in it.
+
+        Raises:
+            ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have; or
+                ranks give different states.
+            PeerError: another rank's does not fit.
+        """
+        name = type(self.optimizer).__name__
+        trial = LossScaler(scaler.plan) if scaler is not None else None
+        with agreed_load(self.engine.mesh.everyone, f"the {name}", lambda: self._told(full, numbers, trial)):
+            full = self._in_our_form(given())
+            numbers = self._checked(full)
+            if trial is not None and "scaler" in full:
+                trial.load_state_dict(full["scaler"])
+            new = self._new(full, numbers)
+        with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
+            self.optimizer.state.clear()
+            for position, states in enumerate(new):
+                self._updates.replace(position, self._own(full, numbers, position) if states is None else states)
+        self._commit()
+        for group, theirs in zip(self.optimizer.param_groups, full["param_groups"], strict=True):
+            group.update(copy.deepcopy({key: value for key, value in theirs.items() if key != "params"}))
+        if scaler is not None and "scaler" in full:
+            scaler.load_state_dict(full["scaler"])
+
+    def _in_our_form(self, full: Any) -> dict[str, Any]:
+        """A state as optimizers here have it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
+        if not {"state", "param_groups"} <= held.keys():
+            raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
+        return counted(full) if getattr(self.optimizer, "counts_by_parameter", False) else full
+
+    def _checked(self, full: dict[str, Any]) -> dict[int, int]:
+        """By place of a parameter its number in ``full``, whose groups and state are this optimizer's.
+
+        Raises:
+            ValueError: they are not.
+        """
+        places, theirs = self.places_by_group(), full["param_groups"]
+        if [len(g["params"]) for g in theirs] != [len(own) for own in places]:
+            raise ValueError(
+                f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
+                f"{[len(own) for own in places]}; load it into an optimizer with the same groups"
+            )
+        check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
+        census = self.engine.division.census
+        check_full_state(self.optimizer, full, [[census.facts[place].whole for place in own] for own in places])
+        numbers: dict[int, int] = {}
+        for own, group in zip(places, theirs, strict=True):
+            numbers |= dict(zip(own, group["params"], strict=True))
+        return numbers
+
+    def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:
+        """By tile its part of ``full``; ``None``: it is only known to fit, because its state is on a disk."""
+        tiles = self._updates.tiles
+        # All of it is cut before the first is replaced, so that a state that does not fit changes nothing.
+        new = [
+            self._own(full, numbers, position) if not tile.state.on_disk else None
+            for position, tile in enumerate(tiles)
+        ]
+        for position, tile in enumerate(tiles):
+            if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
+                self._own(full, numbers, position)
+        return new
+
+    def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:
+        census, pieces = self.engine.division.census, self._updates.tiles[position].pieces
+        return self._completed(position, [full["state"].get(numbers[census.place[p.param]]) for p in pieces])
+
+    def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
+        """What of a state is taken over, for the ranks to compare."""
+        facts, found = self.engine.division.census.facts, dict[str, Mapping[str, Any]]()
+        if scaler is not None and "scaler" in full:
+            found["the loss scale in the state"] = scaler.state_dict()
+        for number, group in enumerate(full["param_groups"]):
+            found[f"group {number} in the state"] = group_values(self.optimizer, group)
+        entries = [(facts[place].names[0], full["state"].get(number)) for place, number in numbers.items()]
+        values = [(name, key, value) for name, entry in entries if entry for key, value in sorted(flat(entry).items())]
+        words = sample_words([value for _, _, value in values])
+        for (name, key, value), word in zip(values, words, strict=True):
+            found[f"{key} of {name} in the state"] = described(value) | {"a sample of the values": word}
+        return found
+
+
+def _on_meta(entry: dict[str, Any]) -> bool:
+    return any(value.is_meta for value in tensors_of(entry))
+
+
+def _as_entries(post: object) -> dict[str, dict[str, Any]]:
+    if not isinstance(post, dict):
+        raise RuntimeError(f"a rank answered {post!r} for its optimizer state; all ranks must run the same version")
+    return post
+
+
+def _plain(packed: Sequence[Any]) -> Any:
+    kind, value, dtype = packed
+    if kind != "tensor":
+        return value
+    return torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")

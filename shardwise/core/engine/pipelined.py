@@ -1,0 +1,254 @@
+"""A step's micro-batches through this rank's stages, as passes of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.device import Later, runs_ahead
+from shardwise.core.checks.batches import TEXT_LENGTH, differing, outline, told_word, values_word
+from shardwise.core.comm import Group, PeerError
+from shardwise.core.engine.casts import map_tensors
+from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.not_finite import NanWatch
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.parallel.pipeline import (
+    MicroBatch,
+    Outcome,
+    Passes,
+    Schedule,
+    StageRun,
+    WeightGradients,
+    given_schedule,
+    make_schedule,
+    split_batch,
+    walk,
+)
+from shardwise.plan.precision import HALF_DTYPES
+
+if TYPE_CHECKING:
+    from shardwise.core.engine.optimizer import ShardedOptimizer
+
+__all__ = ["PipelineSteps"]
+
+
+class PipelineSteps:
+    """Of one session.
+
+    Args:
+        engine: with stages.
+        optimizer: that scales losses; ``None``: nothing does.
+    """
+
+    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
+        staging, wire = engine.staging, engine.mesh.wire
+        if staging is None or wire is None:
+            raise RuntimeError(f"{engine.mesh!r} has no stages; report this")
+        self._engine, self._optimizer = engine, optimizer
+        wire = wire.compressed() if engine.plan.comm.compress is not None else wire
+        self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes, self._tell)
+        self._sent: Later | None = None
+        """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
+        which are not waited for when the end of the step reads it."""
+        self._shared, self._nan = engine.division.shared, NanWatch()
+        self._staging = staging
+        self._passes = _EnginePasses(engine, optimizer)
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank has the last stage, and with it outputs and loss."""
+        return self._staging.stages - 1 in self._staging.own
+
+    def step(
+        self, batch: Any, criterion: Callable[[Any, Any], Tensor], train: bool, wants_outputs: bool = False
+    ) -> Outcome:
+        """Forward passes of a batch's parts, and with ``train`` their backward passes. Every rank calls it.
+
+        Args:
+            batch: the same on all ranks of the pipeline: a mapping of the model's arguments, a sequence, or a tensor;
+                it is put on the device.
+            criterion: ``criterion(outputs, inputs)`` of a part, where the last stage is.
+            train: gradients add up to those of the loss over the batch.
+            wants_outputs: see :class:`Outcome`.
+        """
+        engine = self._engine
+        parts = self._begin(batch, train)
+        schedule = self._schedule(len(parts))
+        if not train:
+            with torch.no_grad():
+                outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
+            self._nan.see(outcome.losses)
+            return outcome
+        late, before = engine.plan.shard.reduce == "last", engine.passes.held()
+        try:
+            with engine.no_sync() if late else contextlib.nullcontext():
+                with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
+                    outcome = self._run.step(schedule, parts, criterion, self._passes, wants_outputs)
+                if self._shared is not None:
+                    with self._passes.one() as _:  # also where there is nothing: replicas make the same passes
+                        for param, grad in self._shared.summed(self._run.tag_of_shared):
+                            torch.autograd.backward(param, grad)
+        except BaseException:
+            self._passes.forget()
+            engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
+            raise
+        engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
+        self._nan.see(outcome.losses)
+        return outcome
+
+    def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:
+        """The batch in parts, of which all ranks have the same.
+
+        Raises:
+            ValueError: it cannot be divided, on all ranks if on one; or another rank has another batch.
+        """
+        plan, refusal, parts = self._engine.plan.pipeline, None, list[MicroBatch]()
+        number = plan.microbatches
+        if number is None and plan.microbatch_rows is None:
+            number = self._staging.stages
+        told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
+        word = values_word(batch)
+        self._sent = Later(word) if runs_ahead(word.device) else None
+        values = 0.0 if self._sent is not None else told_word(word)
+        try:
+            on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
+            parts = split_batch(on_device, number, plan.microbatch_rows)
+            self._run.check_number(len(parts))
+        except Exception as error:
+            refusal = error
+        posts = self._agree(told, values, refusal, "cannot be divided")
+        if any(post != posts[0] for post in posts):
+            texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
+            raise ValueError(differing([tuple(post) for post in posts], texts))
+        if train and self._engine.plan.shard.reduce == "every":
+            self._compare_number(len(parts))
+        return parts
+
+    def _compare_number(self, microbatches: int) -> None:
+        """Where each micro-batch is reduced, the ranks that reduce with this one make as many. Collective over them.
+
+        Raises:
+            ValueError: they do not, on each.
+        """
+        world = self._engine.mesh.world
+        found = [int(post[0]) for post in world.exchange([float(microbatches)], "the number of micro-batches")]
+        if len({*found}) > 1:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(found))
+            raise ValueError(
+                f"data-parallel ranks divide their batches into different numbers of micro-batches ({by_rank}), and "
+                "ZeRO-2 reduces each one's gradients: give all of them batches of as many rows (drop_last=True), or "
+                "use zero_stage=0 or 1. No pass of the step was made, on any rank"
+            )
+
+    def without_batch(self, error: Exception) -> None:
+        """This rank was given no batch for a step that the others may begin: they are told. Collective, as
+        :meth:`step`.
+
+        Raises:
+            Exception: ``error``.
+        """
+        self._agree("", 0.0, error, "was not given")
+
+    def _agree(self, told: str, values: float, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
+        """What each rank's batch is like. Collective.
+
+        Raises:
+            Exception: ``refusal``.
+            PeerError: another rank has one.
+        """
+        self._engine.mesh.world.activity.begin_pass()
+        words = (float(zlib.crc32(told.encode())), values, float(bool(refusal)))
+        posts = self._model.exchange(words, "the batch of a step of a pipeline")
+        if any(post[2] for post in posts):
+            text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+            found = self._model.exchange_object([why, text], "a bad batch")
+            if refusal is not None:
+                raise refusal
+            first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(found) if text)
+            raise PeerError(f"a batch {first}. No pass of the step was made, on any rank")
+        return [tuple(post) for post in posts]
+
+    def _tell(self, failure: str | None) -> dict[int, str]:
+        """What went wrong in a step, by rank of those that hold the model. Collective over them."""
+        word = 0.0 if self._sent is None else told_word(self._sent)
+        posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
+        if any(post[0] for post in posts):
+            texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")
+            return {rank: text or "" for rank, text in enumerate(texts) if posts[rank][0]}
+        if any(post != posts[0] for post in posts):
+            return {0: differing([tuple(post) for post in posts], ["(on the device)"] * len(posts))}
+        return {}
+
+    @property
+    def _model(self) -> Group:
+        """All that hold the model."""
+        group = self._engine.mesh.model_parallel
+        assert group is not None
+        return group
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        """The plan's own is for so many micro-batches; of others there is none."""
+        plan, ranks = self._engine.plan.pipeline, self._staging.ranks
+        if plan.orders is not None:
+            given = given_schedule(ranks, plan.orders)
+            if given.microbatches == microbatches:
+                return given
+        return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
+
+    def everywhere(self, loss: Tensor | None) -> Tensor:
+        """The loss of the rank with the last stage, on every rank of the pipeline. Collective over these."""
+        mesh = self._engine.mesh
+        own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
+        value, kind = mesh.pipeline.exchange_object(own, "the loss")[self._staging.last_rank]
+        return torch.tensor(value, dtype=getattr(torch, kind), device=mesh.device) if loss is None else loss
+
+
+class _EnginePasses(Passes):
+    """Each is one of the engine's. Where the backward pass is made in two, the gradients of both go to the engine with
+    the second: a micro-batch's are reduced once, if they are.
+
+    Args:
+        engine, optimizer: see :class:`PipelineSteps`.
+    """
+
+    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._kept: dict[WeightGradients, list[tuple[ChunkGrads, int, Tensor]]] = {}
+
+    def whole(self, output: Tensor, grad: Tensor | None) -> None:
+        with self.one() as scale:
+            torch.autograd.backward(_scaled(output, grad, scale), grad)
+
+    def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
+        passes = self._engine.passes
+        with passes.no_sync(), self._engine.attachment.kept() as self._kept[later], self.one() as scale:
+            walk(_scaled(output, grad, scale), grad)
+
+    def weights(self, later: WeightGradients) -> None:
+        with self.one():
+            self._engine.attachment.hand_on(self._kept.pop(later, []))
+            super().weights(later)
+
+    def forget(self) -> None:
+        """A step failed: what waited is nobody's."""
+        self._kept.clear()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[float]:
+        """Around one backward pass; the loss scale, which gradients between stages have in them."""
+        scaler = self._optimizer.scaler if self._optimizer is not None else None
+        scale = scaler.scale if scaler is not None else 1.0
+        with self._engine.passes.around(scale):
+            yield scale
+
+
+def _scaled(output: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+    if grad is not None:
+        return output
+    output = output.float() if output.dtype in HALF_DTYPES else output  # the loss
+    return output * scale if scale != 1.0 else output

@@ -1,0 +1,425 @@
+"""Gives every chunk its memory: parameter shards, masters and gradients in the tiers that the plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import nn
+
+from shardwise.core.base.device import side_stream, total_bytes
+from shardwise.core.base.events import Events
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.comm import Buffer, Group
+from shardwise.core.engine.narrow import Narrow, trained
+from shardwise.core.grads.grads import ChunkGrads, GradRing
+from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.disk.store import DiskStore
+from shardwise.core.memory.host import HostArena, host_block
+from shardwise.core.memory.ledger import Ledger
+from shardwise.core.memory.placement import Home, assign_homes, missed_shares
+from shardwise.core.memory.tier import Tier
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ChunkSpec, Layout
+from shardwise.core.shards.secondary import SecondarySource
+from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, ShardSource
+from shardwise.core.update.states import ChunkState
+from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
+from shardwise.plan import Plan
+from shardwise.plan.precision import HALF_DTYPES
+
+__all__ = ["Storage"]
+
+REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
+
+
+# [Note: Which memory a tensor gets]
+# * Exchange memory of the group, what peers read: shards and arrays that stay, where there are peers. On CPU ranks
+#   shards of the host tier are there too, since that is host memory. Shards that are gathered and evicted may lie side
+#   by side in one mapping (joint), so that a gather is a view of it; not under a declared capacity, where gathers are
+#   to take room.
+# * The arena, one block of host memory, page-locked where that is wanted: masters, gradients and shards of the host
+#   tier, and what waits there for step(). Its size is known before, so that a build that does not fit fails at once.
+# * Exchange memory of the smaller group that keeps a second copy, or the arena, in the tier of the shard: secondary
+#   shards. Beside them nothing is joint: gathers are copies.
+# * The store's buffers, for what is at home on a disk; see [Note: Buffers of shards on a disk].
+# * Memory of the device: the rest.
+# Every rank makes the same buffers in the same order, whatever it holds itself, because making them is collective.
+class Storage:
+    """The memory of one model on this rank. Collective.
+
+    Attributes:
+        chunks: by index.
+        states: what the optimizer updates, by index of the chunks that it trains.
+        homes: tiers, by chunk index.
+        ledger: the device's accounts.
+        uses_disk: whether any rank has something on a disk.
+        store: this rank's part of the disk, or ``None``.
+        value_buffer_bytes: the store's buffers for the values of tiles have this size.
+        narrow: which chunks travel in fewer bits, and over which groups.
+        new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
+
+    Raises:
+        DiskError: on every rank, where one cannot open its file or reserve what it needs.
+        ValueError: the plan wants secondary shards, and the mesh has no groups for them.
+
+    Warns:
+        UserWarning: on rank 0, where chunks are too large for a share to be met.
+    """
+
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
+        self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
+        self._among = _secondary_group(plan, mesh)
+        specs = layout.chunks
+        sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
+        trainable = [s.trainable for s in specs]
+        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
+        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
+            warn_user(missed)
+        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among, self._resident)
+        if self.narrow.left and mesh.first:
+            first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
+            warn_user(
+                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.narrow.left)} frozen parameters (as "
+                f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
+                "be packed: they, and what shares a chunk with them, travel as they are"
+            )
+        self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
+        self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
+        self.uses_disk = self.on_any_disk(self._own_disk)
+        self.store: DiskStore | None = None
+        self.value_buffer_bytes = 0
+        self._rings: dict[Tier, GradRing] = {}
+        self._uploads = side_stream(mesh.device)
+        try:
+            self._open_store()
+            self._arena = HostArena(self._host_bytes(), self._pins_for)
+            self.new_shards = {s.index: self._arena.take(self._own(s), s.dtype) for s in specs if self._waits(s)}
+            self.chunks = self._make_chunks(params)
+            with self._all_reserve():
+                self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
+        except BaseException:
+            # The file must not outlive a build that failed.
+            self.close()
+            raise
+        self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
+        self.ledger.watch("secondary shards", lambda: self.secondary_bytes(Tier.DEVICE))
+
+    # ---- the disk
+
+    def _open_store(self) -> None:
+        disk = self.plan.tiers.disk
+        with agreed(self.mesh.everyone, "its file was made", REMEDY, needed=self.uses_disk):
+            allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
+            disk = disk if self._own_disk else None
+            self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
+        shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
+        largest = max((self._own(s) * s.dtype.itemsize for s in shards), default=0)
+        # One buffer for each optimizer that writes new shards beside gathers.
+        early = {s.optimizer for s in shards if trained(s) and self.homes[s.index].state is Tier.DISK}
+        renewals = len(early) if self.plan.grad.update == "backward" else 0
+        count = max(disk.param_buffers, 2, 1 + renewals) if disk is not None else 0
+        # Of the others one is in use and one is written, if there are as many; the rest gathers and reads ahead.
+        self._ahead = ReadAhead(largest, count - renewals, renewals)
+
+    def on_any_disk(self, own: bool) -> bool:
+        """Whether any rank has something on a disk: data-parallel ranks have alike, ranks with other parts or stages
+        other chunks. Collective where there are such."""
+        if self.mesh.model_parallel is None or self.plan.tiers.disk is None:
+            return own
+        posts = self.mesh.everyone.exchange([float(own)], "whether anything is on a disk")
+        return any(post[0] for post in posts)
+
+    def _all_reserve(self) -> AbstractContextManager[None]:
+        return agreed(self.mesh.everyone, "space was reserved", REMEDY, needed=self.uses_disk)
+
+    @property
+    def _pins_for(self) -> torch.device | None:
+        """The GPU that host memory is page-locked for: copies would else pass through the driver's own."""
+        device = self.mesh.device
+        return device if self.plan.tiers.pin_memory and device.type == "cuda" else None
+
+    # ---- which memory
+
+    def _resident(self, spec: ChunkSpec) -> bool:
+        """Whether the whole array stays on the device."""
+        stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
+        return stays and self.homes[spec.index].param is Tier.DEVICE
+
+    def round_(self, chunk: Chunk) -> None:
+        """The shard becomes what its peers get of it; its master is up to date. See [Note: Rounded parameters]."""
+        if self.narrow.rounds(chunk.spec):
+            with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
+                if master is not None:
+                    shard.copy_(master)
+                self.narrow.trained.round_(shard)
+
+    def round_whole(self, chunk: Chunk) -> None:
+        """As :meth:`round_`, the peers' shards too where they are here."""
+        if not chunk.resident:
+            self.round_(chunk)
+        elif self.narrow.rounds(chunk.spec):
+            group = self.narrow.trained
+            for rank in range(group.size):
+                group.round_(group.slice_of(chunk.exchange.local, rank))
+
+    def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
+        """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
+        home = self.homes[spec.index]
+        if not trained(spec):
+            return None
+        if spec.dtype in HALF_DTYPES and self.plan.precision.master_weights:
+            return torch.float32
+        # Parameters that backward still reads cannot be updated themselves.
+        shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
+        return None if shared and not self.narrow.rounds(spec) else spec.dtype
+
+    def _waits(self, spec: ChunkSpec) -> bool:
+        """Whether new parameters need memory of their own between their update and ``step()``."""
+        home = self.homes[spec.index]
+        on_disk = home.state is Tier.DISK and home.param is not Tier.DISK
+        return trained(spec) and on_disk and self.plan.grad.update == "backward"
+
+    @property
+    def _keeps_whole(self) -> bool:
+        """Whether whole gradients stay on the device until the step."""
+        return self.plan.shard.reduce == "last"
+
+    def _host_bytes(self) -> int:
+        """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
+        total = 0
+        for spec, home in zip(self.layout.chunks, self.homes, strict=True):
+            master = self.master_dtype(spec)
+            if home.state is Tier.HOST and master is not None:
+                total += HostArena.rounded(self._own(spec) * master.itemsize)
+            kept = self.plan.grad.update == "step" and not self._keeps_whole
+            if home.grad is Tier.HOST and spec.trainable and kept:
+                total += HostArena.rounded(self._own(spec) * self.grad_dtypes(spec)[1].itemsize)
+            in_arena = home.param is Tier.HOST and not self._exchanged(spec)
+            needed = int(in_arena) + int(self._waits(spec))
+            total += needed * HostArena.rounded(self._own(spec) * spec.dtype.itemsize)
+            total += HostArena.rounded(self._secondary_numel(spec) * spec.dtype.itemsize) if in_arena else 0
+        return total
+
+    def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
+        """In which gradients travel and add up."""
+        precision = self.plan.precision
+        travel = precision.reduce_dtype or spec.dtype
+        return travel, precision.accumulate_dtype or travel
+
+    # ---- parameters
+
+    def _own(self, spec: ChunkSpec) -> int:
+        """Elements of this rank's shard."""
+        return spec.shard_numel(self.mesh.shard.rank)
+
+    def _exchanged(self, spec: ChunkSpec) -> bool:
+        """Whether the chunk needs exchange memory of the group."""
+        group, home = self.mesh.shard, self.homes[spec.index]
+        if group.size == 1 or home.param is Tier.DISK:
+            return False
+        if home.param is Tier.HOST:
+            return self.mesh.device.type == "cpu"
+        # A frozen resident chunk is never exchanged: plain memory will do.
+        return spec.trainable or not self._resident(spec)
+
+    def _joint(self, spec: ChunkSpec) -> bool:
+        """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
+        in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
+        in_place = in_place and not self.narrow.rounds_on_the_way(spec)
+        return in_place and not self._resident(spec) and self._among is None
+
+    def _secondary_numel(self, spec: ChunkSpec) -> int:
+        """Elements of the chunk's secondary shard; 0: it has none."""
+        return 0 if self._among is None or self._resident(spec) else spec.padded_numel // self._among.size
+
+    def _secondary_buffers(self) -> dict[int, Buffer]:
+        """Memory of secondary shards, by chunk."""
+        if self._among is None:
+            return {}
+        kept = [s for s in self.layout.chunks if self._secondary_numel(s)]
+        exchanged = [s for s in kept if self._exchanged(s)]
+        buffers = self._among.buffers([(self._secondary_numel(s), s.dtype) for s in exchanged])
+        found = dict(zip([s.index for s in exchanged], buffers, strict=True))
+        apart = [s for s in kept if s.index not in found]
+        return found | {s.index: Buffer(self._arena.take(self._secondary_numel(s), s.dtype)) for s in apart}
+
+    def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
+        group = self.mesh.shard
+        wanted = [s for s in self.layout.chunks if self._exchanged(s)]
+        joint = [s for s in wanted if self._joint(s)]
+        apart = [s for s in wanted if not self._joint(s) and not self._resident(s)]
+        full = [s for s in wanted if self._resident(s)]
+        made = group.buffers([(s.padded_numel, s.dtype) for s in full])
+        made += group.shards([(s.bounds, s.dtype) for s in apart], joint=False)
+        made += group.shards([(s.bounds, s.dtype) for s in joint], joint=True)
+        buffers = dict[int, Buffer]()
+        for spec, buffer in zip([*full, *apart, *joint], made, strict=True):
+            buffer.bounds, buffers[spec.index] = spec.uneven, buffer
+        staging, secondary = self._staging(), self._secondary_buffers()
+        self._reserve_disk_buffers()
+        chunks = []
+        with self._all_reserve():
+            for spec in self.layout.chunks:
+                source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
+                if self._among is not None and spec.index in secondary and isinstance(source, MemorySource):
+                    few = self.narrow.over_few(spec)
+                    kept = MemorySource(secondary[spec.index], source.tier, self._uploads, few)
+                    source = SecondarySource(source, kept, self._among)
+                held = [params[s.param] for s in spec.slots]
+                chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
+        return chunks
+
+    def _staging(self) -> dict[torch.dtype, Buffer]:
+        """Exchange memory for shards that come from the disk, one a dtype."""
+        on_disk = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
+        if self.mesh.shard.size == 1 or not on_disk:
+            return {}
+        dtypes = list(dict.fromkeys(s.dtype for s in on_disk))
+        sizes = [(max(self._own(s) for s in on_disk if s.dtype is dtype), dtype) for dtype in dtypes]
+        return dict(zip(dtypes, self.mesh.shard.buffers(sizes), strict=True))
+
+    def _reserve_disk_buffers(self) -> None:
+        disk = self.plan.tiers.disk
+        if self.store is None or disk is None:
+            return
+        if any(home.param is Tier.DISK for home in self.homes):
+            self.store.reserve(self._ahead.buffers + self._ahead.renewals, self._ahead.buffer_bytes)
+        sizes, optimizers = [0], set()
+        for spec in self.layout.chunks:
+            if self.homes[spec.index].state is Tier.DISK and trained(spec):
+                itemsize = (self.master_dtype(spec) or spec.dtype).itemsize
+                sizes += [(r.end - r.start) * itemsize for r in self.tile_ranges(spec)]
+                optimizers.add(spec.optimizer)
+        self.value_buffer_bytes = max(sizes)
+        if self.value_buffer_bytes:
+            # Each optimizer may hold tiles while another is updated.
+            self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
+
+    def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
+        tier, over = self.homes[spec.index].param, self.narrow.over(spec)
+        if buffer is not None:
+            return MemorySource(buffer, tier, over=over)
+        if tier is Tier.HOST:
+            kept = Buffer(self._arena.take(self._own(spec), spec.dtype))
+            kept.bounds = spec.uneven
+            return MemorySource(kept, tier, self._uploads, over)
+        if tier is Tier.DISK:
+            return self._disk_source(spec, staging, over)
+        return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)
+
+    def _disk_source(self, spec: ChunkSpec, staging: Buffer | None, over: Group | None) -> ShardSource:
+        if self.store is None:
+            raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
+        nbytes = self._own(spec) * spec.dtype.itemsize
+        record = self.store.create(f"parameters of chunk {spec.index}", nbytes, owner=spec.optimizer)
+        return DiskSource(self.store, record, self._own(spec), spec.dtype, staging, self._ahead, over)
+
+    # ---- masters
+
+    def tile_ranges(self, spec: ChunkSpec) -> list[TileRange]:
+        """How the chunk's update is cut on this rank."""
+        on_device = self.homes[spec.index].state is Tier.DEVICE
+        numel = TILE_NUMEL[self.mesh.device.type if on_device else "cpu"]
+        return plan_tiles(spec, self.mesh.shard.rank, [fact.group for fact in self.layout.facts], numel)
+
+    def _make_state(self, chunk: Chunk) -> ChunkState:
+        spec, home = chunk.spec, self.homes[chunk.spec.index]
+        dtype = self.master_dtype(spec)
+        memory = None
+        if dtype is not None and home.state is not Tier.DISK:
+            if home.state is Tier.HOST:
+                memory = self._arena.take(self._own(spec), dtype)
+            else:
+                memory = torch.zeros(self._own(spec), dtype=dtype, device=self.mesh.device)
+        state = ChunkState(chunk, home, dtype, memory, self._events)
+        if home.state is Tier.DISK and self.store is not None:
+            state.use_disk(self.store, self.tile_ranges(spec))
+        return state
+
+    # ---- gradients
+
+    def make_grads(self) -> dict[int, ChunkGrads]:
+        """Gradient states of the trainable chunks."""
+        return {chunk.spec.index: self._make_grads(chunk) for chunk in self.chunks if chunk.spec.trainable}
+
+    def _make_grads(self, chunk: Chunk) -> ChunkGrads:
+        travel, accumulate = self.grad_dtypes(chunk.spec)
+        home = self.homes[chunk.spec.index].grad
+        take: Callable[[], torch.Tensor] | None = None
+        if self.plan.grad.update == "backward":
+            return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
+        if home is Tier.HOST and self._keeps_whole:
+            # Only several reduced passes a step need it, which a plan like that is not for.
+            take = partial(torch.empty, chunk.shard_numel, dtype=accumulate)
+        elif home is Tier.HOST:
+            # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
+            memory = self._arena.take(chunk.shard_numel, accumulate)
+            take = lambda: memory  # noqa: E731
+        return ChunkGrads(chunk, travel, accumulate, home, take)
+
+    def ring(self, home: Tier) -> GradRing:
+        """Memory of gradients that stream, in the tier where their updates read them."""
+        on_host = home is Tier.HOST
+        device = torch.device("cpu") if on_host else self.mesh.device
+        return self._rings.setdefault(home, GradRing(device, self._pins_for if on_host else None))
+
+    # ---- accounts
+
+    def parameter_bytes(self, tier: Tier) -> int:
+        """Bytes of parameter shards and resident arrays in ``tier``."""
+        total = 0
+        for chunk in self.chunks:
+            if chunk.source.tier is tier:
+                shard_bytes = chunk.shard_numel * chunk.spec.dtype.itemsize
+                total += shard_bytes if tier is Tier.DISK else chunk.exchange.local.nbytes
+        return total
+
+    def secondary_bytes(self, tier: Tier) -> int:
+        """Bytes of secondary shards in ``tier``."""
+        sources = [chunk.source for chunk in self.chunks if chunk.source.tier is tier]
+        return sum(each.kept.exchange.local.nbytes for each in sources if isinstance(each, SecondarySource))
+
+    def master_bytes(self, tier: Tier) -> int:
+        """Bytes of masters in ``tier``."""
+        total = 0
+        for state in self.states.values():
+            if state.tier is tier and state.dtype is not None:
+                total += state.chunk.shard_numel * state.dtype.itemsize
+        return total
+
+    def new_shard_bytes(self, tier: Tier) -> int:
+        """Bytes of :attr:`new_shards` in ``tier``."""
+        return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
+
+    def close(self) -> None:
+        """Give the disk back."""
+        if self.store is not None:
+            self.store.close()
+
+
+def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
+    """The ranks that keep a second copy of parameters together, if the plan wants one and it is not the first."""
+    wanted, group = plan.mesh.secondary, mesh.secondary
+    if wanted is None or wanted == mesh.shard.size:
+        return None
+    if wanted == "host":
+        return group
+    if group is None or group.size != wanted:
+        raise ValueError(
+            f"secondary={wanted} with a mesh whose groups for secondary shards are of {group and group.size} ranks: "
+            "make the mesh of the same plan (Mesh.create(plan.mesh, ...))"
+        )
+    return group
+
+
+def _capacity(plan: Plan, device: torch.device) -> int | None:
+    """Declared bytes; under ``auto``, what the device has."""
+    if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
+        return plan.tiers.device_capacity_bytes
+    if device.type == "cuda":
+        return total_bytes(device)
+    return None

@@ -1,0 +1,497 @@
+"""``.grad`` of sharded parameters as users see it: shown after each reduced pass, and taken back where they changed it.
+
+Between passes each parameter that any rank has a gradient for has a :class:`ShardedGrad` in its ``.grad``. During a
+pass there is nothing, so that autograd puts the pass's own gradient there. Whatever else stands there at the next pass
+or step was put there by hand: it replaces what the engine holds, as it does in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
+from shardwise.core.comm.errors import PeerError
+from shardwise.core.engine.by_hand import ByHand
+from shardwise.core.engine.grad_readers import Readers
+from shardwise.core.engine.other_parts import in_shard, is_divided
+from shardwise.core.engine.staging import gather_parts
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.norm import each_norm
+from shardwise.core.grads.sharded_grad import ShardedGrad
+
+if TYPE_CHECKING:
+    from shardwise.core.engine.engine import Engine
+
+__all__ = ["VisibleGrads"]
+
+
+# [Note: What stands in .grad]
+# Between passes a ShardedGrad, which has no memory, for each parameter of which any rank has a gradient: what is done
+# to it is done to the shards. During a pass nothing, so that autograd finds the place empty and puts the pass's own
+# gradient there, which is taken at once (take). Anything else was put there by hand, and is taken over before the next
+# pass or step (collect). A pass that nobody announced finds a ShardedGrad there, and is caught when autograd adds to it
+# (``arrived``). Values are averaged and unscaled. What is stored is neither, so each use converts by the factor of the
+# moment.
+class VisibleGrads:
+    """``.grad`` of one engine's trainable parameters.
+
+    Attributes:
+        clip: by optimizer, a factor of its next step that the stored gradients do not have yet.
+        asked: by optimizer, calls for its next step and their arguments, which are the same on every rank.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # Parameters hold what is shown, and must not keep the engine.
+        self._engine: weakref.ref[Engine] = weakref.ref(engine)
+        self._where: dict[int, tuple[ChunkGrads, int]] = {}
+        for state in engine.grads.values():
+            for at, slot in enumerate(state.spec.slots):
+                self._where[slot.param] = state, at
+        self._params: dict[int, nn.Parameter] = {index: engine.params[index] for index in sorted(self._where)}
+        self._spans: dict[int, tuple[int, int]] = {}
+        """Where in this rank's shard its part is."""
+        own = weakref.ref(self)
+        self._grads: list[ShardedGrad] = []
+        for index in self._params:
+            state, at = self._where[index]
+            like = torch.empty(state.spec.slots[at].shape, dtype=state.spec.dtype, device="meta")
+            self._grads.append(ShardedGrad(own, index, like, state.chunk.device))
+            start, end = state.chunk.overlap(state.spec.slots[at])
+            self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
+        self._indices, self._place = list(self._params), {index: place for place, index in enumerate(self._params)}
+        # By place, since all of them are gone through in every pass.
+        self._in_order = list(self._params.values())
+        self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
+        self._owned: dict[int, list[tuple[nn.Parameter, int | None]]] = {}
+        """By optimizer (-1: in none), its parameters, those that are not trained here as well, and their places."""
+        for index, param in enumerate(engine.params):
+            owner = engine.layout.facts[index].optimizer
+            self._owned.setdefault(owner, []).append((param, self._place.get(index)))
+        self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
+        self._with_graph: set[int] = set()
+        trained = sorted({state.spec.optimizer for state in engine.grads.values()} - {-1})
+        names = {index: engine.layout.facts[index].names[0] for index in self._params}
+        self.by_hand = ByHand(names, trained, engine.mesh, self._reduced_part)
+        self._norms: dict[float, list[float]] = {}
+        self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
+        """By norm, dtype and device, with the factors that are in them."""
+        self._divisors: dict[int, float] = {}
+        self._hook_ids = [-1] * len(self._in_order)
+        self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
+        self._nothing = torch.empty(0, device=engine.mesh.device)
+        self.loss_scaled = engine.plan.precision.scaler is not None
+        self.clip: dict[int, float] = {}
+        self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which lives while this is in use."""
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(f"the session of {len(self._params)} gradients is gone ({engine}): keep clones")
+        return engine
+
+    # ---- shown and hidden
+
+    @property
+    def places(self) -> list[tuple[ChunkGrads, int]]:
+        """By place, that is in the order of the model's parameters: whose gradient stands there, and of which slot."""
+        return [self._where[index] for index in self._indices]
+
+    def follow(self, place: int, handle: RemovableHandle) -> None:
+        """The engine's last hook on the parameter at ``place``, after which no other may come."""
+        self._hook_ids[place] = handle.id
+
+    def begin_pass(self) -> None:
+        """An outermost pass begins: what was put into ``.grad`` counts, and then nothing is there."""
+        self.collect()
+        self._changed()
+        if not any(state.touched or state.seen for state in self.engine.grads.values()):
+            self.forget()  # of a pass that failed
+        self._settle_clip()
+        shown = self._shown
+        for place, param in enumerate(self._in_order):
+            if shown[place] is not None:
+                shown[place] = param.grad = None
+
+    def _settle_clip(self) -> None:
+        """What is there is multiplied by what it was clipped by, and what comes is not."""
+        clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
+        with self.engine.passes.rewriting() if clips else nullcontext():
+            for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
+                state.rescale(clips[state.spec.optimizer])
+            self.clip.clear()
+
+    def end_pass(self) -> None:
+        """A pass is over."""
+        self._changed()
+        reduced = not self.engine.passes.unreduced
+        for state, places in self._by_state:
+            for at in state.touched if reduced else state.touched | state.seen:
+                place = places[at]
+                if self._in_order[place].grad is self._shown[place]:  # else put there between: reduce_rest()
+                    self._in_order[place].grad = self._shown[place] = self._grads[place]
+
+    def _show(self, index: int) -> None:
+        place = self._place[index]
+        self._in_order[place].grad = self._shown[place] = self._grads[place]
+
+    def _hide(self, index: int) -> None:
+        """Nothing of ours is shown any more."""
+        self._shown[self._place[index]] = None
+
+    def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
+        """What autograd left in ``param.grad``, which is then empty: the running pass's gradient. Other hooks that take
+        it are errors."""
+        grad, hooks = param.grad, accumulate_hooks(param)
+        if next(reversed(hooks)) != self._hook_ids[place]:
+            raise RuntimeError(
+                f"{self.name(self._indices[place])} has a post-accumulate-grad hook from after boost/build "
+                f"({len(hooks)} hooks): it would see no gradient. Tensor.register_hook sees this rank's gradient of "
+                "the pass, .grad the averaged one after the pass; GradPlan(update='backward') updates during backward"
+            )
+        if grad is None:
+            raise RuntimeError(
+                f"{self.name(self._indices[place])} has no gradient any more: a post-accumulate-grad hook from before "
+                "boost/build has used this rank's. Remove it; GradPlan(update='backward') updates during backward"
+            )
+        param.grad = None
+        if grad.requires_grad:
+            self._with_graph.add(self._indices[place])
+        elif self._with_graph:
+            self._with_graph.discard(self._indices[place])
+        shown = self._shown[place]
+        if shown is None:
+            return grad
+        # Nothing announced this pass, so the gradient of those before was still there.
+        self._shown[place] = None
+        arrived, shown.arrived = shown.arrived, None
+        if grad is shown or grad is arrived:
+            return arrived
+        self._replace(self._indices[place], None)  # or what was put there by hand, and then autograd added to it
+        return grad
+
+    def clear(self, optimizer: int | None = None) -> None:
+        """``zero_grad`` of one optimizer (of all): nothing is shown for its parameters and for those in none."""
+        shown = self._shown
+        for owner in self._owned if optimizer is None else (optimizer, -1):
+            for param, place in self._owned.get(owner, ()):
+                param.grad = None
+                if place is not None:
+                    shown[place] = None
+
+    def shown(self, optimizer: int | None) -> dict[int, set[int]]:
+        """By optimizer (one or all), the parameters that have a gradient, used or not."""
+        found: dict[int, set[int]] = {}
+        for index, place in self._place.items():
+            owner = self._where[index][0].spec.optimizer
+            if self._shown[place] is not None and optimizer in (None, owner):
+                found.setdefault(owner, set()).add(index)
+        return found
+
+    def forget(self, optimizer: int | None = None) -> None:
+        """The gradients of one optimizer, or of all, were used or dropped."""
+        self._changed()
+        self.by_hand.forget(optimizer)
+        for held in (self.clip, self.asked):
+            for each in list(held) if optimizer is None else (optimizer, -1):
+                held.pop(each, None)
+
+    # ---- what users put there
+
+    def collect(self) -> None:
+        """Take over what was put into ``.grad`` by hand, on this rank: a tensor, or ``None``.
+
+        Raises:
+            RuntimeError: the gradients have been used already, or are not reduced yet.
+        """
+        dropped: set[int] = set()
+        for (index, param), shown in zip(self._params.items(), tuple(self._shown), strict=True):
+            if param.grad is not shown:
+                if param.grad is None:
+                    dropped.add(self._where[index][0].spec.optimizer)
+                self._take_over(index, param)
+        for optimizer in dropped:
+            states = [s for s in self.engine.grads.values() if s.spec.optimizer == optimizer]
+            for state in states:
+                if not (state.touched or state.seen):
+                    state.clear()
+            if not any(state.touched or state.seen for state in states):
+                self.engine.counts.forget([optimizer])  # as after zero_grad()
+                self.engine.passes.forget_tokens(optimizer)
+
+    def _take_over(self, index: int, param: nn.Parameter) -> None:
+        given = param.grad
+        state, at = self._where[index]
+        held = at in state.touched or at in state.seen
+        if isinstance(given, ShardedGrad) and given.owner() is self and given.param_index == index and not given.views:
+            if held:
+                self._show(index)  # p.grad = p.grad.detach()
+            else:
+                self._hide(index)
+                param.grad = None
+            return
+        self.engine.used.replaced(index)
+        if given is None and not held:
+            self._hide(index)  # of a step that is over
+            return
+        plan = self.engine.plan
+        if plan.grad.update == "backward":
+            said = "None" if given is None else f"a tensor of shape {tuple(given.shape)}"
+            raise RuntimeError(
+                f"{self.name(index)}.grad was set to {said} by hand with update={plan.grad.update!r}: "
+                "gradients have been used already; use update='step'"
+            )
+        self._replace(index, given)
+        if given is None:
+            self._hide(index)
+        else:
+            self._show(index)
+
+    @torch.no_grad()
+    def _replace(self, index: int, given: torch.Tensor | None) -> None:
+        """``given`` (full shape, averaged, unscaled), or no gradient, in place of what there is."""
+        state, at = self._where[index]
+        gathered = isinstance(given, ShardedGrad)
+        if given is not None and gathered:
+            given = given.clone()
+        if state.reduced is None and given is not None:
+            state.reduced = state.own_memory().zero_()
+        state.forget(at)
+        if given is None:
+            state.touched.discard(at)
+            part = self._edited(index, ())[0]
+            if state.reduced is not None:
+                part.zero_()
+            return
+        state.touched.add(at)
+        part, where, scale = self._edited(index, ())
+        whole = given.detach().to_dense() if given.is_sparse else given.detach()
+        if not gathered:
+            self.by_hand.given(state.spec.optimizer, index, whole)
+        part.copy_(whole.reshape(-1)[where])
+        if scale != 1.0:
+            part.mul_(scale)
+
+    def has(self, index: int) -> bool:
+        """Whether a pass has left a gradient that no step has used; the same on every rank."""
+        state, at = self._where.get(index, (None, 0))
+        return state is not None and (at in state.touched or at in state.seen)
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """``value`` (full shape, averaged, unscaled, any float dtype) in place of the gradient. Every rank calls it."""
+        plan = self.engine.plan
+        if plan.grad.update == "backward":
+            raise RuntimeError(
+                f"setting the gradient of {self.name(index)} with update={plan.grad.update!r}: gradients have been "
+                "used already; use update='step'"
+            )
+        self._replace(index, value)
+        self._show(index)
+
+    def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
+        """Every rank called it for the next step, which has gradients times ``factor``."""
+        asked, clip = self.asked.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
+        self.asked[optimizer], self.clip[optimizer] = (*asked, (call, argument)), clip  # no interrupt between the two
+
+    # ---- for ShardedGrad
+
+    def name(self, index: int) -> str:
+        """The parameter's name."""
+        return self.engine.layout.facts[index].names[0]
+
+    def check_use(self, index: int, what: str) -> None:
+        """Raises:
+        RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
+        """
+        self.check_caller(index, what)
+        with self._alike(index, what):
+            self.engine.passes.reduce_due()
+        if why := self._why_not(index):
+            raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
+
+    def zeroed(self, index: int) -> bool:
+        """Whether a gradient that is made zero is one that stands there used, as in loops that zero the gradients of
+        groups: that is ``zero_grad(set_to_none=False)`` of it, and no edit."""
+        used = self._shown[self._place[index]] is not None and not (self.has(index) or self.engine.passes.running)
+        if used:
+            self.check_caller(index, "zero_()")
+            self.engine.used.zeroed(self._where[index][0].spec.optimizer, index)
+        return used
+
+    def _why_not(self, index: int) -> str:
+        engine, (state, at) = self.engine, self._where[index]
+        if engine.passes.running:
+            return "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own of it"
+        if engine.plan.grad.update == "backward":
+            return (
+                f"with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and not "
+                "kept; use update='step'"
+            )
+        if engine.passes.unreduced:
+            return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
+        if state.reduced is None or at not in state.touched:
+            return (
+                "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
+                "clears it)"
+            )
+        if index in self._with_graph and torch.is_grad_enabled():
+            return (
+                "of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read it "
+                "under torch.no_grad()"
+            )
+        return ""
+
+    def check_caller(self, index: int, what: str) -> None:
+        """See :meth:`Readers.check`."""
+        self._readers.check(self.name(index), what)
+
+    def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
+        """Whether ``target`` shares memory with the parameter."""
+        try:
+            return bool(storage_id(target.untyped_storage()) == storage_id(self._params[index].untyped_storage()))
+        except NotImplementedError:
+            return False
+
+    def divisor(self, optimizer: int) -> float:
+        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
+        if optimizer not in self._divisors:
+            engine = self.engine
+            divisor = engine.counts.loss_scale
+            if engine.plan.grad.average == "mean":
+                divisor *= max(engine.counts.so_far(optimizer), 1)
+            elif engine.plan.grad.average == "tokens":
+                own = engine.passes.tokens(optimizer)
+                total, _ = engine.mesh.world.total(own, "tokens of the step", engine.party)
+                # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
+                divisor *= total / engine.mesh.world.size if total else 1.0
+            self._divisors[optimizer] = divisor
+        return self._divisors[optimizer]
+
+    def _factor(self, optimizer: int) -> float:
+        """Stored gradients times it are the averaged, unscaled ones."""
+        return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
+
+    def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        stages = self.engine.mesh.pipeline.size
+        if len(indices) > 1 and stages > 1:
+            raise RuntimeError(
+                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
+                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
+                "plugin, or call optimizer.clip_grad_by_norm"
+            )
+        if p not in self._norms:
+            self._norms[p] = self._all_norms(indices[0], p)
+        param = self._params[indices[0]]
+        if len(indices) == 1:
+            return [self._norm_tensors(p, param)[self._place[indices[0]]].clone()]
+        places = torch.tensor([self._place[index] for index in indices], device=param.device)
+        return list(self._norm_tensors(p, param)[places].unbind())
+
+    def _norm_tensors(self, p: float, like: nn.Parameter) -> torch.Tensor:
+        """All norms, on the device and at least in fp32."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        clips, found = self._norm_values.get((p, dtype, like.device), ({}, None))
+        if found is None or clips != self.clip:
+            factors = [self._factor(self._where[index][0].spec.optimizer) for index in self._params]
+            values = [norm * factor for norm, factor in zip(self._norms[p], factors, strict=True)]
+            found = torch.tensor(values, dtype=dtype, device="cpu").to(like.device)
+            self._norm_values[p, dtype, like.device] = dict(self.clip), found
+        return found
+
+    def _all_norms(self, asked: int, p: float) -> list[float]:
+        mesh = self.engine.mesh
+        parts = []
+        for index in self._params:
+            state, at = self._where[index]
+            used = state.reduced is not None and at in state.touched
+            parts.append(self._counted_part(index, state.reduced) if used else None)
+        others = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
+        divided = [self.engine.layout.facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
+        with self._alike(asked, "the norm"):
+            return each_norm(parts, p, mesh.shard, others, divided)
+
+    def _counted_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`_own_part`, without what a lower rank of the parameter's parts holds too."""
+        part, (state, at) = self.engine.layout.facts[index].part, self._where[index]
+        if reduced is None or part is None or not part.cut.holders():
+            return self._own_part(index, reduced)
+        spans = in_shard(state, state.spec.slots[at], part.own_spans())
+        return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
+
+    def _reduced_part(self, index: int) -> torch.Tensor | None:
+        state, at = self._where[index]
+        return self._own_part(index, state.reduced) if at in state.touched else None
+
+    def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
+        start, end = self._spans[index]
+        return reduced[start:end] if reduced is not None and start < end else None
+
+    def full(self, index: int, wide: bool) -> torch.Tensor:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
+        state, at = self._where[index]
+        slot, group = state.spec.slots[at], self.engine.mesh.shard
+        reduced, param = state.reduced, self._params[index]
+        kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
+        part = self._own_part(index, reduced)
+        own = (torch.empty(0, device="cpu") if part is None else part).to(param.device, kind)
+        if group.size > 1:
+            with self._alike(index, "reading"):
+                posts = group.exchange([float(index)], "which .grad is read")
+                if len({post[0] for post in posts}) == 1:
+                    own = gather_parts(group, state.spec, slot, own)
+            if len({post[0] for post in posts}) > 1:
+                asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
+                raise RuntimeError(f"the ranks read .grad of different parameters: {asked}; read them alike on all")
+        elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
+            own = own.clone()
+        factor = self._factor(state.spec.optimizer)
+        if factor != 1.0:
+            own.mul_(factor)
+        full = own.view(slot.shape)
+        return full if wide else full.to(param.dtype)
+
+    @contextmanager
+    def _alike(self, index: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            told = f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
+            raise PeerError(told) from error
+
+    def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
+        if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
+            self.by_hand.given(self._where[index][0].spec.optimizer, index, operands[0].detach())
+        return self._edited(index, operands)
+
+    def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
+        state, at = self._where[index]
+        optimizer, slot = state.spec.optimizer, state.spec.slots[at]
+        self._norms.clear()
+        self._norm_values.clear()
+        self.by_hand.changed(optimizer, index, operands)
+        state.claim()
+        start, end = self._spans[index]
+        if state.reduced is None or start >= end:
+            return self._nothing, slice(0, 0), self.scale(optimizer)
+        first = state.chunk.shard_start + start - slot.start
+        return state.reduced[start:end], slice(first, first + end - start), self.scale(optimizer)
+
+    def scale(self, optimizer: int) -> float:
+        """What averaged, unscaled values are multiplied by to be stored."""
+        clip = self.clip.get(optimizer, 1.0)
+        return self.divisor(optimizer) / clip if clip else 1.0
+
+    def _changed(self) -> None:
+        self._norms.clear()
+        self._norm_values.clear()
+        self._divisors.clear()

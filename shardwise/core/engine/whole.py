@@ -1,0 +1,225 @@
+"""Whole parameters, put together from the shards of one axis and the parts of the other, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.core.base.names import StateNames
+from shardwise.core.comm import Group
+from shardwise.core.engine.staging import gather_chunk, gather_shards
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.tier import Tier
+from shardwise.core.parallel.tensor import Part
+from shardwise.core.shards.chunk import Chunk
+
+if TYPE_CHECKING:
+    from shardwise.core.engine.engine import Engine
+
+__all__ = [
+    "READ_AGAIN",
+    "first_holders",
+    "reads_disk",
+    "state_names",
+    "together",
+    "whole_gradients",
+    "whole_others",
+    "whole_values",
+]
+
+READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
+
+
+# [Note: Ranks with other parts have other chunks]
+# Parts may be of different sizes, and so chunks may end elsewhere on ranks with other parts. What all of these do
+# together goes by parameters, whose order is the same everywhere; only ranks with the same part go by chunks.
+def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each parameter of the whole model by its place there, on the device: fp32 where ``masters`` and there is one.
+    Collective.
+
+    Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
+    """
+    dtypes = {index: _dtype(engine, index, masters) for index in range(len(engine.params))}
+    yield from _across_stages(engine, _own_values(engine, masters), dtypes)
+
+
+def state_names(engine: Engine) -> StateNames:
+    """Under which names the whole model saves what, by the parameters' places there. Values of buffers are not to be
+    read where it is in stages."""
+    return engine.division.census.names or engine.attachment.own_state.names()
+
+
+def _across_stages(
+    engine: Engine, own: Iterator[tuple[int, torch.Tensor]], dtypes: Mapping[int, torch.dtype]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What this rank has of its parameters, and what ranks with other stages have of theirs, by the places of all of
+    them, in order. Collective.
+
+    Args:
+        engine: whose.
+        own: whole tensors by index, in order.
+        dtypes: of these.
+    """
+    census, pipeline = engine.division.census, engine.mesh.pipeline
+    if pipeline.size == 1:
+        yield from own
+        return
+    told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
+    for place, rank, kind in first_holders(engine, told, "what stages have"):
+        # The ranks of a stage agree on what they read; the other stages learn of it here.
+        with agreed(engine.mesh.everyone, READING, READ_AGAIN, needed=engine.storage.uses_disk):
+            value = next(own)[1] if census.index.get(place) in dtypes else None
+        if value is None or rank != pipeline.rank:
+            shape = census.facts[place].whole
+            value = torch.empty(shape, dtype=getattr(torch, kind), device=engine.mesh.device)
+        value = value.contiguous()
+        pipeline.broadcast(value, rank)
+        yield place, value
+
+
+def first_holders(engine: Engine, told: Mapping[int, Any], what: str) -> list[tuple[int, int, Any]]:
+    """Of each parameter that a rank of the pipeline tells something of: its place in the whole model, the first rank
+    that does, and what it says. In order; collective.
+
+    Args:
+        engine: whose.
+        told: JSON-able, by this rank's index of the parameter.
+        what: for messages.
+    """
+    place = engine.division.census.place
+    posts = engine.mesh.pipeline.exchange_object([[place[index], each] for index, each in told.items()], what)
+    found: dict[int, tuple[int, Any]] = {}
+    for rank, post in enumerate(posts):
+        for at, each in post:
+            found.setdefault(at, (rank, each))
+    return [(at, rank, each) for at, (rank, each) in sorted(found.items())]
+
+
+def whole_others(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """Buffers and extra state of the whole model by name. Collective."""
+    own, pipeline = engine.attachment.own_state.names().others, engine.mesh.pipeline
+    outlines = engine.division.census.names
+    if outlines is None:
+        for name, value in own.items():
+            yield name, value.detach() if isinstance(value, torch.Tensor) else value
+        return
+    posts = pipeline.exchange_object(sorted(own), "what stages have")
+    for name, outline in outlines.others.items():
+        rank = next(rank for rank, post in enumerate(posts) if name in post)
+        if isinstance(outline, torch.Tensor):
+            value = own[name].detach().clone() if name in own else torch.empty_like(outline, device=engine.mesh.device)
+            pipeline.broadcast(value, rank)
+            yield name, value
+        else:
+            yield name, pipeline.exchange_object(own.get(name), "extra state")[rank]
+
+
+def _dtype(engine: Engine, index: int, masters: bool) -> torch.dtype:
+    chunk, _ = engine.layout.where[index]
+    state = engine.states.get(chunk)
+    own = state.dtype if masters and state is not None else None
+    return own or engine.layout.chunks[chunk].dtype
+
+
+def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    mesh, layout = engine.mesh, engine.layout
+    left = [len(spec.slots) for spec in layout.chunks]
+    arrays: dict[int, torch.Tensor] = {}
+    for param, (index, slot) in enumerate(layout.where):
+        chunk, shard = engine.chunks[index], None
+        with agreed(mesh.stage, READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
+            if index not in arrays:
+                shard = _shard(engine, chunk, masters)
+        if index not in arrays:
+            arrays[index] = chunk.full.clone() if shard is None else gather_chunk(mesh.shard, chunk.spec, shard)  # type: ignore[union-attr]
+        value, part = arrays[index][slot.start : slot.end].view(slot.shape), layout.facts[param].part
+        left[index] -= 1
+        if not left[index]:
+            del arrays[index]
+        yield param, value if part is None else together(mesh.tensor, part, value)
+
+
+def reads_disk(engine: Engine, known: bool) -> bool:
+    """Whether ranks agree on a read for a parameter; it is the same on all of them.
+
+    Args:
+        engine: whose.
+        known: this rank has read what it needs for it.
+    """
+    if engine.mesh.tensor.size > 1:
+        return engine.storage.uses_disk
+    return engine.storage.uses_disk and not known
+
+
+def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
+    """This rank's, of masters or parameters; ``None`` where all of it is there already."""
+    state = engine.states.get(chunk.spec.index)
+    with ExitStack() as stack:
+        shard: torch.Tensor | None = None
+        tier = chunk.source.tier
+        rounds = engine.storage.narrow.rounds(chunk.spec)
+        if (masters or rounds) and state is not None and state.dtype is not None:
+            shard, tier = stack.enter_context(state.opened()), state.tier
+            if shard is not None and not masters:  # what it would be if it were not rounded to travel
+                shard = shard.to(chunk.spec.dtype)
+        if shard is None:
+            if chunk.resident and chunk.full is not None:
+                return None
+            shard, tier = stack.enter_context(chunk.opened()), chunk.source.tier
+        return shard.to(chunk.device, copy=tier is Tier.DISK)  # its buffer is used again
+
+
+def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Reduced gradients of the parameters that have one: place in the whole model, index of the optimizer, and a new
+    tensor, fp32 (fp64 where they are), on the device. Collective."""
+    dtypes = _gradient_dtypes(engine)
+    for place, value in _across_stages(engine, _own_gradients(engine, dtypes), dtypes):
+        yield place, engine.division.census.facts[place].optimizer, value
+
+
+def _gradient_dtypes(engine: Engine) -> dict[int, torch.dtype]:
+    """By index, of the gradients that a rank with parts of the same layers has. Collective over these."""
+    own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
+    touched = {param for post in engine.mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
+    dtypes: dict[int, torch.dtype] = {}
+    for param in sorted(touched):
+        state = engine.grads[engine.layout.where[param][0]]
+        like = state.reduced if state.reduced is not None else state.chunk.spec
+        dtypes[param] = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return dtypes
+
+
+def _own_gradients(engine: Engine, dtypes: Mapping[int, torch.dtype]) -> Iterator[tuple[int, torch.Tensor]]:
+    mesh, layout = engine.mesh, engine.layout
+    arrays: dict[int, torch.Tensor] = {}
+    left = [sum(slot.param in dtypes for slot in spec.slots) for spec in layout.chunks]
+    for param, wide in dtypes.items():
+        index, slot = layout.where[param]
+        state, part = engine.grads[index], layout.facts[param].part
+        if index not in arrays:
+            if state.reduced is None:
+                arrays[index] = torch.zeros(layout.chunks[index].padded_numel, dtype=wide, device=mesh.device)
+            else:
+                arrays[index] = gather_chunk(mesh.shard, state.spec, state.reduced.to(wide))
+        value = arrays[index][slot.start : slot.end].view(slot.shape)
+        left[index] -= 1
+        if not left[index]:
+            del arrays[index]
+        yield param, value.clone() if part is None else together(mesh.tensor, part, value)
+
+
+def _has(state: ChunkGrads, place: int) -> bool:
+    return state.reduced is not None and place in state.touched
+
+
+def together(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:
+    """The tensor of which the ranks of ``axis`` hold parts, ``value`` this one. Collective."""
+    shapes = [part.shape_on(rank) for rank in range(axis.size)]
+    padded = value.new_zeros(max(shape.numel() for shape in shapes))
+    padded[: value.numel()].copy_(value.reshape(-1))
+    rows = gather_shards(axis, padded).view(axis.size, -1)
+    return part.together(row[: shape.numel()].view(shape) for row, shape in zip(rows, shapes, strict=True)).contiguous()

@@ -1,0 +1,234 @@
+"""One norm, one clip factor, one test for non-finite gradients, over every axis of the mesh.
+
+Source: ``torch.nn.utils.clip_grad_norm_`` (the factor ``max_norm / (norm + 1e-6)``, never above 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from shardwise.core.comm import DONE, Group, Handle, together
+
+__all__ = ["LateNorm", "OtherParts", "TileNorm", "clip_factor", "each_norm", "global_norm", "shard_norm"]
+
+NORMS = "the norms that .grad is asked for"
+
+
+def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
+    """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, computed in ``wide`` or wider."""
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            dtype = torch.float64 if tensor.dtype == torch.float64 else wide
+            parts.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, p, dtype=dtype).double())
+    if not parts:
+        return 0.0
+    # One transfer a device, not one a tensor.
+    stacked = torch.cat([torch.stack(each).cpu() for each in parts.values()])
+    # torch.max propagates NaN, unlike Python's max
+    return float(stacked.max() if p == math.inf else (stacked**p).sum())
+
+
+def shard_norm(tensor: torch.Tensor, p: float) -> float:
+    """Norm of one shard, as :func:`global_norm` makes it."""
+    share = _partial([tensor], p, torch.float32)
+    norm = share ** (1.0 / p) if p != math.inf else share
+    return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
+
+
+Ask = Callable[[float, bool], float]
+"""All ranks' numbers made one: their sum, or the largest of them. Collective."""
+
+
+def _asking(group: Group) -> Ask:
+    return lambda mine, largest: group.total(mine, "the gradient norm", largest=largest)[0]
+
+
+@dataclass(frozen=True)
+class OtherParts:
+    """Ranks that hold other parts of the model (tensor parallelism).
+
+    Attributes:
+        group: those ranks and this one.
+        counted: of this rank's gradients those that no lower rank of ``group`` has too; ``None``: all.
+        words: numbers that are the same on all of them, or ``differ`` is called, on each.
+        differ: raises.
+    """
+
+    group: Group
+    counted: Sequence[torch.Tensor] | None = None
+    words: tuple[float, ...] = ()
+    differ: Callable[[], None] | None = None
+
+    def ask(self, mine: float, largest: bool) -> float:
+        """All ranks' numbers made one."""
+        found, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
+        if self.differ is not None and not all(same):
+            self.differ()
+        return found
+
+
+def _combined(
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, others: OtherParts | None
+) -> float:
+    share, largest = _partial(tensors, p, wide), p == math.inf
+    if others is not None:
+        # What does not count must be finite all the same.
+        if others.counted is not None and math.isfinite(share):
+            share = _partial(others.counted, p, wide)
+        share = others.ask(ask(share, largest), largest)
+    else:
+        share = ask(share, largest)
+    return share if p == math.inf else float(share ** (1.0 / p))
+
+
+def global_norm(
+    tensors: Sequence[torch.Tensor],
+    p: float,
+    group: Group | Ask,
+    inverse_scale: float,
+    known: Sequence[float] = (),
+    others: OtherParts | None = None,
+) -> float:
+    """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
+
+    Args:
+        tensors: this rank's gradient shards, 1-D, any float dtype.
+        p: order of the norm, ``math.inf`` included.
+        group: the ranks that hold the other shards (replicas are not counted twice), or how to ask them.
+        inverse_scale: 1 / loss scale, so that the result is the true norm.
+        known: norms of further shards of this rank, whose gradients are no longer there.
+        others: the ranks that hold other parts of the model, whose gradients count as well.
+
+    Returns:
+        The same value on every rank; NaN or infinite if any gradient is.
+    """
+    ask = _asking(group) if isinstance(group, Group) else group
+    extra = [torch.tensor(known, dtype=torch.float64, device="cpu")] if known else []
+    everything = [*tensors, *extra]  # the norm of norms is the norm
+    norm = _combined(everything, p, torch.float32, ask, others)
+    # The same on all ranks, so all of them ask again.
+    if norm == math.inf and p != math.inf:
+        # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
+        norm = _combined(everything, p, torch.float64, ask, others)
+    return norm * inverse_scale
+
+
+PART = 1 << 22
+"""Elements of which a norm is made in fp64 at a time."""
+
+
+class LateNorm:
+    """The norm of gradients that nothing in their step depends on: made on the device, read when it is asked for.
+
+    Args:
+        group: the ranks that hold the other shards. Collective: every rank makes one, and calls :meth:`note` alike.
+    """
+
+    def __init__(self, group: Group) -> None:
+        (self._shares,) = group.buffers([(group.size, torch.float64)])
+        self._group, self._gather = group, DONE
+
+    def note(self, tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
+        """The p-norm of all ranks' ``tensors``, on the device, times ``factor``, to be read before the next call.
+
+        Powers are summed up in fp64: there is no second look at gradients that are gone.
+        """
+        gathered, self._gather = self._gather, DONE
+        gathered.wait()
+        self._group.fence()  # peers that read this memory have read it
+        own = self._group.slice_of(self._shares.local, self._group.rank)
+        # A GPU's kernel widens what it is given as a whole, beside it; parts bound that.
+        parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
+        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
+        self._group.fence()
+        self._gather = self._group.all_gather_in_place(self._shares)
+        return partial(self._read, self._gather, p, factor)
+
+    def _read(self, gather: Handle, p: float, factor: float) -> float:
+        gather.wait()
+        norms = self._shares.local.tolist()
+        if p == math.inf:
+            return together(norms, True) * factor
+        return float(together([norm**p for norm in norms], False) ** (1.0 / p)) * factor
+
+
+class TileNorm:
+    """The norm of one rank's gradients that nothing in their step depends on: made while the update has each in the
+    cache."""
+
+    def __init__(self) -> None:
+        self._p, self._shares = 2.0, list[float]()
+        self.collects = False
+        """Whether an update is to :meth:`add` what it reads."""
+
+    def note(self, _tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
+        """The p-norm of what the next update reads, times ``factor``, to be read behind it and before the next call."""
+        self._p, self._shares, self.collects = p, [], True
+        return lambda: self._read(factor)
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> None:
+        """An update has read these: 1-D, of one dtype."""
+        wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
+        if not math.isfinite(sum(norms)):  # an infinite one may have overflown
+            norms = [shard_norm(each, self._p) for each in gradients]
+        self._shares += norms
+
+    def _read(self, factor: float) -> float:
+        return shard_norm(torch.tensor(self._shares, dtype=torch.float64, device="cpu"), self._p) * factor
+
+
+def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:
+    """This rank's share of each norm."""
+    shares = [0.0] * len(parts)
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for at, part in enumerate(parts):
+        if part is not None and part.numel():
+            alike.setdefault((part.device, part.dtype), {})[at] = part
+    for (_, kind), own in alike.items():
+        dtype = torch.float64 if kind == torch.float64 else wide
+        found = torch.stack(torch._foreach_norm(list(own.values()), p, dtype=dtype)).double().cpu()
+        for at, share in zip(own, (found if p == math.inf else found**p).tolist(), strict=True):
+            shares[at] = share
+    return shares
+
+
+def each_norm(
+    parts: Sequence[torch.Tensor | None], p: float, group: Group, others: Group | None, divided: Sequence[bool]
+) -> list[float]:
+    """p-norm of each of several gradients, as :func:`global_norm` makes that of all. Ranks meet once for all of them.
+
+    Args:
+        parts: this rank's part of each, 1-D, any float dtype; ``None``: it has none.
+        p: order of the norm, above 0, ``math.inf`` included.
+        group: the ranks that hold the other parts.
+        others: ranks that hold other parts of the model, or ``None``.
+        divided: by gradient, whether the ranks of ``others`` have different parts of it.
+    """
+    norms: list[float] = []
+    for wide in (torch.float32, torch.float64):
+        shares = _shares(parts, p, wide)
+        shares, _ = group.totals(shares, NORMS, largest=p == math.inf)
+        if others is not None:
+            whole, _ = others.totals(shares, NORMS, largest=p == math.inf)
+            shares = [w if cut else own for w, own, cut in zip(whole, shares, divided, strict=True)]
+        norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
+        if p == math.inf or math.inf not in norms:
+            break  # otherwise powers of large finite gradients may have overflown in fp32
+    return norms
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What every gradient is multiplied by so that the global norm is at most ``max_norm`` (0.0: no clipping)."""
+    if max_norm <= 0.0:
+        return 1.0
+    factor = max_norm / (norm + 1e-6)
+    # Of a NaN min() would make 1.0, and the step would be taken.
+    return factor if math.isnan(factor) else min(1.0, factor)

@@ -1,0 +1,159 @@
+"""The file of one rank: opened for direct I/O where that works, without a name where that works, space reserved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno as codes
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.memory.disk.errors import DiskError, explain
+
+if TYPE_CHECKING:
+    from shardwise.core.memory.disk.queues import Request
+
+__all__ = ["ALIGNMENT_BYTES", "DiskFile", "round_up"]
+
+ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: what every common device accepts
+_IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # magic numbers of statfs(2)
+
+
+def round_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole :data:`ALIGNMENT_BYTES`."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class DiskFile:
+    """A new file at ``path``, for this process alone.
+
+    Its name is removed as soon as the file is open: then no other process can open or replace it, and the system
+    takes the space back when this process ends, however it ends. Where a file without a name cannot be used (some
+    network file systems) the name stays until :meth:`close`.
+
+    Attributes:
+        path: where the file is or was, for messages.
+        fd: its descriptor.
+        direct: whether transfers bypass the page cache (O_DIRECT).
+        named: whether the name is still there.
+        nbytes: reserved so far.
+
+    Warns:
+        UserWarning: once, where direct I/O is refused or the directory is in memory; transfers are buffered then.
+
+    Raises:
+        DiskError: the file cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._owner = os.getpid()
+        self.fd, self.named = -1, False
+        kind = _in_memory(os.path.dirname(path))
+        try:
+            self.direct = kind is None and self._start(os.O_DIRECT)
+            if not self.direct:
+                self._start(0)
+        except OSError as error:
+            raise DiskError(f"cannot make {path}: {explain(error.errno or 0)}", error.errno or 0) from error
+        if not self.direct:
+            reason = "the file system refuses O_DIRECT" if kind is None else f"{kind} is memory, not a disk"
+            warn_user(
+                f"buffered I/O in {os.path.dirname(path)!r}: {reason}. Choose a directory on a local disk, or expect "
+                "slow transfers and a full page cache"
+            )
+
+    def reserve(self, nbytes: int, purpose: str) -> int:
+        """Reserves ``nbytes`` more (whole :data:`ALIGNMENT_BYTES`) on the device and returns their offset.
+
+        Raises:
+            DiskError: no space, or another limit; nothing is reserved then, what was reserved before stays.
+        """
+        offset = self.nbytes
+        if nbytes == 0:
+            return offset
+        try:
+            facts = os.fstatvfs(self.fd)
+            if facts.f_blocks and nbytes > facts.f_bavail * facts.f_frsize:
+                # Asked for too much, some file systems fill up completely before they refuse.
+                raise OSError(codes.ENOSPC, os.strerror(codes.ENOSPC))
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            # What the failed attempt may have added.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, offset)
+            raise DiskError(
+                f"cannot reserve {nbytes} bytes for {purpose} in {self.path} beside {offset} bytes there already; "
+                f"free: {self.free_bytes()} bytes; {explain(error.errno or 0)}",
+                error.errno or 0,
+            ) from error
+        self.nbytes += nbytes
+        return offset
+
+    def transfer(self, request: Request) -> int:
+        """The number of bytes that one call of the system has transferred, which may be fewer than were asked for.
+
+        Raises:
+            OSError: what the system says.
+        """
+        memory = (ctypes.c_char * request.nbytes).from_address(request.address)
+        move = os.pwritev if request.writing else os.preadv
+        return move(self.fd, [memory], request.offset)
+
+    def free_bytes(self) -> int:
+        """What the file system has left for this user; 0 where it does not say."""
+        with contextlib.suppress(OSError):
+            facts = os.fstatvfs(self.fd)
+            return facts.f_bavail * facts.f_frsize
+        return 0
+
+    def close(self) -> None:
+        """Closes it and removes its name. May be called again."""
+        if self.fd >= 0:
+            self._discard()
+
+    def _start(self, direct: int) -> bool:
+        """Makes the file and tries it; False where ``direct`` (O_DIRECT or 0) is refused."""
+        # A write is tried: some file systems take O_DIRECT when a file is opened and refuse it at the first transfer.
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
+            for self.named in (False, True):
+                try:
+                    self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
+                    os.pwritev(self.fd, [block], 0)
+                except OSError as error:
+                    self._discard()
+                    if direct and error.errno in (codes.EINVAL, codes.EOPNOTSUPP):
+                        return False
+                    raise
+                if self.named or self._unlink(block):
+                    break
+                self._discard()
+        os.ftruncate(self.fd, 0)
+        return True
+
+    def _unlink(self, block: mmap.mmap) -> bool:
+        """Removes the name; whether the file can still be used."""
+        try:
+            os.unlink(self.path)
+            return os.preadv(self.fd, [block], 0) == ALIGNMENT_BYTES
+        except OSError:
+            return False
+
+    def _discard(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        if os.getpid() == self._owner:  # a forked child has the descriptor too, but the name is not its own
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+
+def _in_memory(directory: str) -> str | None:
+    """The name of a file system that lives in memory; it may accept O_DIRECT and ignore it."""
+    facts = ctypes.create_string_buffer(256)  # struct statfs; its first word is the kind of file system
+    if ctypes.CDLL(None).statfs(os.fsencode(directory), facts) != 0:
+        return None
+    return _IN_MEMORY.get(ctypes.c_long.from_buffer(facts).value)

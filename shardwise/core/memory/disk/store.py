@@ -1,0 +1,442 @@
+"""Records on disk that survive a failed step: asynchronous, checked, in two versions each.
+
+A record is an array of bytes of fixed size. It has room for two versions: the committed one, which reads give, and
+another, which writes go to. :meth:`DiskStore.commit` makes what was written current, :meth:`DiskStore.rollback` forgets
+it. So whatever fails between two commits (no space, a broken device, an exception elsewhere), the state of the last
+commit is there. The store is memory, not a checkpoint: it ends with its process.
+
+Source: the optimizer and parameter swapping of ZeRO-Infinity (arXiv 2104.07857, sections 5 and 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwise.core.memory.disk.buffers import Allocate, BufferPool
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
+from shardwise.core.memory.disk.io import DiskIO, Operation, Transfer
+from shardwise.core.memory.disk.medium import FILE, MediumFile, open_medium
+from shardwise.core.memory.disk.queues import DiskThread, MakeQueue, ThreadQueue
+from shardwise.core.memory.disk.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from shardwise.plan import DiskPlan
+
+__all__ = ["DiskError", "DiskStore", "Record", "Transfer"]
+
+
+# [Note: Two versions of a record]
+# Each record has two places of equal size in the file. One holds the committed version, which reads give; writes go to
+# the other. Only commit() lets them change places, and only where every write was waited for and none failed, so
+# whatever fails in between (no space, a device, the program) the last commit is there whole. An update on a disk is
+# then: write everything, agree with the peers that nobody failed, commit; or roll back, which costs nothing. The price
+# is twice the space. Nothing is written twice for it.
+# * ``newest`` reads what was written and not committed: of a tile that is visited again, of a chunk that is changed in
+#   parts.
+# * Commits are made by owner, an optimizer: what another one has written ahead of its step does not count yet.
+# * Checksums belong to a version and are in memory: a read compares what the disk gives with what was handed to it.
+@dataclass(eq=False)
+class _Version:
+    offset: int
+    sums: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Record:
+    """A named array of ``nbytes`` bytes on disk.
+
+    ``kind`` is what its traffic is counted under, ``owner`` with whom it is committed and rolled back.
+    """
+
+    name: str
+    nbytes: int
+    kind: str
+    owner: int
+    _versions: tuple[_Version, _Version]
+    _committed: int | None = None
+    _written: Operation | None = None
+
+    @property
+    def padded_bytes(self) -> int:
+        """What one transfer moves: ``nbytes`` rounded up to 4096."""
+        return round_up(self.nbytes)
+
+    def _target(self) -> int:
+        return 0 if self._committed is None else 1 - self._committed
+
+
+class DiskStore:
+    """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
+
+    Another medium than the file keeps them where it will; see :class:`~shardwise.core.memory.disk.medium.Medium`.
+
+    Several threads may use it, each its own records and buffers. The transfers themselves run in others.
+
+    Args:
+        plan: where, and the published knobs of the transfers.
+        rank: only for the file's name.
+        allocate: makes host memory for :meth:`reserve` (``nbytes`` -> uint8 tensor); ``None``: ordinary pages.
+        queues: makes the queue of one thread; ``None``: threads that read and write.
+
+    Attributes:
+        path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
+            where the file system allows it.
+        direct: whether transfers bypass the page cache.
+        removed: run directories of dead processes that were removed at the start.
+
+    Warns:
+        UserWarning: once, where direct I/O is refused.
+
+    Raises:
+        DiskError: the directory cannot be made or written, the medium cannot be opened, or the system refuses threads.
+        ValueError: no medium of that name is registered.
+        TypeError: what was registered opens no medium.
+    """
+
+    def __init__(
+        self,
+        plan: DiskPlan,
+        rank: int = 0,
+        *,
+        allocate: Allocate | None = None,
+        queues: MakeQueue | None = None,
+    ) -> None:
+        self._file, directory = _open(plan, rank)
+        try:
+            self._io = _threads(plan, self._file, queues or ThreadQueue)
+        except BaseException:
+            _close(self._file, directory)
+            raise
+        self.path, self.direct = self._file.path, self._file.direct
+        self.removed = directory.removed if directory is not None else []
+        self._lock = threading.RLock()
+        self._buffers = BufferPool(allocate)
+        self._records: dict[str, Record] = {}
+        self._pending: dict[Record, Operation] = {}
+        self._running: list[tuple[_Version, Operation]] = []
+        """What may not be over yet, and the version that it reads or writes; see :meth:`_unfinished`."""
+        # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
+        self._finalizer = weakref.finalize(self, _release, self._io, self._file, directory)
+
+    def create(self, name: str, nbytes: int, kind: str = "", owner: int = -1) -> Record:
+        """A new record, with space for both of its versions reserved on the device.
+
+        Args:
+            name: for messages; unique.
+            nbytes: its size.
+            kind: see :meth:`bytes_by_kind`.
+            owner: see :meth:`commit`.
+
+        Raises:
+            ValueError: the name is taken, or ``nbytes`` is negative.
+            DiskError: there is no space (what is needed and what is free is in the message), or the store is closed.
+        """
+        with self._lock:
+            self._require_open()
+            if name in self._records:
+                size = self._records[name].nbytes
+                raise ValueError(f"there is a record {name!r} of {size} bytes already: names are unique")
+            if nbytes < 0:
+                raise ValueError(f"nbytes={nbytes} for record {name!r}: give a size >= 0")
+            size = round_up(nbytes)
+            offset = self._file.reserve(2 * size, f"two versions of record {name!r} ({nbytes} bytes)")
+            record = Record(name, nbytes, kind, owner, (_Version(offset), _Version(offset + size)))
+            self._records[name] = record
+            return record
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Adds ``count`` buffers of at least ``nbytes`` to the pool that :meth:`buffer` takes from.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        with self._lock:
+            self._buffers.reserve(count, nbytes)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """A free buffer: uint8, one dimension, ``nbytes`` rounded up to 4096, its address a multiple of 4096.
+
+        Raises:
+            RuntimeError: all that are large enough are out.
+        """
+        with self._lock:
+            return self._buffers.take(nbytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Gives back what :meth:`buffer` returned (any view with the same start), once no transfer uses it any more.
+
+        Raises:
+            ValueError: it is not out.
+        """
+        # After an error nobody may have waited for them, and the next user must not have it overwritten.
+        self._end_transfers(buffer)
+        with self._lock:
+            self._buffers.give(buffer)
+
+    def _end_transfers(self, buffer: Tensor) -> None:
+        with self._lock:
+            using = [one for _, one in self._unfinished() if one.memory.ctypes.data == buffer.data_ptr()]
+        for operation in using:
+            with contextlib.suppress(DiskError):
+                self._io.handle(operation).wait()
+
+    def idle_buffers(self, nbytes: int) -> int:
+        """How many calls of :meth:`buffer` for ``nbytes`` would succeed now."""
+        with self._lock:
+            return self._buffers.idle(nbytes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of all buffers."""
+        return self._buffers.reserved_bytes
+
+    def read(self, record: Record, buffer: Tensor, *, newest: bool = False, urgent: bool = False) -> Transfer:
+        """Starts reading the committed version into ``buffer``; ``newest``: what was written since, where there is.
+
+        ``urgent``: before all transfers that are not and that wait for their turn.
+
+        After ``wait()`` the first ``record.nbytes`` bytes of ``buffer`` are the record's; what follows, up to
+        ``record.padded_bytes``, is undefined.
+
+        Raises:
+            ValueError: ``buffer`` does not fit (see :meth:`write`).
+            DiskError: there is no such version.
+        """
+        with self._lock:
+            written = record._written if newest else None
+            if written is not None and (not written.waited or written.error is not None):
+                raise DiskError(
+                    f"the newest version of {self._what(record)} is not complete: wait() for its write first, "
+                    "and write again or rollback() where that failed"
+                )
+            index = record._committed if written is None else record._target()
+            if index is None:
+                state = "was written but not committed" if record._written is not None else "was never written"
+                raise DiskError(f"{self._what(record)} {state}: write(), wait() and commit() come before read()")
+            version = record._versions[index]
+            operation = self._operation(record, version, buffer, version.sums, urgent=urgent)
+            self._start(version, operation)
+            return self._io.handle(operation)
+
+    def write(self, record: Record, buffer: Tensor) -> Transfer:
+        """Starts writing the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
+
+        ``buffer`` is a contiguous CPU tensor of any dtype whose address is a multiple of 4096 and that has at least
+        ``record.padded_bytes`` bytes; all of these are transferred. It must not change before ``wait()`` returns.
+
+        Raises:
+            ValueError: ``buffer`` does not fit.
+            RuntimeError: a transfer that uses the place of the new version still runs.
+        """
+        with self._lock:
+            version = record._versions[record._target()]
+            if names := ", ".join(operation.name for used, operation in self._unfinished() if used is version):
+                raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
+            sums = [0] * self._io.segments(record.padded_bytes)
+            operation = self._operation(record, version, buffer, sums, writing=True)
+            try:
+                # Noted down before it begins: a version that is being written must not be taken for an untouched one.
+                self._pending[record] = record._written = operation
+                version.sums = sums
+                self._start(version, operation)
+            except BaseException as error:
+                operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
+                raise
+            return self._io.handle(operation)
+
+    def commit(self, owner: int | None = None) -> None:
+        """Makes every version that was written since the last commit the committed one; all of them or none.
+
+        Args:
+            owner: only of this owner's records; ``None``: of all.
+
+        Raises:
+            DiskError: a write was not waited for, or failed. Nothing changes; write that record again, or rollback.
+        """
+        with self._lock:
+            pending = self._pending_of(owner)
+            for operation in pending.values():
+                if not operation.waited or operation.error is not None:
+                    reason = f"failed ({operation.error})" if operation.error else "was not waited for"
+                    raise DiskError(
+                        f"cannot commit: {operation.name} {reason}; wait() for it, write it again, or rollback()"
+                    )
+            for record in pending:
+                record._committed = record._target()
+                record._written = None
+                del self._pending[record]
+
+    def rollback(self, owner: int | None = None) -> None:
+        """Forgets what was written since the last commit, after waiting for the writes that still run.
+
+        Args:
+            owner: only in this owner's records; ``None``: in all.
+        """
+        with self._lock:
+            for record, operation in self._pending_of(owner).items():
+                with contextlib.suppress(DiskError):
+                    self._io.handle(operation).wait()
+                record._written = None
+                del self._pending[record]
+
+    def _pending_of(self, owner: int | None) -> dict[Record, Operation]:
+        return {r: operation for r, operation in self._pending.items() if owner is None or r.owner == owner}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes transferred from disk since the start or :meth:`reset_counters`, with the padding to 4096."""
+        return sum(self._io.traffic.by_kind(False).values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes transferred to disk since the start or :meth:`reset_counters`, with the padding to 4096."""
+        return sum(self._io.traffic.by_kind(True).values())
+
+    def bytes_by_kind(self) -> dict[str, tuple[int, int]]:
+        """``(bytes read, bytes written)`` for every kind of record that has been transferred."""
+        read, written = self._io.traffic.by_kind(False), self._io.traffic.by_kind(True)
+        return {kind: (read.get(kind, 0), written.get(kind, 0)) for kind in sorted(read.keys() | written.keys())}
+
+    def reset_counters(self) -> None:
+        """Counts from 0 again."""
+        self._io.traffic.reset()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Space that the records hold on the device."""
+        return self._file.nbytes
+
+    def close(self) -> None:
+        """Waits for the transfers that run, then removes the file and its directory. May be called again."""
+        self._finalizer()
+        self._buffers.close()
+        self._pending.clear()
+        self._running.clear()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _what(self, record: Record) -> str:
+        return f"record {record.name!r} in {self.path}"
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise DiskError(f"the store in {self.path} is closed: make a new one")
+
+    def _unfinished(self) -> list[tuple[_Version, Operation]]:
+        """What runs; the rest is forgotten, so that reads of what is never written again do not pile up."""
+        self._running = [each for each in self._running if not each[1].over.is_set()]
+        return self._running
+
+    def _start(self, version: _Version, operation: Operation) -> None:
+        try:
+            self._unfinished().append((version, operation))
+            self._io.start(operation)
+        except BaseException as error:
+            operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
+            raise
+
+    def _operation(
+        self,
+        record: Record,
+        version: _Version,
+        buffer: Tensor,
+        sums: list[int],
+        *,
+        writing: bool = False,
+        urgent: bool = False,
+    ) -> Operation:
+        self._require_open()
+        if self._records.get(record.name) is not record:
+            raise ValueError(f"record {record.name!r} belongs to another store, not to the one in {self.path}")
+        return Operation(
+            what=self._what(record),
+            kind=record.kind,
+            writing=writing,
+            urgent=urgent,
+            offset=version.offset,
+            nbytes=record.nbytes,
+            memory=_bytes_of(buffer, record),
+            sums=sums,
+        )
+
+
+def _bytes_of(buffer: Tensor, record: Record) -> npt.NDArray[np.uint8]:
+    size = record.padded_bytes
+    if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.nbytes < size:
+        raise ValueError(
+            f"a {tuple(buffer.shape)} {buffer.dtype} tensor on {buffer.device} ({buffer.nbytes} bytes, contiguous: "
+            f"{buffer.is_contiguous()}) for record {record.name!r}: give a contiguous CPU tensor of {size} bytes"
+        )
+    if buffer.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"a buffer at address {buffer.data_ptr():#x} for record {record.name!r}: give one from buffer(), "
+            f"whose address is a multiple of {ALIGNMENT_BYTES}"
+        )
+    memory: npt.NDArray[np.uint8] = buffer.detach().view(-1).view(torch.uint8).numpy()[:size]
+    return memory
+
+
+def _open(plan: DiskPlan, rank: int) -> tuple[DiskFile | MediumFile, RunDirectory | None]:
+    """Where the blocks are kept, and the directory that goes with it."""
+    if plan.medium != FILE:
+        return open_medium(plan, rank), None
+    directory = RunDirectory(plan.directory)
+    try:
+        return DiskFile(os.path.join(directory.path, f"rank{rank}.data")), directory
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _threads(plan: DiskPlan, file: DiskFile | MediumFile, make: MakeQueue) -> DiskIO:
+    try:
+        with contextlib.ExitStack() as undo:
+            queues = []
+            for _ in range(plan.threads):
+                queues.append(make(plan.queue_depth, file.transfer))
+                undo.callback(queues[-1].close)
+            io = DiskIO(
+                queues,
+                plan.queue_depth,
+                block_bytes=plan.block_bytes,
+                single_submit=plan.single_submit,
+                overlap_events=plan.overlap_events,
+            )
+            undo.pop_all()
+            return io
+    except RuntimeError as error:
+        raise DiskError(
+            f"cannot start {plan.threads} threads, and one more for each, to transfer to {file.path}: {error}; give "
+            "fewer (threads=1), or allow this user more (ulimit -u)"
+        ) from error
+
+
+def _release(io: DiskIO, file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:
+    if isinstance(threading.current_thread(), DiskThread):  # see [Note: Threads of a store]
+        threading.Thread(target=_release, args=(io, file, directory), name="shardwise-disk-end").start()
+        return
+    io.close()
+    _close(file, directory)
+
+
+def _close(file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:
+    try:
+        file.close()
+    finally:
+        if directory is not None:
+            directory.close()

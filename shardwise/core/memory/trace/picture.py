@@ -1,0 +1,305 @@
+"""A memory trace as a picture: SVG for a browser, blocks of text for a terminal. No dependency, no torch.
+
+The height at a moment is the most that was held from there to the next one: model data by kind at the bottom, all the
+rest (activations, temporary tensors) on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+from shardwise.core.base.sizes import size_text
+from shardwise.core.memory.trace.stats import MemStats, Moment
+
+__all__ = ["REST", "color_of", "draw", "kinds_of", "printable", "timeline_text"]
+
+REST = "activations and the rest"
+MODEL = "model data"
+COLORS = {
+    "parameters": "#4c78a8",
+    "parameter shards": "#4c78a8",
+    MODEL: "#8a96ad",
+    "gathered": "#86b3d9",
+    "gathered parameters": "#86b3d9",
+    "buffers": "#9d9da5",
+    "gradients": "#e07b39",
+    "masters": "#b279a2",
+    "optimizer state": "#54a24b",
+    "masters and optimizer state": "#54a24b",
+    "activations": "#f2cf5b",
+    REST: "#f2cf5b",
+    "idle": "#d8d8d8",
+}
+MORE_COLORS = ("#439894", "#8c6d31", "#d67195", "#79706e", "#637939", "#7b4173")
+FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 470, 92, 28, 100, 74
+MAX_COLUMNS, MAX_TIPS, NAME_LENGTH, LEAST_BAND = 1000, 500, 48, 56
+STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+# A capacity further away than this would press the picture flat; it is named instead of drawn.
+FAR = 2.0
+
+
+def printable(text: str, length: int = NAME_LENGTH) -> str:
+    """``text`` without control characters, its middle left out where it is longer than ``length``."""
+    clean = "".join(c if c.isprintable() else "?" for c in text)
+    return clean if len(clean) <= length else f"{clean[: length // 2 - 1]}…{clean[len(clean) - length // 2 :]}"
+
+
+def color_of(kind: str, kinds: Sequence[str]) -> str:
+    """The colour of ``kind`` among all ``kinds`` of a picture."""
+    unknown = [k for k in kinds if k not in COLORS]
+    return COLORS.get(kind) or MORE_COLORS[unknown.index(kind) % len(MORE_COLORS)]
+
+
+def kinds_of(moment: Moment) -> dict[str, int]:
+    """All bytes of a moment by kind; what is not told apart is ``model data``."""
+    known = {kind: size for kind, size in moment.kinds.items() if size}
+    unnamed = max(moment.model_bytes - sum(known.values()), 0)
+    return known | ({MODEL: unnamed} if unnamed else {}) | {REST: moment.non_model_bytes}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Neighbouring moments of one phase that share a column of the picture, shown as the highest of them."""
+
+    first: int
+    last: int
+    moment: Moment
+
+
+def _columns(moments: Sequence[Moment], most: int) -> list[_Column]:
+    per_column = -(-len(moments) // most) if moments else 1
+    columns: list[_Column] = []
+    start = 0
+    while start < len(moments):
+        phase, end = moments[start].phase, start + 1
+        while end < len(moments) and end - start < per_column and moments[end].phase == phase:
+            end += 1
+        columns.append(_Column(start, end - 1, max(moments[start:end], key=lambda m: m.total_bytes)))
+        start = end
+    return columns
+
+
+def _tick_step(top: float) -> tuple[float, str, float]:
+    """For an axis up to ``top`` bytes: distance of ticks in bytes, unit, bytes of the unit. About five ticks."""
+    unit = 0
+    while top >= 1024 ** (unit + 1) and unit < len(BINARY) - 1:
+        unit += 1
+    factor = float(1024**unit)
+    for fraction in (0.1, 0.2, 0.5, *STEPS) if unit else STEPS:
+        if top / (fraction * factor) <= 6.5:
+            return fraction * factor, BINARY[unit], factor
+    return STEPS[-1] * factor, BINARY[unit], factor
+
+
+def _text(x: float, y: float, text: str, **style: str | int) -> str:
+    given = {"font-size": 13, "fill": "#333"} | {k.replace("_", "-"): v for k, v in style.items()}
+    attributes = " ".join(f"{key}='{value}'" for key, value in given.items())
+    return f"<text x='{x:.1f}' y='{y:.1f}' {attributes}>{escape(text)}</text>"
+
+
+def _run_widths(moments: Sequence[Moment]) -> list[tuple[int, float]]:
+    """(moments, width) of each stretch of one phase."""
+    lengths = [len(list(group)) for _, group in groupby(moments, key=lambda m: m.phase)]
+    room = WIDTH - LEFT - RIGHT
+    least = LEAST_BAND if len(lengths) * LEAST_BAND * 2 <= room else 0
+    shares = [max(length / max(len(moments), 1) * room, least) for length in lengths]
+    return [(length, share * room / sum(shares)) for length, share in zip(lengths, shares, strict=True)]
+
+
+class _Frame:
+    """From moments and bytes to points of the drawing."""
+
+    def __init__(self, stats: MemStats) -> None:
+        self.columns = _columns(stats.moments, MAX_COLUMNS)
+        self._runs = _run_widths(stats.moments)
+        peak, capacity = stats.peak_bytes, stats.capacity_bytes
+        self.shows_capacity = capacity is not None and 0 < capacity <= FAR * max(peak, 1)
+        top = max(peak, capacity if capacity is not None and self.shows_capacity else 0, 1) * 1.06
+        self.step, self.unit, self.factor = _tick_step(top)
+        self.top = top
+        self.base = HEIGHT - BOTTOM
+
+    def x(self, moment: float) -> float:
+        """The left edge of a moment. A phase of few moments (the optimizer's step) is widened, so that it is seen."""
+        left = float(LEFT)
+        for length, width in self._runs:
+            if moment <= length:
+                return left + width * moment / length
+            moment, left = moment - length, left + width
+        return left
+
+    def y(self, size_bytes: float) -> float:
+        """The height of a size."""
+        return self.base - (self.base - TOP) * min(size_bytes, self.top) / self.top
+
+
+def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
+    """The trace as SVG text, for any number of moments.
+
+    Shown are the kinds of memory stacked over the moments of the step, the phases as shaded bands, the capacity (drawn
+    where it is near, named where it is far above), and the peak with the name of its moment.
+    """
+    frame = _Frame(stats)
+    summary = f"peak {size_text(stats.peak_bytes)} on {printable(stats.device)}, {len(stats.moments)} moments"
+    if stats.capacity_bytes is not None:
+        share = f" ({stats.peak_bytes / stats.capacity_bytes:.0%} used at the peak)" if stats.capacity_bytes else ""
+        summary += f", capacity {size_text(stats.capacity_bytes)}{share}"
+    kinds = list(dict.fromkeys(k for c in frame.columns for k in kinds_of(c.moment)))
+    kinds = [k for k in kinds if k != REST] + [REST]
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' "
+        f"{FONT} role='img' aria-label='{escape(printable(title, 200))}'>",
+        f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#ffffff'/>",
+        _text(LEFT, 30, printable(title, 100), font_size=18, font_weight=600, fill="#111"),
+        _text(LEFT, 52, summary, fill="#555"),
+        *_bands(frame),
+        *_grid(frame),
+        *_areas(frame, kinds),
+        *_capacity(frame, stats),
+        *_peak(frame, stats),
+        *_tips(frame),
+        *_legend(kinds),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _bands(frame: _Frame) -> list[str]:
+    """Phases as shaded background, named where there is room."""
+    parts: list[str] = []
+    start = 0
+    columns = frame.columns
+    for index, column in enumerate(columns):
+        if index + 1 < len(columns) and columns[index + 1].moment.phase == column.moment.phase:
+            continue
+        left, right = frame.x(columns[start].first), frame.x(column.last + 1)
+        phase = column.moment.phase
+        shade = {"forward": "#f7f7f7", "backward": "#ececec", "step": "#e0e0e0"}[phase]
+        parts.append(
+            f"<rect x='{left:.1f}' y='{TOP}' width='{right - left:.1f}' height='{frame.base - TOP}' fill='{shade}'/>"
+        )
+        if right - left > 7 * len(phase) + 8:
+            middle = (left + right) / 2
+            parts.append(_text(middle, frame.base + 32, phase, text_anchor="middle", fill="#555"))
+            line = f"<line x1='{left + 2:.1f}' x2='{right - 2:.1f}' y1='{frame.base + 18}' y2='{frame.base + 18}'"
+            parts.append(f"{line} stroke='#999'/>")
+        start = index + 1
+    return parts
+
+
+def _grid(frame: _Frame) -> list[str]:
+    parts = []
+    tick = 0
+    while tick * frame.step <= frame.top:
+        y = frame.y(tick * frame.step)
+        parts.append(f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#dddddd'/>")
+        label = f"{tick * frame.step / frame.factor:g} {frame.unit}" if tick else "0"
+        parts.append(_text(LEFT - 8, y + 4, label, text_anchor="end", font_size=12))
+        tick += 1
+    return parts
+
+
+def _areas(frame: _Frame, kinds: Sequence[str]) -> list[str]:
+    """One closed path for each kind, stacked in steps."""
+    floors = [0.0] * len(frame.columns)
+    parts = []
+    for kind in kinds:
+        tops = [floor + kinds_of(c.moment).get(kind, 0) for floor, c in zip(floors, frame.columns, strict=True)]
+        if tops != floors:
+            there = "".join(_stair(frame, c, top) for c, top in zip(frame.columns, tops, strict=True))
+            pairs = list(zip(frame.columns, floors, strict=True))
+            back = "".join(_stair(frame, c, floor, backwards=True) for c, floor in reversed(pairs))
+            parts.append(f"<path d='M{there[1:]}{back}Z' fill='{color_of(kind, kinds)}'/>")
+        floors = tops
+    return parts
+
+
+def _stair(frame: _Frame, column: _Column, size_bytes: float, backwards: bool = False) -> str:
+    left, right = frame.x(column.first), frame.x(column.last + 1)
+    first, second = (right, left) if backwards else (left, right)
+    y = frame.y(size_bytes)
+    return f"L{first:.1f} {y:.1f}L{second:.1f} {y:.1f}"
+
+
+def _capacity(frame: _Frame, stats: MemStats) -> list[str]:
+    if not frame.shows_capacity or stats.capacity_bytes is None:
+        return []
+    y = frame.y(stats.capacity_bytes)
+    line = f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'"
+    label = f"capacity {size_text(stats.capacity_bytes)}"
+    # At the end that is further from the peak.
+    width = 7.0 * len(label)
+    left = LEFT + 6 if frame.x(stats.peak_index) > (LEFT + WIDTH - RIGHT) / 2 else WIDTH - RIGHT - 10 - width
+    return [
+        f"{line} stroke='#c0212b' stroke-width='1.5' stroke-dasharray='7 4'/>",
+        f"<rect x='{left:.1f}' y='{y + 4:.1f}' width='{width + 4:.1f}' height='17' fill='#fff' fill-opacity='0.8'/>",
+        _text(left + 2, y + 17, label, fill="#c0212b", font_size=12),
+    ]
+
+
+def _peak(frame: _Frame, stats: MemStats) -> list[str]:
+    if not stats.moments:
+        return [_text((LEFT + WIDTH - RIGHT) / 2, (TOP + frame.base) / 2, "no moments", text_anchor="middle")]
+    index = stats.peak_index
+    moment = stats.moments[index]
+    x, y = frame.x(index + 0.5), frame.y(moment.total_bytes)
+    label = f"peak {size_text(moment.total_bytes)} at {printable(moment.name)} ({moment.phase})"
+    half = 3.6 * len(label)
+    middle = min(max(x, LEFT + half), WIDTH - RIGHT - half)
+    return [
+        f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{TOP - 12}' y2='{y:.1f}' stroke='#111'/>",
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='#111'/>",
+        _text(middle, TOP - 18, label, text_anchor="middle", font_weight=600, fill="#111"),
+    ]
+
+
+def _tips(frame: _Frame) -> list[str]:
+    """What a browser shows under the pointer."""
+    if len(frame.columns) > MAX_TIPS:
+        return []
+    parts = []
+    for column in frame.columns:
+        moment = column.moment
+        sizes = ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in kinds_of(moment).items())
+        tip = escape(f"{printable(moment.name)} ({moment.phase}): {size_text(moment.total_bytes)} = {sizes}")
+        left, right = frame.x(column.first), frame.x(column.last + 1)
+        box = f"x='{left:.1f}' y='{TOP}' width='{right - left:.1f}' height='{frame.base - TOP}'"
+        parts.append(f"<rect {box} fill='#000' fill-opacity='0'><title>{tip}</title></rect>")
+    return parts
+
+
+def _legend(kinds: Sequence[str]) -> list[str]:
+    parts = []
+    x = float(LEFT)
+    for kind in kinds:
+        shown = printable(kind, 32)
+        parts.append(f"<rect x='{x:.1f}' y='{HEIGHT - 24}' width='13' height='13' fill='{color_of(kind, kinds)}'/>")
+        parts.append(_text(x + 19, HEIGHT - 13, shown))
+        x += 19 + 7.1 * len(shown) + 22
+    return parts
+
+
+def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only: bool = False) -> str:
+    """The same for a terminal: a bar for each moment (or for neighbouring ones), at most about ``rows`` lines."""
+    model, rest, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
+    columns = _columns(stats.moments, rows)
+    top = max(stats.peak_bytes, 1)
+    name_width = max((len(printable(c.moment.name, 32)) for c in columns), default=0)
+    room = max(width - name_width - 8 - 2 - 12 - 8, 10)
+    lines = []
+    for column in columns:
+        moment = column.moment
+        total = round(room * moment.total_bytes / top)
+        held = min(round(room * moment.model_bytes / top), total)
+        bar = (model * held + rest * (total - held)).ljust(room)
+        peak = f" {mark} peak" if column.first <= stats.peak_index <= column.last else ""
+        name = printable(moment.name, 32)
+        lines.append(f"{moment.phase:<8} {name:<{name_width}} {bar} {size_text(moment.total_bytes):>9}{peak}")
+    lines.append(f"{model} model data  {rest} {REST}")
+    text = "\n".join(lines) + "\n"
+    return text.encode("ascii", "replace").decode() if ascii_only else text

@@ -1,0 +1,311 @@
+"""What one training step held, moment by moment: the memory trace that placement and pictures are made from.
+
+Source: Gemini's memory tracer and its ``MemStats``. Nothing here needs torch, so that a saved trace is read at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from shardwise.core.base.checked import MOST_BYTES, as_kind, shown
+
+__all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase"]
+
+Phase = Literal["forward", "backward", "step"]
+FORMAT, VERSION = "shardwise.memstats", 1
+NO_UNIT = -1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of the step, and what was held from there to the next one.
+
+    Attributes:
+        unit: the unit that is about to be used (any number >= 0), or -1 where none is.
+        name: what to call it in pictures, such as the module's name.
+        phase: ``forward``, ``backward`` or ``step``.
+        model_bytes: model data on the device: parameters, gathered or not, gradients, optimizer state.
+        non_model_bytes: the most of everything else between this moment and the next.
+        kinds: parts of ``model_bytes`` by kind, where known.
+    """
+
+    unit: int
+    name: str
+    phase: Phase
+    model_bytes: int
+    non_model_bytes: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Model data and the rest together."""
+        return self.model_bytes + self.non_model_bytes
+
+
+@dataclass(frozen=True)
+class MemStats:
+    """One training step.
+
+    Positions count uses of units as ``shards.policy.Trace`` does: immediate repetitions of a unit are one,
+    and what follows without a unit (-1) belongs to the use before it, except in the optimizer's step.
+
+    Attributes:
+        moments: in the order of the step.
+        device: such as ``cpu`` or ``cuda:0``.
+        capacity_bytes: of the device; None where it has no known limit.
+        gathered_bytes: size of each unit when it is gathered.
+    """
+
+    moments: Sequence[Moment]
+    device: str
+    capacity_bytes: int | None = None
+    gathered_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        as_kind("moments", self.moments, Sequence, "the moments of a step, in its order")
+        object.__setattr__(self, "moments", tuple(self.moments))
+
+    @cached_property
+    def _uses(self) -> tuple[tuple[int, int], ...]:
+        """(unit, highest non-model bytes until the next use) by position."""
+        found: list[tuple[int, int]] = []
+        for moment in self.moments:
+            if moment.unit != NO_UNIT and not (found and found[-1][0] == moment.unit):
+                found.append((moment.unit, moment.non_model_bytes))
+            elif found and (moment.unit != NO_UNIT or moment.phase != "step"):
+                unit, highest = found[-1]
+                found[-1] = (unit, max(highest, moment.non_model_bytes))
+        return tuple(found)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The units in order of use."""
+        return tuple(unit for unit, _ in self._uses)
+
+    @cached_property
+    def interval_bytes(self) -> tuple[int, ...]:
+        """By position: the most of non-model data from that use to the next."""
+        return tuple(highest for _, highest in self._uses)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of model data and the rest together."""
+        return max((m.total_bytes for m in self.moments), default=0)
+
+    @property
+    def peak_index(self) -> int:
+        """Index of the moment where ``peak_bytes`` was reached first; -1 where there are no moments."""
+        return max(range(len(self.moments)), key=lambda i: self.moments[i].total_bytes, default=-1)
+
+    @property
+    def peak_model_bytes(self) -> int:
+        """The most of model data."""
+        return max((m.model_bytes for m in self.moments), default=0)
+
+    @property
+    def peak_non_model_bytes(self) -> int:
+        """The most of everything else."""
+        return max((m.non_model_bytes for m in self.moments), default=0)
+
+    def matches(self, order: Sequence[int]) -> bool:
+        """Whether a step used its units in this order (immediate repetitions count once)."""
+        return self.order == _once(order)
+
+    def follows(self, order: Sequence[int]) -> bool:
+        """Whether a step that is under way has so far used its units in this order."""
+        seen = tuple(order)
+        # Asked at every use: without a loop where nothing is repeated.
+        return self.order[: len(seen)] == seen or self.order[: len(_once(seen))] == _once(seen)
+
+    def to_json(self) -> str:
+        """One line of JSON; :meth:`from_json` gives an equal object back."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "device": self.device,
+                "capacity_bytes": self.capacity_bytes,
+                "gathered_bytes": {str(unit): size for unit, size in self.gathered_bytes.items()},
+                "moments": [
+                    [m.unit, m.name, m.phase, m.model_bytes, m.non_model_bytes, dict(m.kinds)] for m in self.moments
+                ],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> MemStats:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: not such a text, or of a later version; names what is wrong.
+        """
+        try:
+            return cls._of_json(text)
+        except RecursionError:
+            begins = f"{text[:20]!r}..."
+            raise ValueError(f"not a memory trace: {begins} nests too deeply; give what MemStats.save wrote") from None
+
+    @classmethod
+    def _of_json(cls, text: str) -> MemStats:
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not a memory trace: no JSON ({error}); give what MemStats.save wrote") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a memory trace: format is {found!r}, not {FORMAT!r}; give what MemStats.save wrote")
+        if data.get("version") != VERSION:
+            raise ValueError(f"a memory trace of version {data.get('version')!r}; this library reads {VERSION}")
+        capacity = data.get("capacity_bytes")
+        return cls(
+            moments=[_moment(row, i) for i, row in enumerate(_typed(data.get("moments"), list, "moments"))],
+            device=_typed(data.get("device"), str, "device"),
+            capacity_bytes=None if capacity is None else _size(capacity, "capacity_bytes"),
+            gathered_bytes={
+                _unit(key): _size(size, f"gathered_bytes[{key}]")
+                for key, size in _typed(data.get("gathered_bytes"), dict, "gathered_bytes").items()
+            },
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; a file that is there is replaced in one go."""
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+            try:
+                file.write(self.to_json() + "\n")
+                file.close()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name)
+                raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MemStats:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds something else; names the file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a memory trace: no text ({error}); give what MemStats.save wrote") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _once(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(unit for i, unit in enumerate(order) if i == 0 or order[i - 1] != unit)
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"not a memory trace: {what} is {value!r}, not a {kind.__name__}")
+    return value
+
+
+def _number(value: Any, what: str, low: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MOST_BYTES:
+        raise ValueError(f"not a memory trace: {what} is {shown(value)}, not a whole number from {low} to {MOST_BYTES}")
+    return value
+
+
+def _size(value: Any, what: str) -> int:
+    return _number(value, what, 0)
+
+
+def _unit(key: str) -> int:
+    if not key.isdecimal():
+        raise ValueError(f"not a memory trace: gathered_bytes has the unit {key!r}, not a number")
+    return int(key)
+
+
+def _moment(row: Any, index: int) -> Moment:
+    what = f"moments[{index}]"
+    if not isinstance(row, list) or len(row) != 6:
+        raise ValueError(f"not a memory trace: {what} is {row!r}, not six values")
+    unit, name, phase, model, non_model, kinds = row
+    if phase not in get_args(Phase):
+        raise ValueError(f"not a memory trace: {what} has the phase {phase!r}, not one of {get_args(Phase)}")
+    return Moment(
+        unit=_number(unit, f"{what}: unit", NO_UNIT),
+        name=_typed(name, str, f"{what}: name"),
+        phase=phase,
+        model_bytes=_size(model, f"{what}: model_bytes"),
+        non_model_bytes=_size(non_model, f"{what}: non_model_bytes"),
+        kinds={k: _size(v, f"{what}: {k}") for k, v in _typed(kinds, dict, f"{what}: kinds").items()},
+    )
+
+
+class PeakSource(Protocol):
+    """What the recorder needs of a tracker (``shardwise.core.memory.trace.tracker``)."""
+
+    def take_peak(self) -> int:
+        """The highest number of non-model bytes since the last call."""
+
+
+class MemoryRecorder:
+    """Writes a :class:`MemStats` during one step.
+
+    Args:
+        tracker: entered by the caller while the step's operations run.
+        device, capacity_bytes, gathered_bytes: as in :class:`MemStats`.
+    """
+
+    def __init__(
+        self,
+        tracker: PeakSource,
+        *,
+        device: str,
+        capacity_bytes: int | None = None,
+        gathered_bytes: Mapping[int, int] | None = None,
+    ) -> None:
+        self.tracker = tracker
+        self.device, self.capacity_bytes = device, capacity_bytes
+        self.gathered_bytes = dict(gathered_bytes or {})
+        self._moments: list[Moment] = []
+        self._before = 0
+        tracker.take_peak()
+
+    def moment(
+        self, unit: int, name: str, phase: Phase, model_bytes: int, kinds: Mapping[str, int] | None = None
+    ) -> None:
+        """``unit`` is about to be used, with ``model_bytes`` of model data on the device for it.
+
+        Ends the interval of the moment before. What was there before the first moment counts to its interval.
+        """
+        self.end_interval()
+        self._moments.append(Moment(unit, name, phase, model_bytes, self._before, dict(kinds or {})))
+        self._before = 0
+
+    def end_interval(self) -> None:
+        """The present interval ends here rather than at the next moment: to be called before residency changes for a
+        moment that is reported afterwards, so that model data under way is not taken for the rest."""
+        peak = self.tracker.take_peak()
+        if self._moments:
+            last = self._moments[-1]
+            self._moments[-1] = replace(last, non_model_bytes=max(last.non_model_bytes, peak))
+        else:
+            self._before = max(self._before, peak)
+
+    def so_far(self) -> MemStats:
+        """What the step took until now; it goes on."""
+        self.end_interval()
+        return MemStats(list(self._moments), self.device, self.capacity_bytes, dict(self.gathered_bytes))
+
+    def finish(self) -> MemStats:
+        """The step is over; the recorder starts anew."""
+        self.end_interval()
+        moments, self._moments, self._before = self._moments, [], 0
+        return MemStats(moments, self.device, self.capacity_bytes, dict(self.gathered_bytes))

@@ -1,0 +1,495 @@
+"""The Adam family under its published names: CPUAdam, HybridAdam, FusedAdam.
+
+All three are ordinary torch optimizers for parameters on any device, in any mix, of any floating dtype: parameters of
+16 bits have fp32 moments, are updated in fp32 and rounded once. The names and arguments are those of ColossalAI
+(``colossalai.nn.optimizer``); what they are reproduced from and where they differ is in ``docs/optim.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.base.checked import as_params, number, share
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.torch_internals import add_each
+from shardwise.core.memory.host import HostArena
+from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
+from shardwise.core.optim.disk import open_disk_moments
+from shardwise.core.optim.offload import MomentStore, OffloadedMoments
+from shardwise.core.optim.taken_state import counted
+
+__all__ = ["CPUAdam", "FusedAdam"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NOT_HERE = {
+    "amsgrad": "there is no AMSGrad variant: use torch.optim.AdamW for it",
+    "capturable": "the learning rate is read as a number, so a step cannot be captured in a CUDA graph; leave it out",
+    "differentiable": "updates are made in place; leave it out",
+}
+"""Options of torch's groups that would change what a step does; ``foreach`` and ``fused`` only choose a kernel."""
+
+
+def _check_numbers(lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    rate = float(lr) if isinstance(lr, Tensor) else lr
+    number("lr", rate, "[0, inf)", "a learning rate >= 0 and finite (maximize=True in a group goes up)")
+    if len(betas) != 2:
+        raise ValueError(f"betas={betas}: give two numbers in [0, 1)")
+    for beta in betas:
+        number("betas", float(beta) if isinstance(beta, Tensor) else beta, "[0, 1)", "two numbers in [0, 1)")
+    number("eps", eps, "[0, inf)")
+    number("weight_decay", weight_decay, "[0, inf)")
+
+
+def _scale_of(div_scale: float) -> float:
+    if div_scale == -1:
+        return 1.0
+    if not 0.0 < div_scale < math.inf:
+        raise ValueError(f"div_scale={div_scale} cannot divide gradients; use a positive number, or -1 for none")
+    return 1.0 / div_scale
+
+
+class _Adam(torch.optim.Optimizer):
+    """What the three share. ``state[p]`` holds ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (shape of p)."""
+
+    state_keys: ClassVar[tuple[str, ...]] = ("step", *MOMENTS)
+    """What a step makes."""
+    counts_by_parameter = True
+    num_fp32_shards_per_param = 4
+    """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
+    make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)
+    """Opens what holds offloaded moments, given ``nvme_offload_dir``."""
+    wide_moments: bool = True
+    """Moments of 16-bit parameters are fp32; otherwise in the parameter's dtype, and rounded to it after each step."""
+    _kept: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], adamw_mode: bool, offload: tuple[float, str | None]
+    ) -> None:
+        fraction, folder = offload
+        _check_numbers(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
+        share("nvme_offload_fraction", fraction)
+        self.adamw_mode = bool(adamw_mode)
+        self.nvme_offload_fraction, self.nvme_offload_dir = float(fraction), folder
+        self._tiles = AdamTiles()
+        self._offload: OffloadedMoments | None = None
+        super().__init__(as_params(params), defaults)
+        if self.nvme_offload_fraction > 0.0:
+            self._offload = OffloadedMoments(self.nvme_offload_fraction, type(self).make_store(folder))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with options of its own.
+
+        ``maximize`` counts as in torch, and may differ between groups. ``foreach`` and ``fused`` change nothing: there
+        is one kernel for each kind of device.
+
+        Raises:
+            ValueError: a number is out of range, a parameter is complex, or the group asks for ``amsgrad``,
+                ``capturable`` or ``differentiable``.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            for option in (name for name in NOT_HERE if group.get(name)):
+                raise ValueError(f"{option}={group[option]} in a group of {type(self).__name__}: {NOT_HERE[option]}")
+            for param in group["params"]:
+                if not param.is_floating_point():
+                    raise ValueError(
+                        f"{type(self).__name__} takes floating parameters, not one of {param.dtype} and shape "
+                        f"{tuple(param.shape)}; pass torch.view_as_real of complex ones"
+                    )
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None, div_scale: float) -> Any:
+        scale = _scale_of(div_scale)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # All groups are looked at before any parameter changes, so a refused gradient leaves nothing half done.
+        live = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for params in live:
+            for param in params:
+                self._check_gradient(param)
+        if self._offload is not None:
+            self._check_whole()
+            self._offload.place([p for group in self.param_groups for p in group["params"]])
+            live = self._step_offloaded(self._offload, live, scale)
+        for group, params in zip(self.param_groups, live, strict=True):
+            self._step_group(params, self._rule(group), scale)
+        return loss
+
+    def _check_gradient(self, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not take {gradient.layout} gradients (of a parameter of shape "
+                f"{tuple(param.shape)}): make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            )
+
+    def _check_whole(self) -> None:
+        """Moments on a disk are those of whole parameters."""
+        if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"nvme_offload_fraction={self.nvme_offload_fraction} with parameters that fully_shard divides: "
+                "leave it 0 there, or shard the model by a plan, which offloads divided moments"
+            )
+
+    def _rule(self, group: dict[str, Any]) -> AdamRule:
+        beta1, beta2 = group["betas"]
+        return AdamRule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self.adamw_mode,
+            bias_correction=bool(group["bias_correction"]),
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def _moment_dtype(self, param: Tensor) -> torch.dtype:
+        return moment_dtype(param) if self.wide_moments else param.dtype
+
+    def _step_group(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
+        states = [self._state_of(param) for param in params]
+        _count_step([state["step"] for state in states])
+        slots = []
+        for param, state in zip(params, states, strict=True):
+            gradient = param.grad
+            if gradient is not None:
+                own = (_own(param), _own(gradient, param), _own(state["exp_avg"]), _own(state["exp_avg_sq"]))
+                slots.append(AdamSlot(*own, state["step"]))
+        self._tiles.update(slots, rule, scale)
+
+    def _step_offloaded(self, offload: OffloadedMoments, live: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
+        """Step what of ``live`` (parameters by group) has its moments in the store; what has not is returned.
+
+        All or, where the store fails, none: the new values are in copies until the new moments are stored.
+        """
+        every = [param for group in self.param_groups for param in group["params"]]
+        offload.reserve([param for param in every if param.requires_grad or param.grad is not None])
+        rules = [self._rule(group) for group in self.param_groups]
+        held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
+        # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
+        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
+        new: list[tuple[Tensor, Tensor]] = []
+        gradient = torch.empty(0, device="cpu")
+        with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:
+            for piece in pieces:
+                param, rule = held[piece.index]
+                if piece.start == 0:
+                    new.append((copies.take(param.numel(), param.dtype), self._next_count(param)))
+                    new[-1][0].view(param.shape).copy_(param)
+                    gradient = _flat_gradient(param)
+                if not self.state.get(param):
+                    # What the store may have for it belongs to a state that was dropped.
+                    piece.moments.zero_()
+                values, count = new[-1]
+                part = slice(piece.start, piece.end)
+                exp_avg, exp_avg_sq = piece.moments
+                self._tiles.update([AdamSlot(values[part], gradient[part], exp_avg, exp_avg_sq, count)], rule, scale)
+        for (param, _), (values, count) in zip(held, new, strict=True):
+            param.copy_(values.view(param.shape))
+            self._state_of(param)["step"].copy_(count)
+        return [[param for param in params if not offload.holds(param)] for params in live]
+
+    def _next_count(self, param: Tensor) -> Tensor:
+        """The step count of the step under way, in a tensor of its own; no state is made for it."""
+        if not self.state.get(param):
+            return torch.ones((), dtype=torch.float32, device="cpu")
+        step: Tensor = self._state_of(param)["step"]
+        return step + 1
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter, made on first use, and put right where it was loaded from elsewhere."""
+        state: dict[str, Any] = self.state[param]
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor):
+            # ColossalAI keeps a plain number.
+            state["step"] = torch.tensor(float(step), device=param.device)
+        elif step.device != param.device or step.dtype != torch.float32:
+            state["step"] = step.to(param.device, torch.float32)
+        if self._offload is not None and self._offload.holds(param):
+            return state
+        dtype = self._moment_dtype(param)
+        for key in MOMENTS:
+            have = state.get(key)
+            if have is None:
+                state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            elif have.dtype != dtype:
+                state[key] = have.to(dtype)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; offloaded moments are read into host memory, all of them.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes.
+        """
+        packed = super().state_dict()
+        if self._offload is None:
+            return packed
+        numbers = [n for group in packed["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, param in zip(numbers, params, strict=True):
+            if packed["state"].get(index) and self._offload.holds(param):
+                exp_avg, exp_avg_sq = self._offload.read(param)
+                # A new dict: the one there is the live state.
+                packed["state"][index] = packed["state"][index] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or ColossalAI's.
+
+        Moments keep their precision, also those of 16-bit parameters. ``adamw_mode`` stays what it is here; a state
+        whose weight decay was made in the other way is taken with a warning.
+
+        Raises:
+            ValueError: the groups differ, or the state is of the AMSGrad variant.
+            DiskError: offloaded moments could not be stored. The state is the one before, then.
+        """
+        seen: list[dict[str, Any]] = [state_dict]
+
+        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            seen[0] = final = counted(final)
+            if any(group.get("amsgrad") for group in final["param_groups"]):
+                raise ValueError(
+                    f"the state has amsgrad={[g.get('amsgrad') for g in final['param_groups']]}, and "
+                    f"{type(self).__name__} has no AMSGrad variant; load it into torch.optim.AdamW"
+                )
+            return final
+
+        handle = self.register_load_state_dict_pre_hook(last)  # after the user's own, which may replace the state
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+            self._drop_torchs_mode()
+            numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
+        finally:
+            handle.remove()
+
+    def _drop_torchs_mode(self) -> None:
+        """torch's groups say whether weight decay is decoupled; here ``adamw_mode`` does."""
+        modes = [group.pop("decoupled_weight_decay", self.adamw_mode) for group in self.param_groups]
+        other = [g["weight_decay"] for g, mode in zip(self.param_groups, modes, strict=True) if mode != self.adamw_mode]
+        if any(other):
+            warn_user(
+                f"the state was made with decoupled_weight_decay={not self.adamw_mode} and weight_decay={other}, and "
+                f"this {type(self).__name__} goes on with adamw_mode={self.adamw_mode}: make it with "
+                f"adamw_mode={not self.adamw_mode} to go on alike"
+            )
+
+    @torch.no_grad()
+    def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
+        """Undo torch's cast of the moments to the parameter's dtype, and send to the store what belongs there."""
+        if self._offload is not None:
+            self._offload.place(params)
+        moving: list[tuple[Tensor, dict[str, Any]]] = []
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                continue
+            for key in MOMENTS:
+                if key in state and self.state[param][key].dtype != self._moment_dtype(param):
+                    self.state[param][key] = state[key].to(param.device, self._moment_dtype(param))
+            if self._offload is not None and self._offload.holds(param):
+                moving.append((param, self._state_of(param)))
+        if self._offload is not None:
+            self._offload.write([(param, [own.get(key) for key in MOMENTS]) for param, own in moving])
+        for _, own in moving:
+            for key in MOMENTS:
+                own.pop(key, None)
+
+    def take_offload(self) -> tuple[float, str | None]:
+        """For an engine that places state itself: ``(nvme_offload_fraction, nvme_offload_dir)``, and end our own.
+
+        Moments that are in the store come back to host memory first.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes, and it can be called again.
+        """
+        asked = self.nvme_offload_fraction, self.nvme_offload_dir
+        if self._offload is not None:
+            held = [param for param, state in self.state.items() if state and self._offload.holds(param)]
+            # All are read before any is taken over, so that a failed read leaves them where they are.
+            for param, moments in [(param, self._offload.read(param)) for param in held]:
+                self.state[param].update(zip(MOMENTS, moments, strict=True))
+            self._offload.store.close()
+            self._offload = None
+        self.nvme_offload_fraction = 0.0
+        return asked
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._offload is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with nvme_offload_fraction={self.nvme_offload_fraction} cannot be copied or "
+                "pickled; copy its state_dict()"
+            )
+        return super().__getstate__() | {key: getattr(self, key) for key in self._kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has neither of these, and a state from torch.optim no bias_correction.
+        self.__dict__.setdefault("_tiles", AdamTiles())
+        self.__dict__.setdefault("_offload", None)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", self.defaults["bias_correction"])
+
+
+def _count_step(steps: list[Tensor]) -> None:
+    """Add 1 to every step count, in one call for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for step in steps:
+        by_device.setdefault(step.device, []).append(step)
+    for device, several in by_device.items():
+        # CUDA wants the number where the counts are.
+        add_each(several, torch.ones((), device=device))
+
+
+def _own(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """This rank's part of what ``fully_shard`` divides (as ``like`` is), in its memory; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor) and tensor.placements != like.placements:
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local()
+
+
+def _flat_gradient(param: Tensor) -> Tensor:
+    gradient = param.grad
+    assert gradient is not None
+    return gradient.contiguous().view(-1)
+
+
+class CPUAdam(_Adam):
+    """Adam and AdamW for parameters on the host; those on a GPU are updated there.
+
+    Args:
+        model_params: parameters, or dicts of param groups.
+        lr: learning rate.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        betas: decay of the running averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
+        adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
+        nvme_offload_fraction: share of the moments of host parameters that is on disk between steps, in whole
+            parameters. ``state_dict`` reads them back.
+        nvme_offload_dir: where the files are made; ``None``: the system's temporary directory.
+
+    Raises:
+        ValueError: a number is out of range.
+        DiskError: no file can be made in ``nvme_offload_dir``.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(model_params, defaults, adamw_mode, (nvme_offload_fraction, nvme_offload_dir))
+
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew and returns it; run with gradients enabled.
+            div_scale: divide gradients by this number first (the gradients themselves are not changed); -1: do not.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ValueError: ``div_scale`` is neither positive nor -1.
+            RuntimeError: a gradient is sparse; nothing is updated then.
+            DiskError: offloaded moments could not be read or stored. Parameters and state are those before the step,
+                and it can be repeated.
+        """
+        return self._step(closure, div_scale)
+
+
+class FusedAdam(_Adam):
+    """Adam and AdamW for parameters on a GPU; those on the host are updated there.
+
+    Args:
+        params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as those of :class:`CPUAdam`, in the order
+            in which this class was published.
+        amsgrad: must be ``False``.
+        set_grad_none: what ``zero_grad()`` does by default: drop gradients (``True``) or fill them with zeros.
+
+    Raises:
+        ValueError: a number is out of range.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    _kept = (*_Adam._kept, "set_grad_none")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"FusedAdam has no AMSGrad variant (amsgrad={amsgrad}): use torch.optim.AdamW for it")
+        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"lr": lr, **options}, adamw_mode, (0.0, None))
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop all gradients or fill them with zeros; ``None``: what ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Iterable[Tensor] | None = None,
+        output_params: Iterable[Tensor] | None = None,
+        scale: float | None = None,
+        grad_norms: Iterable[float] | None = None,
+        div_scale: float = -1,
+    ) -> Any:
+        """Update every parameter that has a gradient, as :meth:`CPUAdam.step`.
+
+        Raises:
+            RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist for that.
+        """
+        removed = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        given = [name for name, value in removed.items() if value is not None]
+        if given:
+            raise RuntimeError(f"FusedAdam.step no longer takes {given}: gradients are read from the parameters")
+        return self._step(closure, div_scale)

@@ -1,0 +1,195 @@
+"""Whether an optimizer updates each element by itself, which is what makes it possible to step flat shards.
+
+Of some optimizers the name tells, but anybody may write another whose update needs the parameter's norm, its rows and
+columns, its size, or a count of the calls of ``step()``. Sharded, it would train, and give another result for every
+number of ranks. So it is tried out: a copy of it steps a matrix whole, and in flat parts, one after the other; a small
+one, and one that is large enough for updates that large matrices alone get.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.core.base.torch_internals import without_global_step_hooks
+
+__all__ = ["NotTriedError", "couples_elements", "couples_parameters", "stand_in"]
+
+SHAPE, CUT = (3, 4), 5
+"""The matrix, and the element at which it is cut."""
+LARGE = (144, 160)
+"""Another one, of which the first part is as small. Sizes from which on somebody's update differs are 128 a dimension
+and 4096 elements, in multiples of 256."""
+STEPS = 3
+RATE, SLOPE = 0.1, 3.0
+"""Learning rate, since that of a warm-up's first step is 0; and the size of gradients, which limits of norms meet."""
+TOLERANCE = 1e-3
+"""Of the largest change of any element. Rounding is a thousandth of that."""
+MOST_GROUPS = 8
+"""Some optimizers have a group for every parameter."""
+NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.ProcessGroup] if dist.is_available() else []))
+"""What an optimizer works through, if it has one: alone, it would do something else, or wait for other ranks."""
+Parts = Sequence[Sequence[Sequence[Tensor]]]
+"""By copy of the optimizer and call of its ``step()``, the parameters that a matrix is given as."""
+Cut = Callable[[Tensor], Parts]
+
+
+class NotTriedError(Exception):
+    """The optimizer cannot be copied, or its copy cannot be stepped."""
+
+
+def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what ``optimizer`` does to an element depends on the others of its parameter, or on how it is called.
+
+    A copy of it steps parameters of its own on the CPU, three times, with the options of each of its groups (of
+    eight at most; but a learning rate of 0.1). Of the optimizer nothing is changed, nor are torch's random numbers; no
+    hooks run. An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
+
+    Not found is what shows only later than in the third step, in other numbers or in larger parameters. An
+    optimizer that draws random numbers counts as element-wise, since its steps differ anyway. So does one that cannot
+    be tried: it wraps another optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like
+    this (it needs a closure, or a GPU).
+    """
+    said = getattr(optimizer, "element_wise", None)
+    if said is not None:
+        return not said
+    if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
+        return False
+    with without_global_step_hooks():
+        shapes = itertools.product(_distinct(optimizer.param_groups), (SHAPE, LARGE))
+        return any(_differs(optimizer, group, _whole, _in_parts, shape) for group, shape in shapes)
+
+
+def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what ``optimizer`` does to a parameter depends on the others, or on how often ``step()`` is called.
+
+    Tried as :func:`couples_elements` tries it, with three matrices: in one call, or one and two of them by copies
+    of their own, call by call. What cannot be tried does not.
+    """
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        return False
+    with without_global_step_hooks():
+        return any(_differs(optimizer, group, _together, _apart) for group in _distinct(optimizer.param_groups))
+
+
+def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Options that differ in more than the learning rate, which is replaced; those that differ in text alone last."""
+    changed = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        lr = options.get("lr")
+        if isinstance(lr, Tensor):
+            options["lr"] = torch.full_like(lr, RATE)
+        elif isinstance(lr, int | float):
+            options["lr"] = RATE
+        changed.append(options)
+    by_numbers: dict[str, dict[str, Any]] = {}
+    for options in changed:
+        by_numbers.setdefault(_key(options, texts=False), options)
+    found: dict[str, dict[str, Any]] = {}
+    for options in [*by_numbers.values(), *changed]:
+        found.setdefault(_key(options, texts=True), options)
+    return list(found.values())[:MOST_GROUPS]
+
+
+def _key(options: dict[str, Any], texts: bool) -> str:
+    ignored = ("param_names", "initial_lr")
+    return repr({k: v for k, v in options.items() if k not in ignored and (texts or not isinstance(v, str))})
+
+
+def stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """A copy without state and hooks, whose only group has the options of ``group``."""
+    hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
+    # Methods among the attributes were put there by a scheduler or an engine: they are not the class's.
+    methods = {n for n, v in vars(optimizer).items() if callable(v) and callable(getattr(type(optimizer), n, None))}
+    left_out = {"param_groups", "state", "step", *methods, *hooks}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    trial = object.__new__(type(optimizer))
+    nobody = nn.Parameter(torch.empty(0, device="meta"))  # in place of the model's parameters, wherever they are held
+    memo: dict[int, Any] = {id(param): nobody for own in optimizer.param_groups for param in own["params"]}
+    memo[id(optimizer)] = trial
+    try:
+        if any(isinstance(each, NOT_COPIED) for each in _within(attributes)):
+            raise NotTriedError
+        copied, options = copy.deepcopy((attributes, group), memo)
+    except Exception as error:
+        raise NotTriedError from error
+    made = {"param_groups": [options], "state": defaultdict(dict), **{name: OrderedDict() for name in hooks}}
+    vars(trial).update(copied, **made)
+    return trial
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """``value``, and what it contains."""
+    yield value
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    if isinstance(inner, list | tuple | set):
+        for each in inner:
+            yield from _within(each)
+
+
+def _differs(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], one: Cut, other: Cut, shape: tuple[int, int] = SHAPE
+) -> bool:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def numbers() -> Tensor:  # wherever torch makes tensors by default
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
+
+    def walk(cut: Cut, seed: int) -> Tensor:
+        changed = []
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change every GPU's
+            for number, calls in enumerate(cut(start)):
+                trial = stand_in(optimizer, group)
+                (options,) = trial.param_groups
+                params = [[nn.Parameter(part.clone()) for part in call] for call in calls]
+                for slope in slopes:
+                    for own, parts in zip(params, cut(slope)[number], strict=True):
+                        for param, part in zip(own, parts, strict=True):
+                            param.grad = part.clone()
+                        vars(trial)["param_groups"] = [options | {"params": own}]
+                        try:
+                            type(trial).step(trial)
+                        except Exception as error:
+                            raise NotTriedError from error
+                changed += [param.detach().reshape(-1) for own in params for param in own]
+        # What is NaN in both is the same.
+        return torch.nan_to_num(torch.cat(changed) - start.reshape(-1))
+
+    try:
+        first, second = walk(one, 0), walk(other, 0)
+        return not _alike(first, second) and _alike(first, walk(one, 1))
+    except NotTriedError:
+        return False
+
+
+def _whole(values: Tensor) -> Parts:
+    return [[[values]]]
+
+
+def _in_parts(values: Tensor) -> Parts:
+    flat = values.reshape(-1)
+    return [[[flat[:CUT]], [flat[CUT:]]]]
+
+
+def _together(values: Tensor) -> Parts:
+    return [[torch.split(values, 1)]]
+
+
+def _apart(values: Tensor) -> Parts:
+    first, second, third = torch.split(values, 1)
+    return [[[first]], [[second], [third]]]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())

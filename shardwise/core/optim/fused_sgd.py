@@ -1,0 +1,45 @@
+"""SGD under the name and with the arguments that ColossalAI has for its fused kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.base.checked import as_params
+from shardwise.core.optim.whole_tensors import check_least
+
+__all__ = ["FusedSGD"]
+
+
+class FusedSGD(torch.optim.SGD):
+    """``torch.optim.SGD``, by torch's kernels.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, which has to be given.
+        momentum, dampening, weight_decay, nesterov: as torch's.
+        wd_after_momentum: False; decay is added to gradients.
+
+    Raises:
+        NotImplementedError: ``wd_after_momentum``.
+        ValueError: a number is out of its range, or ``nesterov`` without momentum.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+    ) -> None:
+        if wd_after_momentum:
+            raise NotImplementedError(
+                f"wd_after_momentum={wd_after_momentum}: decay that does not go through the momentum is that of "
+                "torch.optim.AdamW and its like; leave it out"
+            )
+        check_least("lr", lr)
+        super().__init__(as_params(params), lr, momentum, dampening, weight_decay, nesterov)

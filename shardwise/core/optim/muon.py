@@ -1,0 +1,151 @@
+"""Muon for matrices and Adam for all else, in one optimizer. Muon's step is the orthogonal matrix near its momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
+
+__all__ = ["MuonWithAuxAdam", "muon_update"]
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Of x, x^3 and x^5: what pulls singular values in (0, 1] to about 1. Source: kellerjordan.github.io/posts/muon."""
+LEAST_NORM = 1e-7
+RESTART = 2
+"""Iterations on one Gram matrix: its rounding grows, so it is made anew. Source: tridao.me/blog, Gram Newton-Schulz."""
+METHODS = ("gram", "standard")
+OF_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+OF_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+
+
+def _orthogonal(matrix: Tensor, steps: int, method: str) -> Tensor:
+    """``matrix`` (..., rows, columns) with its singular values near 1, by ``steps`` of Newton and Schulz.
+
+    ``"standard"`` multiplies in bf16, as torch's Muon. ``"gram"`` iterates on the Gram matrix of the short side, in
+    fp16 on a GPU and in fp32 on a CPU. Where the sides are equal that saves nothing, and it goes the standard way.
+    """
+    x = matrix.to(torch.bfloat16 if method == "standard" else torch.float32)
+    x = x if x.dim() == 2 else x.flatten(0, -3)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
+    if method == "gram" and x.device.type != "cpu":
+        x = x.half()  # only now: as they are, gradients may be too large or too small for it
+    by_gram = method == "gram" and x.size(-2) < x.size(-1)
+    spans = (min(RESTART, steps), max(0, steps - RESTART)) if by_gram else (1,) * steps
+    for span in spans:
+        x = _iterated(x, span)
+    return (x.mT if tall else x).reshape(matrix.shape)
+
+
+def _iterated(x: Tensor, steps: int) -> Tensor:
+    """So many steps. What all but the last do is one factor, which is found from the Gram matrix alone."""
+    (a, b, c), add = QUINTIC, torch.addmm if x.dim() == 2 else torch.baddbmm
+    gram, factor = x @ x.mT, None
+    for step in range(steps):
+        rest = add(gram, gram, gram, beta=b, alpha=c)  # a step is a * I + rest
+        if step == steps - 1:
+            x = x if factor is None else factor @ x
+            return add(x, rest, x, beta=a)
+        if factor is None:
+            factor = rest.clone()
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            factor = add(factor, rest, factor, beta=a)
+        once = add(gram, rest, gram, beta=a)
+        gram = add(once, rest, once, beta=a)
+    return x
+
+
+def muon_update(
+    grad: Tensor,
+    momentum: Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+    is_expert_group: bool = False,
+) -> Tensor:
+    """What is subtracted from a matrix, before the learning rate, in its shape and dtype. ``grad`` stays as it is.
+
+    Args:
+        grad: of two dimensions, or more, of which all but the last two are of matrices of their own. Of four, as
+            filters have, all but the first are columns.
+        momentum: in the shape of ``grad``; goes on in place.
+        beta: of it.
+        ns_steps: iterations to the orthogonal matrix.
+        nesterov: look ahead.
+        ns_method: ``"gram"`` or ``"standard"``; see :class:`MuonWithAuxAdam`.
+        is_expert_group: of any shape, matrices of their own.
+    """
+    momentum.lerp_(grad, 1 - beta)
+    ahead = torch.lerp(grad, momentum, beta) if nesterov else momentum
+    if ahead.dim() == 4 and not is_expert_group:
+        ahead = ahead.reshape(len(ahead), -1)
+    tall: float = max(1.0, grad.size(-2) / grad.size(-1)) ** 0.5
+    return _orthogonal(ahead, ns_steps, ns_method).to(grad.dtype).mul_(tall).reshape(grad.shape)
+
+
+class MuonWithAuxAdam(WholeTensorOptimizer):
+    """Muon for the groups with ``use_muon=True``, and Adam with decoupled decay for those with ``use_muon=False``.
+
+    ``state[p]`` holds ``momentum_buffer`` under Muon; under Adam ``exp_avg``, ``exp_avg_sq`` and ``step``, a number.
+
+    Args:
+        param_groups: dicts, each with ``params`` and ``use_muon``; besides under Muon ``lr`` (0.02), ``momentum``
+            (0.95), ``weight_decay`` (0) and ``ns_method`` (``"gram"``, or ``"standard"``, which multiplies as torch's
+            Muon does), under Adam ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10), ``weight_decay`` (0).
+
+    Raises:
+        ValueError: a group without ``use_muon``, a number out of range, or a vector under Muon.
+    """
+
+    def __init__(self, param_groups: Any) -> None:
+        groups = [dict(each) if isinstance(each, dict) else {"params": each} for each in param_groups]
+        for place, group in enumerate(groups):
+            if not isinstance(group.get("use_muon"), bool):
+                raise ValueError(f"use_muon={group.get('use_muon')!r} of group {place}: give True or False")
+            params = group["params"]
+            group["params"] = [params] if isinstance(params, Tensor) else list(params)
+            for name, value in (OF_MUON if group["use_muon"] else OF_ADAM).items():
+                group.setdefault(name, value)
+            _check(group)
+        super().__init__(groups, {})
+
+    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        weight, update = as_computed(param), self._muon if group["use_muon"] else self._adam
+        step = update(group, grad, state)
+        param.copy_(weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * step)
+
+    def _muon(self, group: dict[str, Any], grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        return muon_update(grad, state["momentum_buffer"], group["momentum"], ns_method=group["ns_method"])
+
+    def _adam(self, group: dict[str, Any], grad: Tensor, state: dict[str, Any]) -> Tensor:
+        begun(state, ("exp_avg", "exp_avg_sq"), grad)
+        state["step"] += 1
+        first, second = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - first)
+        state["exp_avg_sq"].lerp_(grad.square(), 1 - second)
+        root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
+        step: Tensor = state["exp_avg"] / (1 - first ** state["step"]) / root
+        return step
+
+
+def _check(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", *(() if group["use_muon"] else ("eps",))):
+        check_least(name, group[name])
+    for name in ("momentum",) if group["use_muon"] else ("betas",):
+        for beta in (group[name],) if name == "momentum" else group[name]:
+            check_least(name, beta, 0.0, 1 - 1e-15)
+    if not group["use_muon"]:
+        return
+    if group["ns_method"] not in METHODS:
+        raise ValueError(f"ns_method={group['ns_method']!r}: give one of {', '.join(map(repr, METHODS))}")
+    vectors = [tuple(param.shape) for param in group["params"] if param.dim() < 2]
+    if vectors:
+        raise ValueError(f"use_muon=True for parameters of shapes {vectors[:3]}: give False for what is no matrix")

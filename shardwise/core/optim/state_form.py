@@ -1,0 +1,254 @@
+"""Which state an optimizer keeps for a parameter, so that what a file holds can be told from another optimizer's.
+
+Asked of the optimizer itself: a copy of it steps a small parameter of its own, with the options of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.base.torch_internals import without_global_step_hooks
+from shardwise.core.optim.element_wise import NotTriedError, stand_in
+from shardwise.core.optim.nested_state import flat, outline
+
+__all__ = ["SavedForm", "StateForm", "check_full_state", "constructed_state", "makes_state_at_once", "options_for"]
+
+SAME_STATE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam", "DeepSpeedCPUAdam"})
+"""Classes that continue each other's state. Which way they take weight decay is theirs, not the state's."""
+OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
+"""Options that say which of two classes it is."""
+NOTED = frozenset({"params", "param_names", "initial_lr"})
+"""Keys of a group that no optimizer asks for."""
+MOST_STEPPED = 1 << 24
+"""Elements of a parameter that is stepped to know the shapes of its state."""
+MOST_TRIED = 1 << 16
+"""Elements of a parameter that stands for a large one."""
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """What a file holds for one parameter.
+
+    Attributes:
+        shape: of the parameter.
+        keys: of its state; of tensors whether they hold floating-point numbers, of other values ``None``.
+    """
+
+    shape: tuple[int, ...]
+    keys: tuple[tuple[str, bool | None], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], entry: Mapping[str, Any]) -> SavedForm:
+        """Of the state ``entry``, whose tensors (or what stands for them) have a ``dtype``."""
+        kinds = {key: getattr(value, "dtype", None) for key, value in outline(entry).items() if value is not None}
+        floats = {key: None if kind is None else bool(kind.is_floating_point) for key, kind in kinds.items()}
+        return cls(tuple(shape), tuple(sorted(floats.items())))
+
+
+def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the saved options of a group those that ``optimizer`` takes over: all of its own class; of another's, or of
+    one that is not known, what its own groups have too."""
+    if saved_class == type(optimizer).__name__:
+        return dict(options)
+    known = {*_defaults(optimizer), *NOTED, *(key for group in optimizer.param_groups for key in group)}
+    left_out = OF_THE_CLASS if saved_class else frozenset[str]()
+    return {key: value for key, value in options.items() if key in known and key not in left_out}
+
+
+class StateForm:
+    """Of one optimizer.
+
+    Args:
+        optimizer: the user's own. Nothing of it is changed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._found: dict[tuple[str, tuple[int, ...]], dict[str, bool | None] | None] = {}
+        self._shapes: dict[tuple[str, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}
+
+    def kept(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
+        """The keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
+
+        ``None``: that cannot be found out, see :func:`shardwise.core.optim.element_wise.couples_elements`.
+        """
+        plain = {key: value for key, value in options.items() if key not in NOTED}
+        key = (repr(plain), shape)
+        if key not in self._found:
+            self._found[key] = self._try(plain, shape)
+        return self._found[key]
+
+    def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, found: tuple[int, ...]) -> bool:
+        """Whether the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, as rows and
+        columns of a factored one; of what is too large to be tried, whether it has no other sizes than the parameter.
+        """
+        plain = {name: value for name, value in options.items() if name not in NOTED}
+        place = (repr(plain), shape)
+        if place not in self._shapes:
+            self._shapes[place] = None
+            if math.prod(shape) <= MOST_STEPPED and {"param_groups", "state"} <= vars(self._optimizer).keys():
+                param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
+                param.grad = torch.ones_like(param)
+                with contextlib.suppress(NotTriedError), without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+                    made = flat(self._step(plain, param)).items()
+                    self._shapes[place] = {k: tuple(v.shape) for k, v in made if isinstance(v, Tensor)}
+        known = self._shapes[place]
+        return {*found} <= {1, *shape} if known is None else known.get(key) == found
+
+    def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
+        said = getattr(self._optimizer, "state_keys", None)
+        if said is not None:
+            return dict.fromkeys(said, True)
+        if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # they are another optimizer's
+            return None
+        param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
+        param.grad = torch.ones_like(param)
+        with without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+            try:
+                return dict(SavedForm.of(shape, self._step(options, param)).keys)
+            except NotTriedError:
+                return None
+
+    def _step(self, options: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+        failure: Exception | None = None
+        for made in (False, True):
+            trial = stand_in(self._optimizer, options)
+            if made:
+                trial.state[param] = constructed_state(self._optimizer, options, param)
+            trial.param_groups[0]["params"] = [param]
+            try:
+                type(trial).step(trial)
+                return dict(trial.state.get(param, {}))
+            except Exception as error:  # state that it expects may be made in the constructor
+                failure = error
+        raise NotTriedError from failure
+
+    def misfit(
+        self, saved_class: str, options: Mapping[str, Any], saved_options: Mapping[str, Any], saved: SavedForm
+    ) -> str | None:
+        """Why state is not this optimizer's; ``None``: it is, as far as that can be known.
+
+        Args:
+            saved_class: the name of the class that made it; empty where that is not known.
+            options: those that it would go on with.
+            saved_options: those that it was made with.
+            saved: its form.
+        """
+        dimensions = len(saved.shape)
+        reason = self._misfit(saved_class, options, saved_options, saved, (2,) * dimensions)
+        if reason is None or not dimensions:
+            return reason
+        # Some keep other things of large parameters, as moments in 8 bits from 4096 elements on.
+        size = min(math.prod(saved.shape), MOST_TRIED)
+        return self._misfit(saved_class, options, saved_options, saved, (size, *(1,) * (dimensions - 1)))
+
+    def _misfit(
+        self,
+        saved_class: str,
+        options: Mapping[str, Any],
+        saved_options: Mapping[str, Any],
+        saved: SavedForm,
+        tried: tuple[int, ...],
+    ) -> str | None:
+        kept, there = self.kept(options, tried), dict(saved.keys)
+        if kept is None:
+            return None if not saved_class or self.continues(saved_class) else "another class made it"
+        if _other_numbers(kept, there):
+            return "it holds numbers of another kind"
+        if self._is_own(saved_class):
+            changed = self.kept(saved_options, tried)
+            lacking = there and changed != kept and kept.keys() - there.keys()
+            return f"{', '.join(sorted(lacking))} is missing for the options of its group" if lacking else None
+        if there.keys() == kept.keys() or (not there and (not saved_class or self.continues(saved_class))):
+            return None
+        surplus_only = kept.keys() <= there.keys() and not saved_class
+        if surplus_only and {*saved_options} - NOTED <= {*_defaults(self._optimizer), *options}:
+            return None
+        return f"it has {_listed(there)}, where {type(self._optimizer).__name__} keeps {_listed(kept)}"
+
+    def _is_own(self, saved_class: str) -> bool:
+        return saved_class in (each.__name__ for each in type(self._optimizer).__mro__)
+
+    def continues(self, saved_class: str) -> bool:
+        """Whether the class is known to keep the same state."""
+        own = {each.__name__ for each in type(self._optimizer).__mro__}
+        return saved_class in own or (saved_class in SAME_STATE and bool(own & SAME_STATE))
+
+
+def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return getattr(optimizer, "defaults", {})  # a wrapper of another library may have none
+
+
+def _other_numbers(kept: Mapping[str, bool | None], there: Mapping[str, bool | None]) -> bool:
+    """Whether tensors of integers stand for others; a step count may be either."""
+    both = (kept.keys() & there.keys()) - {"step"}
+    return any(there[key] != kept[key] for key in both if None not in (there[key], kept[key]))
+
+
+def _listed(keys: Collection[str]) -> str:
+    return ", ".join(sorted(keys)) or "no state"
+
+
+def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state that the class of ``optimizer`` gives ``param`` when it is built with the options of ``group``.
+
+    Adagrad's sums, for example. Empty for a class that makes its state in its steps, or that cannot be built from its
+    ``defaults``.
+    """
+    kind = type(optimizer)
+    try:
+        named = inspect.signature(kind).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named.values())
+        given = {key: value for key, value in _defaults(optimizer).items() if takes_all or key in named}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        made = kind([{**options, "params": [param]}], **given)
+        return dict(made.state.get(param, {}))
+    except Exception:  # of any kind: the class is the user's
+        return {}
+
+
+def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class gives parameters state when it is built."""
+    param = nn.Parameter(torch.ones(2, 2, device="cpu", dtype=torch.float32))
+    return any(constructed_state(optimizer, group, param) for group in optimizer.param_groups[:1])
+
+
+def check_full_state(
+    optimizer: torch.optim.Optimizer, full: Mapping[str, Any], shapes: Iterable[Iterable[Sequence[int]]]
+) -> None:
+    """Whether ``full``, a ``state_dict()`` with as many parameters in each group, can be this optimizer's.
+
+    Args:
+        optimizer: the user's own.
+        full: ``state`` and ``param_groups``.
+        shapes: by group and position, of the optimizer's parameters.
+
+    Raises:
+        ValueError: it is another optimizer's; both are told.
+    """
+    form, judged = StateForm(optimizer), set[tuple[int, SavedForm]]()
+    for place, (own, theirs, sizes) in enumerate(
+        zip(optimizer.param_groups, full["param_groups"], shapes, strict=True)
+    ):
+        saved_options = {key: value for key, value in theirs.items() if key not in NOTED}
+        options = own | options_for(optimizer, "", saved_options)
+        for number, shape in zip(theirs["params"], sizes, strict=True):
+            entry = full["state"].get(number)
+            saved = SavedForm.of(shape, entry) if entry else None
+            if saved is None or (place, saved) in judged:
+                continue
+            judged.add((place, saved))
+            reason = form.misfit("", options, saved_options, saved)
+            if reason is not None:
+                raise ValueError(
+                    f"this state is not one of {type(optimizer).__name__}: of parameter {number} in group {place} "
+                    f"{reason}; load it into an optimizer of the class that made it"
+                )

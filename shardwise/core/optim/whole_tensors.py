@@ -1,0 +1,101 @@
+"""What optimizers have in common whose update of an element needs all of its parameter: a norm, rows, columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.checked import as_params
+from shardwise.core.optim.taken_state import counted
+
+__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least"]
+
+
+def as_computed(value: Tensor) -> Tensor:
+    """In which numbers an update is computed: fp32 for 16-bit ones, otherwise their own."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def begun(state: dict[str, Any], names: tuple[str, ...], like: Tensor) -> None:
+    """A count and averages of the shape of ``like``, of what is not there yet."""
+    state.setdefault("step", 0)
+    for name in names:
+        if name not in state:
+            state[name] = torch.zeros_like(like)
+
+
+def check_least(name: str, value: Any, least: float = 0.0, most: float = float("inf")) -> None:
+    """Raises:
+    ValueError: ``value`` is not a number from ``least`` to ``most``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Updates each parameter by itself, whole; see ``docs/optim.md`` for what that means for shards."""
+
+    whole_tensors = True
+    counts_by_parameter = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(as_params(params), defaults)
+
+    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        """Update one parameter; ``grad`` and ``group`` stay as they are."""
+        raise NotImplementedError(f"{type(self).__name__}._update()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, also one that counts steps by group. Of 16-bit parameters it stays in fp32.
+
+        Raises:
+            ValueError: the groups differ.
+        """
+        seen = [state_dict]
+
+        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            seen[0] = counted(final)
+            return seen[0]
+
+        handle = self.register_load_state_dict_pre_hook(last)  # after the user's own, which may replace the state
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        numbers = [number for group in seen[0]["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for key, value in seen[0]["state"].get(number, {}).items():
+                taken = self.state[param].get(key)
+                if isinstance(taken, Tensor) and taken.is_floating_point() and as_computed(taken) is not taken:
+                    self.state[param][key] = as_computed(value).to(taken.device)  # torch has rounded it
+
+    def _live(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes no sparse gradients, as one of shape {tuple(param.shape)} is: "
+                        "make the embedding with sparse=False"
+                    )
+                if param.grad is not None:
+                    yield group, param, param.grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; what ``closure``, which is run first, returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing is updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, param, grad in list(self._live()):
+            if param.numel():
+                self._update(group, param, as_computed(grad), self.state[param])
+        return loss

@@ -1,0 +1,51 @@
+"""Pipeline parallelism: the stages of a model on several ranks, and which of them does what when.
+
+Schedules are data; what runs them knows nothing of optimizers and engines, and what a stage of a model is is data of
+the architecture. Nothing here reads the environment or makes groups.
+"""
+
+from __future__ import annotations
+
+from shardwise.core.parallel.pipeline.batch import MicroBatch, merged, split_batch
+from shardwise.core.parallel.pipeline.picture import draw_schedule, schedule_text
+from shardwise.core.parallel.pipeline.run import Outcome, StageRun
+from shardwise.core.parallel.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    given_schedule,
+    make_schedule,
+    simulate,
+)
+from shardwise.core.parallel.pipeline.shared import SharedGradients
+from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, walk
+from shardwise.core.parallel.pipeline.staging import Staging, layers_of_stages, stage_model
+from shardwise.core.parallel.pipeline.tables import Body, known_bodies, register_body
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Body",
+    "Kind",
+    "MicroBatch",
+    "Outcome",
+    "Passes",
+    "Schedule",
+    "SharedGradients",
+    "StageRun",
+    "Staging",
+    "WeightGradients",
+    "draw_schedule",
+    "given_schedule",
+    "known_bodies",
+    "layers_of_stages",
+    "make_schedule",
+    "merged",
+    "register_body",
+    "schedule_text",
+    "simulate",
+    "split_batch",
+    "stage_model",
+    "walk",
+]

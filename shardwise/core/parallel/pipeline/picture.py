@@ -1,0 +1,123 @@
+"""A schedule as a picture: SVG for a browser, letters for a terminal. No dependency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from shardwise.core.parallel.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Span,
+    bubble_fraction,
+    expected_bubble,
+    simulate,
+)
+
+__all__ = ["draw_schedule", "schedule_text"]
+
+Times = tuple[float, float, float]
+"""Of F, B and W in a stage; where there is no W it is in B."""
+
+COLORS = {
+    Kind.FORWARD: ("#4c78a8", "#86b3d9"),
+    Kind.BACKWARD: ("#54a24b", "#9ad18f"),
+    Kind.WEIGHT: ("#e07b39", "#f2b284"),
+}
+"""In the first, third, ... stage of a rank, and in the second, fourth, ..."""
+NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "gradients of weights"}
+FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
+WIDTH, LEFT, RIGHT, TOP, ROW, BAR, BOTTOM = 1120, 72, 20, 84, 40, 32, 16
+LEAST_FOR_NUMBER = 14
+IDLE = "."
+
+
+def _spans(schedule: Schedule, times: Times) -> list[list[Span]]:
+    forward, backward, weight = times
+    whole = backward if schedule.splits else backward + weight
+    of_kind = {Kind.FORWARD: forward, Kind.BACKWARD: whole, Kind.WEIGHT: weight}
+    return simulate(schedule, lambda action: of_kind[action.kind])
+
+
+def _turn(schedule: Schedule, action: Action) -> int:
+    """Among the stages of its rank."""
+    return action.stage // schedule.ranks
+
+
+def _figures(schedule: Schedule, times: Times, spans: Sequence[Sequence[Span]]) -> list[str]:
+    stages = schedule.stages // schedule.ranks
+    each = "a stage" if stages == 1 else f"{stages} stages"
+    lines = [f"{schedule.name}: {schedule.ranks} ranks with {each} each, {schedule.microbatches} micro-batches"]
+    expected = expected_bubble(schedule) if len({*times}) == 1 else None
+    formula = f" (its formula: {expected:.1%})" if expected is not None else ""
+    lines.append(f"bubble: {bubble_fraction(spans):.1%} of all ranks' time{formula}")
+    held = " ".join(str(schedule.most_in_flight(rank)) for rank in range(schedule.ranks))
+    lines.append(f"micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): {held}")
+    if schedule.splits:
+        waiting = " ".join(str(schedule.most_waiting(rank)) for rank in range(schedule.ranks))
+        lines.append(f"and of which it holds what gradients of weights are made of: {waiting}")
+    return lines
+
+
+def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int = 160) -> str:
+    """Lines with figures, and one for each rank: F, B and W with the micro-batch's number, small letters in every
+    second stage of a rank; without numbers where that would be wider than ``width``."""
+    spans = _spans(schedule, times)
+    unit = min(time for time in times if time > 0)
+    columns = round(max(each[-1].end for each in spans) / unit)
+    label = len(str(schedule.microbatches - 1)) + 1
+    lead = len(f"rank {schedule.ranks - 1} ")
+    if lead + columns * (label + 1) > width:
+        label = 0
+    cell = label + 1
+    rows = []
+    for rank, done in enumerate(spans):
+        row = [IDLE + " " * label] * columns
+        for span in done:
+            letter = span.action.kind.value
+            letter = letter.lower() if _turn(schedule, span.action) % 2 else letter
+            first, last = round(span.start / unit), round(span.end / unit)
+            text = f"{letter}{span.action.microbatch}".ljust(cell) if label else letter
+            more = "-" * label + " " if label else letter
+            row[first:last] = [text, *[more] * (last - first - 1)][: last - first]
+        rows.append(f"rank {rank}".ljust(lead) + "".join(row).rstrip())
+    letters = "F forward, B backward" + (", W gradients of weights" if schedule.splits else "")
+    small = "; small letters: the rank's other stages" if schedule.stages > schedule.ranks else ""
+    return "\n".join([*_figures(schedule, times, spans), f"{letters}{small}; {IDLE} waits", *rows])
+
+
+def draw_schedule(schedule: Schedule, times: Times = (1.0, 1.0, 1.0)) -> str:
+    """The same as an SVG document; each action says what it is where the pointer is on it."""
+    spans = _spans(schedule, times)
+    end = max(each[-1].end for each in spans)
+    scale = (WIDTH - LEFT - RIGHT) / end
+    height = TOP + ROW * schedule.ranks + BOTTOM
+    figures = _figures(schedule, times, spans)
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
+        f"{FONT} font-size='13' fill='#333'>",
+        f"<rect width='{WIDTH}' height='{height}' fill='#fff'/>",
+        f"<text x='{LEFT}' y='26' font-size='17'>{escape(figures[0])}</text>",
+        f"<text x='{LEFT}' y='46'>{escape(figures[1])}</text>",
+    ]
+    at = float(LEFT)
+    for kind in Kind if schedule.splits else (Kind.FORWARD, Kind.BACKWARD):
+        parts.append(f"<rect x='{at:.0f}' y='58' width='12' height='12' fill='{COLORS[kind][0]}'/>")
+        parts.append(f"<text x='{at + 18:.0f}' y='69'>{NAMES[kind]}</text>")
+        at += 40 + 7.5 * len(NAMES[kind])
+    for rank, done in enumerate(spans):
+        y = TOP + ROW * rank
+        parts.append(f"<text x='12' y='{y + BAR / 2 + 5:.0f}'>rank {rank}</text>")
+        parts.append(f"<rect x='{LEFT}' y='{y}' width='{WIDTH - LEFT - RIGHT}' height='{BAR}' fill='#eee'/>")
+        for span in done:
+            action, x, wide = span.action, LEFT + span.start * scale, (span.end - span.start) * scale
+            color = COLORS[action.kind][_turn(schedule, action) % 2]
+            tip = f"{NAMES[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}"
+            number = f"<text x='{x + wide / 2:.1f}' y='{y + BAR / 2 + 4:.0f}' text-anchor='middle' font-size='11' "
+            number += f"fill='#fff'>{action.microbatch}</text>"
+            parts.append(
+                f"<g><title>{tip}</title><rect x='{x:.1f}' y='{y}' width='{wide:.1f}' height='{BAR}' fill='{color}' "
+                f"stroke='#fff' stroke-width='0.7'/>{number if wide >= LEAST_FOR_NUMBER else ''}</g>"
+            )
+    return "\n".join([*parts, "</svg>"]) + "\n"

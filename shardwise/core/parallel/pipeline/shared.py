@@ -1,0 +1,99 @@
+"""Gradients of what several stages use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.comm import Wire
+from shardwise.core.parallel.pipeline.staging import Staging
+
+__all__ = ["SharedGradients"]
+
+
+# [Note: Gradients of what several stages use]
+# A weight that is tied across stages (embeddings and head) is whole on each rank that uses it, in shards of its own.
+# Its gradient is the sum over these ranks, and has to be complete before it is reduced over replicas. The ranks are at
+# different micro-batches at any time, so nothing is exchanged inside a backward pass: there a hook keeps what comes,
+# and hands on zeros. At the end of the step the ranks send each other what they have, add it up in the same order, and
+# give the sum to the engine as one more pass. All of them then hold the same values and state for ever.
+class SharedGradients:
+    """Of the parameters that ranks of a pipeline share.
+
+    Args:
+        staging: who has what.
+        params: this rank's.
+        wire: between the ranks.
+    """
+
+    def __init__(self, staging: Staging, params: Sequence[nn.Parameter], wire: Wire) -> None:
+        self._wire, self._rank = wire, staging.rank
+        shared = [(staging.position_of(p), p) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
+        self._shared = [(place, p, staging.ranks_of(p)) for place, p in sorted(shared, key=lambda each: each[0])]
+        """In the order of the whole model, which all ranks have."""
+        self._kept: dict[int, Tensor] = {}
+        self._keeps = False
+        self._hooks = [param.register_hook(self._hook(place)) for place, param, _ in self._shared]  # type: ignore[no-untyped-call]
+
+    def _hook(self, place: int) -> Callable[[Tensor], Tensor]:
+        def keep(grad: Tensor) -> Tensor:
+            if not self._keeps:
+                return grad
+            kept = self._kept.get(place)
+            if kept is None:
+                self._kept[place] = grad.detach().to(_wide(grad.dtype), copy=True)
+            else:
+                kept += grad.detach()
+            return torch.zeros_like(grad)
+
+        return keep
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside the block their gradients wait."""
+        self._keeps = True
+        self._kept.clear()
+        try:
+            yield
+        finally:
+            self._keeps = False
+
+    def summed(self, tag: Callable[[int], int]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Their gradients over all ranks that have them; what has none is left out. Collective."""
+        found, what = [], "the gradient of a weight that several stages use"
+        # Each sends first.
+        self._wire.connect((*pair, 1) for _, _, ranks in self._shared for pair in permutations(ranks, 2))
+        for place, param, ranks in self._shared:
+            own = self._kept.pop(place, None)
+            row = torch.zeros(param.numel() + 1, dtype=_wide(param.dtype), device=param.device)
+            if own is not None:
+                row[:-1].copy_(own.reshape(-1))
+                row[-1] = 1.0
+            for rank in ranks:
+                if rank != self._rank:
+                    self._wire.send(row, rank, 1, tag(place), what)
+            rows = [
+                row if rank == self._rank else self._wire.receive((row.shape, row.dtype), rank, 1, tag(place), what)
+                for rank in ranks
+            ]
+            total = rows[0].clone()
+            for each in rows[1:]:
+                total += each
+            if total[-1]:
+                found.append((param, total[:-1].view(param.shape).to(param.dtype)))
+        self._wire.settle()
+        return found
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of many are made."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,495 @@
+"""Which parts of a model are on which rank of a pipeline, and the model's own forward pass made that of a stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.core.base.checked import UnknownModelError
+from shardwise.core.parallel.pipeline.passing import ONE_TENSOR, Passage
+from shardwise.core.parallel.pipeline.schedule import rank_of_stage
+from shardwise.core.parallel.pipeline.tables import TABLES, Body, known_bodies
+
+__all__ = ["Staging", "layers_of_stages", "stage_model"]
+
+OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""What models return of each layer, and compute losses of."""
+
+
+def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
+    """How many layers each stage has: as given, or as even as can be, with more in the middle, where neither
+    embeddings nor heads are.
+
+    Raises:
+        ValueError: fewer layers than stages, or what is given does not add up.
+    """
+    if given is not None:
+        if len(given) != stages or sum(given) != layers or min(given) < 1:
+            raise ValueError(
+                f"layers={list(given)} for {stages} stages of a model with {layers} layers: give {stages} numbers "
+                f">= 1 whose sum is {layers}"
+            )
+        return list(given)
+    if layers < stages:
+        raise ValueError(f"{layers} layers in {stages} stages: use fewer stages, each needs a layer")
+    rest = layers % stages
+    first = (stages - rest) // 2
+    return [layers // stages + (first <= stage < first + rest) for stage in range(stages)]
+
+
+# [Note: What staging changes]
+# A rank runs the model's own forward pass, for each of its stages with the inputs that every stage gets: masks,
+# positions and losses are made as they are without stages. What another stage has is replaced by a stand-in without
+# parameters, so names stay what they are: the embedding hands out what the stage before has sent, other layers let it
+# through. Before the last stage the pass ends behind the stage's last layer: at the stand-in for the next one. Where a
+# rank has several stages the modules of those that do not run stand aside in the same way. Until install() nothing is
+# changed. What a model computes between its own modules before the layers is thus computed in every stage: that what
+# has arrived comes to the layers as it was, and nowhere else, is looked at ([Note: Hidden states that are passed by]),
+# and a module of the last stage that is called before them is an error.
+class Staging:
+    """Of one model over the ranks of a pipeline.
+
+    Args:
+        model: whole.
+        name: of its body.
+        body: what that consists of.
+        rank: of the pipeline.
+        ranks: in it.
+        counts: layers by stage.
+        v_shaped: where stages are, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+
+    Attributes:
+        own: this rank's stages.
+        stages: how many there are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        body: Body,
+        rank: int,
+        ranks: int,
+        counts: Sequence[int],
+        v_shaped: bool = False,
+    ) -> None:
+        self.model, self.body, self._body_name = model, model.get_submodule(name), name
+        self.table = body
+        self.rank, self.ranks, self.stages = rank, ranks, len(counts)
+        self._v_shaped = v_shaped
+        self.own = tuple(stage for stage in range(self.stages) if self.rank_of_stage(stage) == rank)
+        self.active = self.own[0]
+        self.arrived: Tensor | None = None
+        self._running = False
+        self._fresh: Tensor | None = None
+        self._passage = Passage(type(model).__name__, f"{type(self.body).__name__}.{body.tokens}")
+        self._units = self._find_units(counts)
+        self._check_apart()
+        self._undo: list[tuple[nn.Module, str, nn.Module]] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._stage_of_param = self._find_params()
+        self._check: RemovableHandle | None = None
+        self._model_names = inspect.signature(type(model).forward).parameters
+
+    def _find_units(self, counts: Sequence[int]) -> dict[str, tuple[int, str]]:
+        """By module name the stage and the role of what is replaced as a whole."""
+        prefix = f"{self._body_name}." if self._body_name else ""
+        table, last = self.table, self.stages - 1
+        roles = {prefix + table.tokens: "tokens"}
+        roles |= {prefix + name: "zeros" for name in table.zeros} | {prefix + name: "through" for name in table.before}
+        layers = prefix + table.layers
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        way = {layers[: at if at >= 0 else None] for at in [*_dots(layers), -1]} | {""}
+        units: dict[str, tuple[int, str]] = {}
+        for name in way - {layers}:
+            for child, _ in self.model.get_submodule(name).named_children():
+                full = f"{name}.{child}" if name else child
+                if full in way or full.removeprefix(prefix) in table.everywhere:
+                    continue
+                units[full] = (0, roles[full]) if full in roles else (last, "after")
+        units |= {f"{layers}.{index}": (stage, "layer") for index, stage in enumerate(stage_of)}
+        return units
+
+    def _check_apart(self) -> None:
+        """Raises:
+        ValueError: one module is in several stages of a rank, which could not tell whose turn it is.
+        """
+        found: dict[tuple[int, nn.Module], tuple[str, int]] = {}
+        for name, (stage, _) in self._units.items():
+            rank = self.rank_of_stage(stage)
+            first, its = found.setdefault((rank, self.model.get_submodule(name)), (name, stage))
+            if its != stage:
+                raise ValueError(
+                    f"{first} and {name} of the {type(self.model).__name__} are one module, in stages {its} and "
+                    f"{stage} of rank {rank}: make it two modules with the same parameters ({name}.weight = "
+                    f"{first}.weight, and so on), or give each rank one stage (chunks=1; pp_style='1f1b')"
+                )
+
+    def _find_params(self) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
+            stages = {self._units[unit][0]} if unit is not None else set(range(self.stages))
+            found.setdefault(id(param), set()).update(stages)
+        self._positions = {key: place for place, key in enumerate(found)}
+        return found
+
+    # ---- who has what
+
+    def stages_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        """The stages that use it; several for a tied one."""
+        return tuple(sorted(self._stage_of_param[id(param)]))
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Where it is."""
+        return rank_of_stage(stage, self.ranks, self._v_shaped)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank with the last stage: outputs and losses are there."""
+        return self.rank_of_stage(self.stages - 1)
+
+    def ranks_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        """The ranks that hold it."""
+        return tuple(sorted({self.rank_of_stage(stage) for stage in self.stages_of(param)}))
+
+    def position_of(self, param: nn.Parameter) -> int:
+        """Among the parameters of the whole model, the same on every rank."""
+        return self._positions[id(param)]
+
+    def rank_of(self, name: str) -> int:
+        """The first rank that has what ``name`` names: a buffer, a module."""
+        unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
+        return self.rank_of_stage(self._units[unit][0]) if unit is not None else 0
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether this rank does."""
+        return self.rank in self.ranks_of(param)
+
+    # ---- doing it
+
+    def install(self) -> None:
+        """From here on the model is that of this rank's stages, and has their parameters alone."""
+        for name, (stage, role) in self._units.items():
+            parent_name, _, child = name.rpartition(".")
+            parent = self.model.get_submodule(parent_name)
+            module = parent.get_submodule(child)
+            if stage not in self.own:
+                self._undo.append((parent, child, module))
+                setattr(parent, child, _Away(self, name, stage, module))
+            elif (len(self.own) > 1 or role == "layer") and "_stage" not in vars(module):
+                self._classes.append((module, type(module)))
+                module.__dict__["_stage"] = self, name, stage
+                module.__class__ = _staged(type(module))
+        self.model.forward = self._forward
+        self._check = self.body.register_forward_pre_hook(_check_asked, prepend=True, with_kwargs=True)
+
+    def remove(self) -> None:
+        """The model is what it was before :meth:`install`, values apart."""
+        self.model.__dict__.pop("forward", None)
+        if self._check is not None:
+            self._check.remove()
+        for parent, child, module in self._undo:
+            setattr(parent, child, module)
+        for module, kind in self._classes:
+            module.__class__ = kind
+            module.__dict__.pop("_stage", None)
+        self._undo.clear()
+        self._classes.clear()
+
+    def forget(self) -> None:
+        """What other ranks have is let go of."""
+        self._undo.clear()
+
+    # ---- running
+
+    def run(self, stage: int, arrived: Tensor | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the stage makes of what has arrived: the hidden state, or in the last one the model's output.
+
+        Args:
+            stage: of this rank.
+            arrived: what the stage before has sent; ``None`` in the first.
+            args, kwargs: the model's inputs.
+        """
+        self.enter(stage, arrived)
+        self._running = True
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self._running = False
+
+    def enter(self, stage: int, arrived: Tensor | None) -> None:
+        """``stage`` is the one that runs, or whose backward pass recomputes."""
+        self.active, self.arrived = stage, arrived
+        self._passage.enter(stage, arrived)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._running:
+            raise RuntimeError(
+                f"this rank has {len(self.own)} of the {self.stages} stages of the {type(self.model).__name__}, so it "
+                "cannot be called: make its passes with execute_pipeline(), or pipeline.step() of the session, under "
+                "torch.no_grad() forward ones alone"
+            )
+        check_of_all_layers(kwargs, type(self.model).__name__)
+        self._fresh = self.arrived
+        self._passage.begin()
+        if "use_cache" in self._model_names:
+            kwargs["use_cache"] = False
+        output: Any = None
+        try:
+            output = type(self.model).forward(self.model, *args, **kwargs)
+        except _Enough as found:
+            output, ended = found.hidden, True
+        except (ValueError, IndexError) as error:
+            behind, text = self._passage.on_the_way, str(error)
+            if not behind or ("values to unpack" not in text and "tuple index" not in text):
+                raise
+            raise TypeError(
+                f"{text}: of what {behind} returns stage {self.active} has the hidden state, one tensor: {ONE_TENSOR}"
+            ) from error
+        else:
+            ended = self.active == self.stages - 1
+        finally:
+            self._passage.end()
+        if not ended:
+            raise RuntimeError(
+                f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this"
+            )
+        self._check_taken()
+        return output
+
+    def _check_taken(self) -> None:
+        """Raises:
+        RuntimeError: layers ran on something else than what the stage before has sent.
+        """
+        if self._fresh is not None:
+            raise RuntimeError(
+                f"the {type(self.model).__name__} did not call {type(self.body).__name__}.{self.table.tokens} in stage "
+                f"{self.active}, where what stage {self.active - 1} has sent goes in (it does not with inputs_embeds): "
+                "give the inputs that it is called with (input_ids)"
+            )
+
+    def stand_in(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the module ``name`` of another stage gives in its place.
+
+        Raises:
+            RuntimeError: it is none that can be passed by here.
+        """
+        stage, role = self._units[name]
+        if role == "tokens":
+            fresh, self._fresh = self._fresh, None
+            if fresh is not None:
+                return self._passage.first()
+        if role in ("tokens", "zeros"):  # embeddings of something else are in what has arrived
+            if self.arrived is None:
+                raise RuntimeError(f"stage {self.active} was given nothing, and is not the first; report this")
+            return self.arrived.new_zeros(())
+        if role == "after":
+            raise RuntimeError(
+                f"the {type(self.model).__name__} calls {name} before the layers of stage {self.active}, which does "
+                f"not have it: what is not known of a {type(self.body).__name__} counts as coming after the layers. "
+                f"Describe that class anew, with {name} in Body.everywhere if every stage is to call it, or, where "
+                "hidden states go through it, in Body.before (shardwise.register_body)"
+            )
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        if role == "layer" and stage > self.active:
+            raise _Enough(self._taken(name, hidden, ()))
+        if role == "layer":
+            self._check_taken()
+            hidden = self._passage.through(name, hidden, self.model.training)
+        return (hidden,) if role == "layer" and self.table.tuples else hidden
+
+    def own_layer(self, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``call``, the layer ``name`` of the stage that runs, with the hidden state itself.
+
+        Raises:
+            TypeError: the hidden state is not one tensor.
+            RuntimeError: it is something else than what has arrived.
+        """
+        if args:
+            args = self._taken(name, args[0], (args[1:], kwargs)), *args[1:]
+        elif kwargs:
+            first, *_ = kwargs
+            rest = {key: value for key, value in kwargs.items() if key != first}
+            kwargs = {first: self._taken(name, kwargs[first], rest), **rest}
+        made = call(*args, **kwargs)
+        hidden = made[0] if self.table.tuples and isinstance(made, tuple) and made else made
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"{name} of the {type(self.model).__name__} returns a {type(hidden).__name__}, and stages pass a "
+                f"hidden state of one tensor: {ONE_TENSOR}"
+            )
+        return made
+
+    def _taken(self, name: str, hidden: Any, rest: Any) -> Tensor:
+        self._check_taken()
+        return self._passage.taken(name, hidden, rest, self.model.training)
+
+    def is_layer(self, name: str) -> bool:
+        """Whether the module ``name`` is one of the layers."""
+        return self._units[name][1] == "layer"
+
+
+class _Enough(BaseException):
+    """Ends a forward pass behind a stage's last layer; no error."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Away(nn.Module):
+    """In the place of a module that another rank has."""
+
+    _stage: Any
+    _instead_of: str
+
+    def __init__(self, staging: Staging, name: str, stage: int, module: nn.Module) -> None:
+        super().__init__()
+        own = vars(self)
+        self.__dict__["_stage"] = staging, name, stage
+        self.__dict__["_instead_of"] = type(module).__name__
+        # What models ask of their layers beside calling them.
+        self.__dict__.update(
+            {name: value for name, value in vars(module).items() if name not in own and _is_plain(value)}
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        staging, name, _ = self._stage
+        return staging.stand_in(name, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_stage" not in vars(self):
+                raise
+        staging, own_name, stage = self._stage
+        raise AttributeError(
+            f"the {type(staging.model).__name__} asks {own_name} for {name!r} in stage {staging.active}: that "
+            f"{self._instead_of} is in stage {stage}, on another rank, and can be called here alone. Where a weight of "
+            "it is used once more give that use a module of its own and tie the two (head.weight = embed.weight): each "
+            "rank has it then, and its gradients are added up"
+        )
+
+    def extra_repr(self) -> str:
+        return f"a {self._instead_of} of stage {self._stage[2]}"
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | list | torch.dtype | type(None))
+
+
+_STAGED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _staged(own: type[nn.Module]) -> type[nn.Module]:
+    """A module that stands aside, hooks and all, while another stage of its rank runs."""
+    if own not in _STAGED:
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            staging, name, stage = self._stage
+            if staging.active != stage:
+                return staging.stand_in(name, args, kwargs)
+            if staging.is_layer(name):
+                return staging.own_layer(name, partial(own.__call__, self), args, kwargs)
+            return own.__call__(self, *args, **kwargs)
+
+        aside = property(lambda self: self._stage[0].active != self._stage[2])
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__call__": call}
+        names["stands_aside"] = aside
+        _STAGED[own] = type(own.__name__, (own,), names)
+    return _STAGED[own]
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
+    """Raises:
+    ValueError: something of all layers is asked for, of which the last stage has its own alone.
+    """
+    for name in OF_ALL_LAYERS:
+        if settings.get(name):
+            raise ValueError(
+                f"{name}={settings[name]} for a {whose} in stages: the last one has what its own layers give, and not "
+                "the others'; leave it False (a loss of all routers needs pp=1)"
+            )
+
+
+@cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Of its arguments, behind the module itself."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _check_asked(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whoever calls the body, also from inside of a model."""
+    asked = {**dict(zip(_names_of(type(body).forward), args, strict=False)), **kwargs}
+    settings = {name: getattr(getattr(body, "config", None), name, False) for name in OF_ALL_LAYERS}
+    settings |= {name: asked[name] for name in OF_ALL_LAYERS if asked.get(name) is not None}
+    check_of_all_layers(settings, type(body).__name__)
+
+
+def stage_model(
+    model: nn.Module,
+    rank: int,
+    ranks: int,
+    chunks: int = 1,
+    given: Sequence[int] | None = None,
+    body: Body | None = None,
+    v_shaped: bool = False,
+) -> Staging:
+    """Which part of ``model`` each rank gets; nothing is changed. Every rank makes the same of the same model.
+
+    Args:
+        model: whole.
+        rank: of the pipeline.
+        ranks: in it.
+        chunks: stages a rank.
+        given: layers by stage.
+        body: what the model's body consists of, if its class is not known; then the model is the body itself.
+        v_shaped: where stages are, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+
+    Raises:
+        UnknownModelError: the model is of no known class.
+        ValueError: it has too few layers, or is to return something of all layers.
+    """
+    if body is not None:
+        found = [("", body)]
+    else:
+        found = []
+        for name, module in model.named_modules():
+            kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
+            if kind is not None:
+                found.append((name, TABLES[kind.__name__]))
+    if not found:
+        raise UnknownModelError(
+            f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
+            f"({', '.join(known_bodies())}); describe it with shardwise.register_body(class name, Body(...))"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
+            "one can be divided into stages; use pp=1"
+        )
+    config = getattr(model, "config", None)
+    check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
+    name, table = found[0]
+    owner = model.get_submodule(name)
+    layers = owner.get_submodule(table.layers)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}: give an nn.ModuleList")
+    counts = layers_of_stages(len(layers), ranks * chunks, given)
+    staging = Staging(model, name, table, rank, ranks, counts, v_shaped)
+    for name in table.everywhere:
+        if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
+            raise ValueError(f"{type(owner).__name__}.{name} is used in every stage and has trainable parameters")
+    return staging

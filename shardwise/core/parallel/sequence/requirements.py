@@ -1,0 +1,162 @@
+"""What of a model is needed to share its sequences, found before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.base.checked import UnknownModelError
+from shardwise.core.base.draws import dropouts_of
+from shardwise.core.parallel.sequence.attention import ORIGINALS, original_of
+from shardwise.core.parallel.sequence.tables import TABLES, SequenceBody, known_sequences
+from shardwise.plan.parallel import SequencePlan
+
+__all__ = ["Requirements", "required", "rotary_by_length"]
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Of one model.
+
+    Attributes:
+        body: the module in which ranks have parts.
+        table: what is known of it.
+        heads: modules around it whose loss may be made of parts.
+        configs: configurations that the body's modules look at.
+    """
+
+    body: nn.Module
+    table: SequenceBody
+    heads: tuple[nn.Module, ...]
+    configs: tuple[Any, ...]
+
+
+def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -> Requirements:
+    """Of ``ranks`` that share sequences, where layers are cut over ``parts`` ranks besides.
+
+    Raises:
+    ValueError: ``model`` is not known, or does something that ranks which share sequences cannot.
+    """
+    who = type(model).__name__
+    body, table = _body(model, plan)
+    configs = _configs(body)
+    if not configs:
+        raise ValueError(
+            f"{type(body).__name__} has no configuration of transformers, through which its attention is reached: "
+            "ranks cannot share its sequences; use sp=1"
+        )
+    for config in configs:
+        if original_of(config._attn_implementation) not in ORIGINALS:
+            raise ValueError(
+                f"{who} has attn_implementation={config._attn_implementation!r}, and {ranks} ranks are to share its "
+                f"sequences: give one of {', '.join(ORIGINALS)}"
+            )
+        for name in ("output_attentions", "output_router_logits", "is_encoder_decoder"):
+            if getattr(config, name, False):
+                raise ValueError(
+                    f"{name}={getattr(config, name)} in the configuration of {who}, and {ranks} ranks are to share its "
+                    "sequences, of which each has a part: set it to False, or use sp=1"
+                )
+        if getattr(config, "layerdrop", 0.0) > 0:
+            raise ValueError(
+                f"layerdrop={config.layerdrop} in the configuration of {who}: {ranks} ranks that share its sequences "
+                "would leave out different layers; set it to 0"
+            )
+    if plan.mode == "ring_attn":
+        inner = plan.inner_ring or ranks
+        if ranks % inner:
+            raise ValueError(f"inner_ring={inner} among {ranks} ranks that share sequences: give a divisor of {ranks}")
+        _refuse_dropout(who, body)
+    elif plan.inner_ring is not None:
+        raise ValueError(f"inner_ring={plan.inner_ring} with mode={plan.mode!r}: give None, or mode='ring_attn'")
+    else:
+        number = _heads_of(configs[0])
+        if number is not None and number // parts < ranks:
+            cut = f" cut over {parts} ranks" if parts > 1 else ""
+            raise ValueError(
+                f"{number} attention heads of {who}{cut} for {ranks} ranks that share sequences with "
+                f"mode={plan.mode!r}: give at most {max(number // parts, 1)} ranks, or mode='ring_attn'"
+            )
+    heads = tuple(module for module in model.modules() if _loss_of_parts(module) and _holds(module, body))
+    return Requirements(body, table, heads, configs)
+
+
+def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody]:
+    if plan.architecture is not None:
+        if not isinstance(plan.architecture, SequenceBody):
+            raise ValueError(f"architecture={plan.architecture!r:.60}: give a shardwise.SequenceBody, or None")
+        return model, plan.architecture
+    found = []
+    for module in model.modules():
+        kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
+        if kind is not None:
+            found.append((module, TABLES[kind.__name__]))
+    if not found:
+        raise UnknownModelError(
+            f"ranks cannot share the sequences of a {type(model).__name__}: it has no module of a known class "
+            f"({', '.join(known_sequences())}); describe it with shardwise.register_sequence(class name, "
+            "SequenceBody(...))"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has several bodies ({', '.join(type(module).__name__ for module, _ in found)}): "
+            "ranks can share the sequences of one; use sp=1"
+        )
+    return found[0]
+
+
+def _configs(body: nn.Module) -> tuple[Any, ...]:
+    found: dict[int, Any] = {}
+    for module in body.modules():
+        config = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    return tuple(found.values())
+
+
+def _heads_of(config: Any) -> int | None:
+    heads = getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def _refuse_dropout(who: str, body: nn.Module) -> None:
+    """Of attention probabilities, by what rates are called."""
+    for owner, name in dropouts_of(body.modules()):
+        of_attention = "attention" in name or "attn" in name
+        if isinstance(owner, nn.Dropout):
+            names = [n for m in body.modules() for n, child in m.named_children() if child is owner]
+            parents = [type(m).__name__ for m in body.modules() if any(child is owner for child in m.children())]
+            of_attention = any("att" in each for each in names) or any("SelfAttention" in each for each in parents)
+        if of_attention and getattr(owner, name) > 0:
+            raise ValueError(
+                f"{who} drops attention probabilities with a rate of {getattr(owner, name)} ({type(owner).__name__}), "
+                "which mode='ring_attn' does not do: set it to 0 in the model's configuration (attention_dropout, "
+                "attn_pdrop, attention_probs_dropout_prob), or use mode='all_to_all'"
+            )
+
+
+def _loss_of_parts(module: nn.Module) -> bool:
+    """A causal language model whose forward pass is transformers' own, and makes its loss of logits. One of somebody
+    else's may make more of hidden states and logits, which are whole there."""
+    named = any(kind.__name__.endswith(_CAUSAL) for kind in type(module).__mro__)
+    function = inspect.unwrap(type(module).forward)
+    own = getattr(function, "__module__", "").startswith("transformers.models.")
+    uses = "loss_function" in getattr(getattr(function, "__code__", None), "co_names", ())
+    return named and own and uses and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def _holds(head: nn.Module, body: nn.Module) -> bool:
+    return any(module is body for module in head.modules())
+
+
+def rotary_by_length(module: nn.Module) -> bool:
+    """Rotary embeddings whose frequencies depend on how long sequences are."""
+    kind = vars(module).get("rope_type", "")
+    kinds = kind.values() if isinstance(kind, dict) else (kind,)
+    return any(name in each for each in kinds if isinstance(each, str) for name in _BY_LENGTH)

@@ -1,0 +1,392 @@
+"""One model whose ranks share sequences: what enters its body is divided, and what leaves it is put together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.base.checksum import WORD, word_of
+from shardwise.core.base.draws import Private, dropouts_of
+from shardwise.core.comm import Group, Wire
+from shardwise.core.parallel.sequence.attention import Pass, called, original_of, running
+from shardwise.core.parallel.sequence.axis import SequenceAxis
+from shardwise.core.parallel.sequence.loss import SequenceLoss
+from shardwise.core.parallel.sequence.own_attention import OWN_ATTENTION
+from shardwise.core.parallel.sequence.parts import Parts
+from shardwise.core.parallel.sequence.requirements import Requirements, required, rotary_by_length
+from shardwise.core.parallel.sequence.ring import Rotation
+from shardwise.plan.parallel import SequencePlan
+
+__all__ = ["Sequences", "share_sequences"]
+
+BATCH = "the batch whose sequences they share"
+
+
+# [Note: What sharing sequences changes]
+# Every rank is given whole batches, so a program is what it is on one rank. Where the body begins a rank takes its part
+# of the tokens, with their positions; everything in the body is computed for these alone, but attention, which sees
+# whole sequences through the implementation that the model's configuration names meanwhile. Masks are not made into
+# matrices: layers pass on an object that has the pass with it, so a layer that is computed again finds its own. Where
+# the body ends hidden states are gathered, unless only transformers' loss of a causal language model follows, which is
+# a sum over positions. Modules stay the same objects, with other forward functions, until remove().
+class Sequences:
+    """Of one model over the ranks of an axis; nothing is changed before :meth:`install`.
+
+    Args:
+        model: whole, or with layers that are cut over another axis.
+        found: where its body is, and what it needs.
+        plan: how sequences are shared.
+        axis: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, found: Requirements, plan: SequencePlan, axis: SequenceAxis) -> None:
+        self.model, self.plan, self.axis = model, plan, axis
+        self.body, self.table = found.body, found.table
+        self._heads, self._configs = found.heads, found.configs
+        self._private = Private(axis.rank)
+        self._rates = dropouts_of(self.body.modules())
+        self._names = inspect.signature(type(self.body).forward).parameters
+        self._local = False
+        """Logits stay cut in the pass that runs."""
+        self._looked = False
+        self._labels: Tensor | None = None
+        """Of the pass that runs, where a loss of parts is made of them."""
+        """At what is in a batch."""
+        self._now: Pass | None = None
+        self._farthest = 0
+        self._parts: Parts | None = None
+        self._undo: list[Callable[[], bool]] = []
+
+    # ---- doing it
+
+    def install(self) -> None:
+        """From here on the model's passes are those of parts."""
+        for config in self._configs:
+            self._undo.append(_name_attention(config))
+        for module in self.body.modules():
+            kind = OWN_ATTENTION.get(type(module).__name__)
+            if kind is not None:
+                self._swap(module, kind)
+            if rotary_by_length(module):
+                self._replace(module, self._rotary)
+        self._replace(self.body, self._run_body)
+        if self.table.end:
+            self._replace(self.body.get_submodule(self.table.end), self._run_end)
+        for head in self._heads:
+            self._replace(head, self._run_head)
+
+    def remove(self) -> None:
+        """The model is what it was before :meth:`install`; of layers that are still cut, what is cut with them is not.
+        May be called again."""
+        self._undo = [undo for undo in self._undo[::-1] if not undo()][::-1]
+
+    def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """``module(...)`` is ``run(module, its own forward, ...)``."""
+        before = vars(module).get("forward")
+
+        def undo() -> bool:
+            module.__dict__.pop("forward")
+            if before is not None:
+                module.__dict__["forward"] = before
+            return True
+
+        module.__dict__["forward"] = _Forward(module, before, run)
+        self._undo.append(undo)
+
+    def _swap(self, module: nn.Module, kind: type[nn.Module]) -> None:
+        own = type(module)
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        shared = type(own.__name__, (kind, own), names)
+
+        def undo() -> bool:
+            if type(module) is shared:
+                module.__class__ = own
+            return type(module) is own
+
+        module.__class__ = shared
+        self._undo.append(undo)
+
+    # ---- running
+
+    def _run_head(self, head: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A causal language model: where its own loss is all that is made of logits they stay parts."""
+        given = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
+        kept = given.get("logits_to_keep")
+        labelled = given.get("labels") is not None
+        keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
+        states = given.get("output_hidden_states")
+        if states is None:
+            states = getattr(head.config, "output_hidden_states", False)
+        if not self.plan.parallel_output or not labelled or not keeps_all or states:
+            return forward(*args, **kwargs)
+        before = vars(head).get("_loss_function")
+        inner = head.loss_function
+
+        def loss(*values: Any, **named: Any) -> Tensor:
+            assert self._parts is not None
+            return SequenceLoss(self.axis, self._parts, inner)(*values, **named)
+
+        self._local, head._loss_function, self._labels = True, loss, given["labels"]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._local, self._labels = False, None
+            if before is None:
+                vars(head).pop("_loss_function", None)
+            else:
+                head._loss_function = before
+
+    def _run_body(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = self._by_name(self._names, args, kwargs)
+        tokens = self._agreed(given)
+        zigzag = self.plan.mode == "ring_attn"
+        self._parts = parts = Parts(tokens.shape[-1], self.axis.size, zigzag)
+        now = self._enter(given, tokens, parts)
+        if "use_cache" in self._names:
+            given["use_cache"] = False
+        rates = self._rates if self.body.training else ()
+        self._now = now
+        try:
+            with running(now), self._private.drawing(True, tokens.device, rates):
+                output = forward(**given)
+        except BaseException:
+            self.axis.wire.forget()
+            raise
+        finally:
+            self._now = None
+        return self._leave(output, parts)
+
+    def _enter(self, given: dict[str, Any], tokens: Tensor, parts: Parts) -> Pass:
+        """This rank's part of what was ``given`` takes its place."""
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        rows = tokens.numel() // tokens.shape[-1]
+        whole = None if mask is None else mask.reshape(-1, mask.shape[-1]).to(tokens.device)
+        numbers = None
+        if positions is not None and self.table.packed and mask is None:
+            flat = positions.reshape(-1, positions.shape[-1]).expand(rows, -1)
+            numbers = _packed(flat)
+        padding = None if whole is None or bool((whole != 0).all()) else whole != 0
+        for name, dim in (("input_ids", -1), ("token_type_ids", -1), ("inputs_embeds", -2)):
+            if given.get(name) is not None:
+                given[name] = parts.take(given[name], dim, self.axis.rank)
+        if self.table.positions != "none":
+            if positions is None:
+                positions = self._counted(tokens, whole)
+            self._farthest = int(positions.max()) if self._asks_farthest() else 0
+            given["position_ids"] = parts.take(positions, -1, self.axis.rank)
+        # A whole mask says how many keys there are, and that no packed sequences are to be looked for in positions.
+        ones = tokens.new_ones((rows, parts.length), dtype=torch.long)
+        given["attention_mask"] = parts.pad(ones if whole is None else whole, -1)
+        rotation = None
+        if self.plan.mode == "ring_attn":
+            rotation = Rotation(self.axis, parts, self.plan.inner_ring or self.axis.size)
+        packed_positions = None if numbers is None else flat
+        return Pass(self.axis, parts, rotation, padding, packed_positions, numbers)
+
+    def _counted(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Positions as the model makes them of whole sequences."""
+        if self.table.positions == "mask" and mask is not None:
+            counts = mask.long()
+            return counts.cumsum(1) * counts - 1
+        return torch.arange(tokens.shape[-1], device=tokens.device).unsqueeze(0)
+
+    def _leave(self, output: Any, parts: Parts) -> Any:
+        """With whole hidden states, unless parts are wanted."""
+        last = output["last_hidden_state"] if isinstance(output, Mapping) else output[0]
+        ends_here = not self.table.end and not self._local
+
+        def whole(x: Any) -> Any:
+            if x is last and not ends_here:
+                return x
+            return parts.whole(x, -2, self.axis, "hidden states")
+
+        if not isinstance(output, Mapping):  # tensors of their own behind the last state are made of whole ones
+            others = [_each(item, whole) if isinstance(item, tuple | list) else item for item in output[1:]]
+            return (whole(last), *others)
+        for name in ("hidden_states", "last_hidden_state"):
+            if output.get(name) is not None:
+                output[name] = _each(output[name], whole)  # type: ignore[index]
+        return output
+
+    def _run_end(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The last module of the body that has parts."""
+        output = forward(*args, **kwargs)
+        if self._local or self._parts is None:
+            return output
+        whole = self._parts.whole(output[0], -2, self.axis, "hidden states")
+        if isinstance(output, Mapping):
+            output["last_hidden_state"] = whole  # type: ignore[index]
+            return output
+        return (whole, *output[1:])
+
+    def _rotary(
+        self, _: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Frequencies that depend on the farthest position of the batch, which another rank may have."""
+        if self._now is None:
+            return forward(x, position_ids, *args, **kwargs)
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), self._farthest)
+        cos, sin = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
+        return cos[..., :-1, :], sin[..., :-1, :]
+
+    def _asks_farthest(self) -> bool:
+        return any(rotary_by_length(module) for module in self.body.modules())
+
+    # ---- what is refused
+
+    def _by_name(
+        self, names: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        positional = [name for name in names if name != "self"]
+        return dict(zip(positional, args, strict=False)) | kwargs
+
+    def _check(self, given: dict[str, Any]) -> None:
+        """Raises:
+        ValueError: what a pass of parts cannot take; nothing was exchanged yet.
+        """
+        who, size = type(self.model).__name__, self.axis.size
+        if given.get("past_key_values") is not None:
+            raise ValueError(
+                f"a {who} whose {size} ranks share sequences was given past_key_values, and there is no cache of "
+                "parts: for generate() give use_cache=False, or use sp=1"
+            )
+        for name in ("output_attentions", "output_router_logits"):
+            if given.get(name) or getattr(self._configs[0], name, False):
+                raise ValueError(
+                    f"{name}=True of a {who} whose {size} ranks share sequences: each has those of its own part; leave "
+                    "it False, or use sp=1"
+                )
+        if given.get("encoder_hidden_states") is not None:
+            raise ValueError(f"encoder_hidden_states for a {who} whose {size} ranks share sequences: use sp=1")
+        if (given.get("input_ids") is None) == (given.get("inputs_embeds") is None):
+            raise ValueError(f"a {who} takes either input_ids or inputs_embeds: give one of them")
+        mask = given.get("attention_mask")
+        length = (
+            given["input_ids"].shape[-1] if given.get("input_ids") is not None else given["inputs_embeds"].shape[-2]
+        )
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() < 4 and mask.shape[-1] == length):
+            shown = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.60}"
+            raise ValueError(
+                f"attention_mask={shown} for a {who} whose {size} ranks share sequences of {length}: give [rows, "
+                f"{length}], 0 for padding"
+            )
+        for name in ("position_ids", "token_type_ids"):
+            other = given.get(name)
+            if other is not None and other.shape[-1] != length:
+                raise ValueError(
+                    f"{name} of {tuple(other.shape)} for a {who} whose {size} ranks share sequences of {length}: give "
+                    "them for whole sequences"
+                )
+
+    def _agreed(self, given: dict[str, Any]) -> Tensor:
+        """``[..., length]``, what all ranks were given for tokens: of one shape, and on a CPU the same (elsewhere that
+        of the first pass alone, since a look at it waits for all work).
+
+        Raises:
+            ValueError: on all ranks, where one cannot take what it was given, or they were given different batches.
+        """
+        try:
+            self._check(given)
+        except ValueError:
+            self.axis.group.exchange([1.0] + [0.0] * 5, BATCH)
+            raise
+        tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+        looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
+        shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
+        others = (given.get("attention_mask"), given.get("position_ids"), self._labels)
+        seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
+        checksum = float(sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD)
+        rows = self.axis.group.exchange([0.0, *shape, checksum], BATCH)
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        if refused:
+            raise ValueError(f"of the ranks that share sequences {refused} cannot take what they were given: see there")
+        if any(row != rows[0] for row in rows):
+            shapes = [tuple(int(size) for size in row[1 : 1 + tokens.dim()]) for row in rows]
+            raise ValueError(
+                f"the {self.axis.size} ranks that share sequences were given different batches (shapes by rank: "
+                f"{shapes}; checksums: {[int(row[-1]) for row in rows]}): give each of them the same whole batch"
+            )
+        return tokens
+
+
+class _Forward:
+    """In the place of a module's own forward function.
+
+    A copy of the module has its own function again, so a copied model computes whole sequences with its own weights.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
+        self._module, self._before, self._run = module, before, run
+        update_wrapper(self, module.forward)
+
+    @property
+    def _own(self) -> Callable[..., Any]:
+        if self._before is not None:
+            return self._before
+        # A bound method torch.compile makes anew by its name behind a break of its graph, and calls this instead.
+        return partial(type(self._module).forward, self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._module, self._own, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return deepcopy(self._own, memo)
+
+
+def share_sequences(
+    model: nn.Module, plan: SequencePlan, group: Group, wire: Wire, parts: int = 1, compress: bool = False
+) -> Sequences:
+    """How the ranks of ``group`` share the sequences of ``model``; nothing is changed.
+
+    Args:
+        model: one of transformers, or around one.
+        plan: the mode, and more.
+        group: the ranks.
+        wire: between them.
+        parts: ranks over which heads are cut besides.
+        compress: heads travel in 8 bits.
+
+    Raises:
+        ValueError: ranks cannot share the model's sequences, or not with this plan.
+    """
+    return Sequences(model, required(model, plan, group.size, parts), plan, SequenceAxis(group, wire, compress))
+
+
+_NAMED: dict[int, tuple[Any, int]] = {}
+"""By the id of each configuration that names the attention of parts: it, and how many models that share sequences look
+at it."""
+
+
+def _name_attention(config: Any) -> Callable[[], bool]:
+    """``config`` names the attention of parts; until what is returned was called for every model that looks at it."""
+    original = original_of(config._attn_implementation)
+    config._attn_implementation = called(original)
+    _NAMED[id(config)] = config, _NAMED.get(id(config), (config, 0))[1] + 1
+
+    def put_back() -> bool:
+        _, users = _NAMED.pop(id(config))
+        if users > 1:
+            _NAMED[id(config)] = config, users - 1
+        else:
+            config._attn_implementation = original
+        return True
+
+    return put_back
+
+
+def _packed(positions: Tensor) -> Tensor | None:
+    """``[rows, length]``, which of the sequences packed into a row each token is of; ``None``: there is one."""
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1) if bool(begins.any()) else None
+
+
+def _each(item: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(item, tuple | list):
+        return tuple(change(x) for x in item)
+    return change(item) if isinstance(item, Tensor) else item

@@ -1,0 +1,233 @@
+"""Attention of some queries to some keys, to be merged with that to other keys.
+
+Source: FlashAttention (arXiv 2205.14135) for tiles, and for a backward pass that makes probabilities once more out of
+the log-sum-exp of all scores of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.torch_internals import cpu_flash_attention, cpu_flash_attention_backward
+from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
+
+__all__ = ["TILE", "Block", "Scores", "attended", "attended_backward", "merge", "wide"]
+
+TILE = 512
+"""Large enough that Python does not matter, small enough for scores of a tile to stay in a cache."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How queries and keys make scores.
+
+    Attributes:
+        scale: of their products.
+        mask: who sees whom, over whole sequences.
+        softcap: scores are ``softcap * tanh(score / softcap)``; ``None``: as they are.
+        bias: ``[rows, heads, 1, padded length]``, added to them.
+        kernel: torch's own attention may be used where nothing is masked.
+        tile: queries and keys whose scores are held at once, where they are held.
+    """
+
+    scale: float
+    mask: SequenceMask
+    softcap: float | None = None
+    bias: Tensor | None = None
+    kernel: bool = True
+    tile: int = TILE
+
+    def fits_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether torch's flash attention for CPUs computes these."""
+        same = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
+        return self.kernel and same and q.device.type == "cpu" and self.softcap is None and self.bias is None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Positions in whole sequences: queries ``[q, q_end)`` and keys ``[k, k_end)``."""
+
+    q: int
+    q_end: int
+    k: int
+    k_end: int
+
+    def tiles(self, size: int) -> Iterator[Block]:
+        queries, keys = range(self.q, self.q_end, size), range(self.k, self.k_end, size)
+        for q, k in product(queries, keys):
+            yield Block(q, min(q + size, self.q_end), k, min(k + size, self.k_end))
+
+    def relation(self, mask: SequenceMask) -> Relation:
+        return mask.relation(self.q, self.q_end, self.k, self.k_end)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are made: fp32, of fp64 values fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """``out`` and ``lse`` become those of the keys that they had and of the others.
+
+    Args:
+        out: ``[rows, heads, queries, size]``, in :func:`wide` numbers; 0 where no key was seen.
+        lse: ``[rows, heads, queries]``, the log of the sum of exponentials of scores; -inf where no key was seen.
+        new, new_lse: of other keys.
+    """
+    both = torch.logaddexp(lse, new_lse)
+    nothing = both == float("-inf")
+    old_share = (lse - both).masked_fill(nothing, 0.0).exp().unsqueeze(-1)
+    new_share = (new_lse - both).masked_fill(nothing, 0.0).exp().unsqueeze(-1)
+    out.mul_(old_share).add_(new.to(out.dtype) * new_share)
+    lse.copy_(both)
+
+
+def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, out: Tensor, lse: Tensor) -> None:
+    """Attention to a block's keys is merged into ``out`` and ``lse``.
+
+    Args:
+        qkv: queries ``[rows, heads, queries, size]`` of the block; keys and values of fewer heads, maybe.
+        block: where they are.
+        scores: how they are made.
+        out, lse: as for :func:`merge`, of the block's queries.
+    """
+    q, k, v = qkv
+    for tile, relation in _divided(block, scores, scores.fits_kernel(q, k, v)):
+        mine, theirs = _within(block, tile)
+        q_t, k_t, v_t = q[:, :, mine], k[:, :, theirs], v[:, :, theirs]
+        if relation is not Relation.SOME and scores.fits_kernel(q, k, v):
+            k_t, v_t = (_spread(x, q.shape[1]) for x in (k_t, v_t))
+            part, part_lse = cpu_flash_attention(q_t, k_t, v_t, relation is Relation.CAUSAL, scores.scale)
+        else:
+            made, seen = _scores(q_t, k_t, tile, relation, scores)
+            if not seen:
+                continue
+            part_lse = made.logsumexp(-1)
+            shares = (made - part_lse.unsqueeze(-1)).masked_fill(made == float("-inf"), float("-inf")).exp()
+            part = (shares @ v_t.to(made.dtype).unsqueeze(2)).flatten(1, 2)
+            part_lse = part_lse.flatten(1, 2)
+        merge(out[:, :, mine], lse[:, :, mine], part, part_lse)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a forward pass, and what came back for it: what a backward pass needs of the queries.
+
+    Attributes:
+        out: ``[rows, heads, queries, size]``, of all keys.
+        lse: ``[rows, heads, queries]``, of all keys.
+        grad: of ``out``.
+        delta: ``[rows, heads, queries]``, the products of ``out`` and ``grad``.
+    """
+
+    out: Tensor
+    lse: Tensor
+    grad: Tensor
+    delta: Tensor
+
+    def __getitem__(self, queries: slice) -> Result:
+        return Result(*(x[:, :, queries] for x in (self.out, self.lse, self.grad, self.delta)))
+
+
+def attended_backward(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    block: Block,
+    scores: Scores,
+    result: Result,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """What a block's keys contribute is added to the gradients.
+
+    Args:
+        qkv, block, scores: as for :func:`attended`.
+        result: of the block's queries.
+        grads: of queries, keys and values, in :func:`wide` numbers.
+    """
+    q, k, v = qkv
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    for tile, relation in _divided(block, scores, scores.fits_kernel(q, k, v)):
+        mine, theirs = _within(block, tile)
+        q_t, k_t, v_t, r = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], result[mine]
+        if relation is not Relation.SOME and scores.fits_kernel(q, k, v):
+            k_s, v_s = _spread(k_t, q.shape[1]), _spread(v_t, q.shape[1])
+            causal = relation is Relation.CAUSAL
+            dq, dk, dv = cpu_flash_attention_backward(r.grad, q_t, k_s, v_s, r.out, r.lse, causal, scores.scale)
+            dk, dv = (_grouped(x, groups).sum(2, dtype=wide(x.dtype)) for x in (dk, dv))
+        else:
+            made, seen = _scores(q_t, k_t, tile, relation, scores)
+            if not seen:
+                continue
+            q_w, k_w, v_w, grad = (x.to(made.dtype) for x in (q_t, k_t, v_t, r.grad))
+            grad, delta, lse = (_grouped(x, groups) for x in (grad, r.delta, r.lse))
+            shares = (made - lse.unsqueeze(-1)).masked_fill(made == float("-inf"), float("-inf")).exp()
+            dv = (shares.mT @ grad).sum(2)
+            d_scores = shares * (grad @ v_w.unsqueeze(2).mT - delta.unsqueeze(-1))
+            if scores.softcap is not None:
+                capped = made if scores.bias is None else made - _bias(scores.bias, tile, groups, made.dtype)
+                d_scores = d_scores * (1 - (capped / scores.softcap).square()).masked_fill(shares == 0, 0.0)
+            d_scores = d_scores * scores.scale
+            dq = (d_scores @ k_w.unsqueeze(2)).flatten(1, 2)
+            dk = (d_scores.mT @ _grouped(q_w, groups)).sum(2)
+        for into, at, new in zip(grads, (mine, theirs, theirs), (dq, dk, dv), strict=True):
+            into[:, :, at] += new
+
+
+def _divided(block: Block, scores: Scores, kernel: bool) -> Iterator[tuple[Block, Relation]]:
+    """In pieces that have one relation and of which the scores can be held, where they are held at all."""
+    relation = block.relation(scores.mask)
+    if relation is Relation.NONE:
+        return
+    if relation is not Relation.SOME and kernel:
+        yield block, relation
+        return
+    for tile in block.tiles(scores.tile):
+        if (found := tile.relation(scores.mask)) is not Relation.NONE:
+            yield tile, found
+
+
+def _within(block: Block, tile: Block) -> tuple[slice, slice]:
+    """Queries and keys of a tile in the tensors of its block."""
+    return slice(tile.q - block.q, tile.q_end - block.q), slice(tile.k - block.k, tile.k_end - block.k)
+
+
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """Keys or values, once for each query head that reads them."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _grouped(x: Tensor, groups: tuple[int, int]) -> Tensor:
+    """``[rows, key/value heads, query heads of each, ...]`` of ``[rows, query heads, ...]``."""
+    return x.reshape(x.shape[0], *groups, *x.shape[2:])
+
+
+def _scores(q: Tensor, k: Tensor, tile: Block, relation: Relation, scores: Scores) -> tuple[Tensor, bool]:
+    """``[rows, key/value heads, query heads of each, queries, keys]``, -inf where a query does not see a key; whether
+    any does."""
+    dtype, groups = wide(q.dtype), (k.shape[1], q.shape[1] // k.shape[1])
+    seen = None
+    if relation is not Relation.ALL:
+        seen = scores.mask.tile(tile.q, tile.q_end, tile.k, tile.k_end, q.device)
+        if relation is Relation.SOME and not _shows(seen):
+            return q, False
+    made = (_grouped(q.to(dtype), groups) @ k.to(dtype).unsqueeze(2).mT) * scores.scale
+    if scores.softcap is not None:
+        made = (made / scores.softcap).tanh() * scores.softcap
+    if scores.bias is not None:
+        made = made + _bias(scores.bias, tile, groups, dtype)
+    if seen is not None:
+        made = made.masked_fill(~seen.unsqueeze(1), float("-inf"))
+    return made, True
+
+
+def _shows(seen: Tensor) -> bool:
+    """Whether any query of a tile may see a key. A GPU is not waited for: rows that see nothing come to nothing."""
+    return seen.device.type != "cpu" or bool(seen.any())
+
+
+def _bias(bias: Tensor, tile: Block, groups: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return _grouped(bias[..., tile.k : tile.k_end].to(dtype), groups)

@@ -1,0 +1,58 @@
+"""Tensor parallelism: layers of which each rank of an axis holds a part, over plain tensors.
+
+A layer knows its axis and its cut, and nothing of optimizers, engines or models: which layers of a model are cut, and
+how, is data of the architecture. Nothing here reads the environment or makes groups.
+"""
+
+from shardwise.core.parallel.tensor.architecture import (
+    Architecture,
+    cut_model,
+    known_architectures,
+    register_architecture,
+)
+from shardwise.core.parallel.tensor.axis import Axis
+from shardwise.core.parallel.tensor.cut import Cut, Part
+from shardwise.core.parallel.tensor.cutting import Cutting, parts_of
+from shardwise.core.parallel.tensor.draws import SameDraws
+from shardwise.core.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.core.parallel.tensor.proposed import propose_architecture
+from shardwise.core.parallel.tensor.rules import (
+    Attention,
+    Either,
+    Embedding,
+    Experts,
+    Head,
+    LatentAttention,
+    Mlp,
+    Requires,
+    Router,
+    Unused,
+)
+from shardwise.core.parallel.tensor.site import Rule, Site
+
+__all__ = [
+    "Architecture",
+    "Attention",
+    "Axis",
+    "Cut",
+    "Cutting",
+    "Either",
+    "Embedding",
+    "Experts",
+    "Head",
+    "LatentAttention",
+    "Mlp",
+    "Part",
+    "Requires",
+    "Router",
+    "Rule",
+    "SameDraws",
+    "Site",
+    "Unused",
+    "cut_model",
+    "known_architectures",
+    "parts_of",
+    "propose_architecture",
+    "register_architecture",
+    "vocabulary_cross_entropy",
+]

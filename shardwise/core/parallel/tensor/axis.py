@@ -1,0 +1,266 @@
+"""What the ranks of one axis do with activations: sums, gathers and parts, each with the gradient that belongs to
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.core.comm import GRADIENTS, VALUES, Buffer, Group, Wire, compressed
+
+__all__ = ["Axis", "Ranks"]
+
+
+class Ranks:
+    """The ranks of a group, for modules of a model to hold: a copy of the model is on the same ranks.
+
+    Args:
+        group: these ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+# [Note: Gradients across an axis]
+# Every rank of an axis computes the same loss. So the gradient of what all hold alike (an activation between two cut
+# layers) is the same everywhere, and that of a part is this rank's own. Where something alike enters a cut layer each
+# rank finds only what its part contributes to the gradient: it is summed (copied). Where parts are summed to something
+# alike the gradient goes to each as it is (summed). Gathering parts takes this rank's part of the gradient (gathered);
+# taking a part gathers gradients (own_part). Where the ranks have parts of the input itself, they are gathered for cut
+# layers, and the contributions to its gradient are summed to parts again (gathered_for_parts, summed_part: in one
+# exchange what a sum and a part of it are in two). Each is the other's backward, so gradients of gradients are right as
+# well.
+class Axis(Ranks):
+    """The ranks that hold parts of one model's layers, for activations of any shape.
+
+    All of them make the same passes with the same shapes.
+
+    Args:
+        group: these ranks. Exchanges count in its traffic, and one that a peer does not come to ends as its do.
+        compress: activations travel in 8 bits, and their gradients. What is exchanged without a gradient does not: sums
+            and maxima that a loss is made of.
+
+    Attributes:
+        wire: between neighbours, for who passes tokens on (``None``: nobody does).
+    """
+
+    def __init__(self, group: Group, compress: bool = False) -> None:
+        super().__init__(group)
+        formats = (VALUES, GRADIENTS)
+        self._ways = tuple(compressed(group, each) if compress else group for each in formats)
+        self.wire: Wire | None = None
+        self._kept: dict[torch.dtype, Buffer] = {}
+        self._capacity: dict[torch.dtype, int] = {}
+
+    # ---- with gradients
+
+    def copied(self, x: Tensor) -> Tensor:
+        """``x``, which all ranks hold alike and each uses for its part: its gradient is summed over them."""
+        return _Copied.apply(x, self) if self.size > 1 else x  # type: ignore[no-untyped-call]
+
+    def summed(self, x: Tensor, gradient: bool = False) -> Tensor:
+        """The sum over the ranks of ``x`` (a ``gradient``, or values), alike on all of them."""
+        return _Summed.apply(x, self, gradient) if self.size > 1 else x  # type: ignore[no-untyped-call]
+
+    def gathered(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None, over: Group | None = None) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``.
+
+        Args:
+            x: of this rank.
+            dim: the dimension.
+            sizes: by rank, of that dimension; ``None``: all as here.
+            over: one of :meth:`way`; ``None``: as it is, which logits are.
+        """
+        if self.size == 1:
+            return x
+        sizes = tuple(sizes) if sizes is not None else (x.shape[dim],) * self.size
+        return _Gathered.apply(x, self, dim % x.dim(), sizes, over)  # type: ignore[no-untyped-call, no-any-return]
+
+    def own_part(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of ``x``, which all hold alike: of ``sizes`` in ``dim``."""
+        if self.size == 1:
+            return x
+        return _OwnPart.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+    def gathered_for_parts(self, x: Tensor, dim: int, sizes: Sequence[int], gradient: bool = False) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``, which each uses for its part: every rank gets the sum of
+        the gradients of its own.
+
+        Args:
+            x: of this rank.
+            dim: the dimension.
+            sizes: by rank, of that dimension.
+            gradient: it is one.
+        """
+        if self.size == 1:
+            return x
+        return _GatheredForParts.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+    def summed_part(self, x: Tensor, dim: int, sizes: Sequence[int], gradient: bool = False) -> Tensor:
+        """This rank's part, of ``sizes`` in ``dim``, of the sum over the ranks of ``x``."""
+        if self.size == 1:
+            return x
+        return _SummedPart.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+    def way(self, gradient: bool) -> Group:
+        """Over which gradients, or values, travel."""
+        return self._ways[gradient]
+
+    # ---- without
+
+    def total(self, x: Tensor, over: Group | None = None) -> Tensor:
+        """The sum of ``x`` over the ranks, the same bits on all of them; 16-bit values are summed in fp32.
+
+        Args:
+            x: of this rank.
+            over: one of :meth:`way`; ``None``: as it is.
+        """
+        if self.size == 1 or not x.numel():
+            return x.clone()
+        buffer = self._buffer(x.numel(), x.dtype)
+        buffer.local[: x.numel()].view(x.shape).copy_(x)
+        buffer.local[x.numel() :].zero_()
+        (over or self.group).all_reduce(buffer, 1.0).wait()
+        return buffer.local[: x.numel()].view(x.shape).clone()
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of ``x`` over the ranks, element by element."""
+        return self.collect(x).amax(0)
+
+    def collect(self, x: Tensor, over: Group | None = None) -> Tensor:
+        """``x`` (alike in shape) of all ranks, in a new first dimension; ``over`` as for :meth:`total`."""
+        if self.size == 1 or not x.numel():
+            return x.new_zeros((self.size, *x.shape)) if self.size > 1 else x.unsqueeze(0)
+        buffer = self._buffer(self.size * x.numel(), x.dtype)
+        own = buffer.local.view(self.size, *x.shape)[self.rank].copy_(x)
+        group = over or self.group
+        group.round_(own.view(-1))
+        group.fence()  # where memory is mapped the peers read it by themselves
+        group.all_gather_in_place(buffer).wait()
+        self.group.fence()
+        return buffer.local.view(self.size, *x.shape).clone()
+
+    def joined(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``, of ``sizes``; ``over`` as for :meth:`total`."""
+        if x.shape[dim] != sizes[self.rank]:
+            raise ValueError(f"rank {self.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
+        padded = x
+        if len(set(sizes)) > 1:
+            shape = list(x.shape)
+            shape[dim] = max(sizes)
+            padded = x.new_zeros(shape)
+            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        parts = self.collect(padded, over)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    def total_part(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
+        """What :meth:`total` has in this rank's part, the same bits."""
+        if x.shape[dim] != sum(sizes):
+            raise ValueError(f"{tuple(x.shape)} has {x.shape[dim]} in dim {dim}, and sizes={sizes} are {sum(sizes)}")
+        shape = list(x.shape)
+        shape[dim] = max(sizes)
+        out = x.new_empty(shape)
+        if out.numel():
+            buffer = self._buffer(self.size * out.numel(), x.dtype)
+            slots = buffer.local.view(self.size, *shape)
+            for slot, part in zip(slots, torch.split(x, list(sizes), dim), strict=True):
+                slot.narrow(dim, 0, part.shape[dim]).copy_(part)
+                slot.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
+            (over or self.group).reduce_scatter(out.view(-1), buffer, 1.0).wait()
+        own = sizes[self.rank]
+        return out if own == shape[dim] else out.narrow(dim, 0, own).clone()  # no view: models write into it
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Exchange memory that no peer reads any more, of ``numel`` elements and what is missing to a multiple."""
+        padded = numel + -numel % self.size
+        if self._capacity.get(dtype, 0) < padded:
+            self._capacity[dtype] = 1 << max(padded - 1, 1).bit_length()
+            capacity = self._capacity[dtype] + -self._capacity[dtype] % self.size
+            (self._kept[dtype],) = self.group.buffers([(capacity, dtype)])
+        buffer = self._kept[dtype]
+        buffer.wait_writable()
+        buffer.resize(padded)
+        return buffer
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.summed(grad, gradient=True), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, gradient: bool) -> Tensor:
+        ctx.axis = axis
+        return axis.total(x, axis.way(gradient))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.copied(grad), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], over: Group | None) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return axis.joined(x, dim, sizes, over)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.axis.own_part(grad, ctx.dim, ctx.sizes), None, None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        if x.shape[dim] != sum(sizes):
+            raise ValueError(f"{tuple(x.shape)} has {x.shape[dim]} in dim {dim}, and sizes={sizes} are {sum(sizes)}")
+        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.gathered(grad, ctx.dim, ctx.sizes, ctx.axis.way(gradient=True)), None, None, None
+
+
+class _GatheredForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], gradient: bool) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return axis.joined(x, dim, sizes, axis.way(gradient))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.axis.summed_part(grad, ctx.dim, ctx.sizes, gradient=True), None, None, None, None
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], gradient: bool) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return axis.total_part(x, dim, sizes, axis.way(gradient))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.axis.gathered_for_parts(grad, ctx.dim, ctx.sizes, gradient=True), None, None, None, None

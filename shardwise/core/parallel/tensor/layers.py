@@ -1,0 +1,265 @@
+"""Forward passes of layers of which this rank holds a part; see ``Cutting``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.core.base.draws import Dropouts, Private
+from shardwise.core.parallel.tensor.axis import Axis
+from shardwise.core.parallel.tensor.cut import Held, Part
+from shardwise.core.parallel.tensor.loss import check_inside
+from shardwise.core.parallel.tensor.ring import pieces_of_rows
+from shardwise.core.parallel.tensor.sequence import Sequences, multiplies_otherwise
+
+__all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
+
+
+LINEAR = {"FalconLinear"}
+"""Classes derived from ``nn.Linear`` with a forward pass of their own that is the same."""
+
+
+def out_dim(module: nn.Module) -> int:
+    """The dimension of the weight that is the layer's output: 0 for ``nn.Linear``, 1 for transformers' ``Conv1D``.
+
+    Raises:
+        TypeError: the module is neither.
+    """
+    held = getattr(module, "_parameters", {})
+    for name in ("weight", "bias") if isinstance(module, nn.Linear) else ():
+        value = getattr(module, name, None)
+        if value is not None and held.get(name) is not value:
+            raise TypeError(
+                f"a {type(module).__name__} whose {name} is made of others (a parametrization, pruning) cannot be cut: "
+                "make it permanent before (remove_parametrizations, prune.remove)"
+            )
+    kind = type(module)
+    plain = getattr(kind, "forward", None) is nn.Linear.forward or kind.__name__ in LINEAR
+    if isinstance(module, nn.Linear) and plain and "forward" not in vars(module):
+        return 0
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, nn.Parameter) and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]:
+        return 1
+    raise TypeError(
+        f"a {type(module).__name__} cannot be cut by columns or rows: give an nn.Linear or a Conv1D, with the forward "
+        "pass of its class"
+    )
+
+
+class CutLayer(nn.Module):
+    """A layer of which this rank has a part.
+
+    Attributes:
+        _axis: the ranks.
+        _parts: of its parameters, by name.
+        multiply: what takes the place of ``functional.linear`` in it; ``None``: nothing does.
+    """
+
+    _axis: Axis
+    _parts: dict[str, Part]
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    weight: Tensor
+
+
+class Columns(CutLayer):
+    """Makes a part of the output.
+
+    Attributes:
+        _copies: the input is alike on all ranks, and has not been marked as that before (:class:`Enters`).
+        _gathers: then all of it.
+        _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
+        _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
+        _sequences: whose tokens were gathered for it, and maybe multiplied (``None``: all ranks have all).
+    """
+
+    _copies: bool
+    _gathers: bool
+    _held: dict[str, Held]
+    _private: tuple[Private, Dropouts] | None
+    _sequences: Sequences | None
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self._sequences.product(self, x) if self._sequences is not None else None
+        if made is not None:
+            return made
+        x = self._axis.copied(x) if self._copies else x
+        if self._private is not None and self.training:
+            private, dropouts = self._private
+            private.enter(x.device, dropouts)
+        weight, bias, _ = self.factors()
+        y = _product(self, x, weight, bias)
+        if self._gathers:
+            cut, whole = self._parts["weight"].cut, self._parts["weight"].whole
+            y = self._axis.gathered(y, -1, [cut.numel(rank) for rank in range(cut.ranks)])
+            y = y[..., : whole[cut.dim]]  # without padding
+        return y
+
+    def factors(self) -> tuple[Tensor, Tensor | None, bool]:
+        """Weight, bias, and whether the weight is ``[inputs, outputs]``."""
+        weight, bias = self.weight, self.bias
+        if self._held:
+            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
+            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
+        return weight, bias, not isinstance(self, nn.Linear)
+
+
+class Rows(CutLayer):
+    """Takes a part of the input; all ranks get the sum, and the bias is added once.
+
+    Attributes:
+        _leaves: the ranks' own random numbers end here (``None``: there are none).
+        _sequences: of the sum each rank gets its own tokens, so that the bias' gradient is a sum, too (``None``: all).
+    """
+
+    _leaves: Private | None
+    _sequences: Sequences | None
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias, sequences = self.bias, self._sequences
+        if sequences is not None:
+            if sequences.passes and not multiplies_otherwise(self):
+                turned = not isinstance(self, nn.Linear)
+                y = pieces_of_rows(sequences.ring, x, *sequences.current.of(x), self.weight, turned)
+            else:
+                y = sequences.from_parts(_product(self, x, self.weight, None))
+            return y if bias is None else y + self._axis.copied(bias)
+        y = self._axis.summed(_product(self, x, self.weight, None))
+        if self._leaves is not None:
+            self._leaves.leave()
+        return y if bias is None else y + bias
+
+
+class Vocabulary(CutLayer, nn.Embedding):
+    """An embedding with a part of the rows. It stands where ``nn.Embedding`` does among the bases, so that a subclass
+    which scales what it finds still does."""
+
+    padding_idx: int | None
+    weight: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_inside("an input", input, self._parts["weight"].whole[0])
+        ((start, end),) = self._parts["weight"].cut.ranges[self._axis.rank]
+        elsewhere = (input < start) | (input >= end)
+        pad = self.padding_idx
+        inside = pad - start if pad is not None and start <= pad < end else None
+        if start == end:
+            found = self.weight.new_zeros((*input.shape, self.weight.shape[1])) + 0 * self.weight.sum()
+        else:
+            found = functional.embedding((input - start).masked_fill(elsewhere, 0), self.weight, inside)
+        return self._axis.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class Features(CutLayer):
+    """An embedding with all rows, and of each a part (one number a head): the module's own forward pass."""
+
+
+class Experts(CutLayer):
+    """Experts in stacked parameters: of each, a part of what lies between its two layers.
+
+    Tokens and their weights are alike on all ranks, and so is the sum.
+
+    Attributes:
+        _sequences: each rank has its own tokens, before and behind (``None``: all).
+    """
+
+    _sequences: Sequences | None
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        each = self._sequences
+        if each is not None:
+            x, indices, weights = each.into_parts(x), each.numbers(indices), each.into_parts(weights)
+            return each.from_parts(super().forward(x, indices, weights))
+        y: Tensor = super().forward(self._axis.copied(x), indices, self._axis.copied(weights))
+        return self._axis.summed(y)
+
+
+class Enters(nn.Module):
+    """A layer that every rank has whole, and whose output each uses for its part."""
+
+    _axis: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._axis.copied(super().forward(x))
+
+
+class Alike(nn.Module):
+    """A module that every rank has whole and uses for its part (the norm of each head's query): the gradients of its
+    parameters are summed over the ranks."""
+
+    _axis: Axis
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        changed = {name: self._axis.copied(param) for name, param in self._parameters.items() if param is not None}
+        return super(Alike, _stand_in(self, changed)).forward(*args, **kwargs)
+
+
+class PerHead(CutLayer):
+    """A module with a row of its weight for each head.
+
+    Attributes:
+        _held: what other ranks hold as well; its gradient is summed over these.
+    """
+
+    _held: dict[str, Held]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        changed: dict[str, Tensor] = {
+            name: _Held.apply(self._parameters[name], self._axis, held)  # type: ignore[no-untyped-call]
+            for name, held in self._held.items()
+        }
+        return super(PerHead, _stand_in(self, changed)).forward(*args, **kwargs)
+
+
+def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
+    """Another object with the module's attributes and other parameters, so that whoever looks at the module meanwhile
+    sees its own."""
+    stand_in = object.__new__(type(module))
+    vars(stand_in).update(vars(module))
+    vars(stand_in)["_parameters"] = {**module._parameters, **changed}
+    return stand_in
+
+
+def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    multiply = module.multiply
+    if isinstance(module, nn.Linear):
+        return functional.linear(x, weight, bias) if multiply is None else multiply(x, weight, bias)
+    y: Tensor = x @ weight if multiply is None else multiply(x, weight.t(), None)
+    return y if bias is None else y + bias
+
+
+class _Held(torch.autograd.Function):
+    """A parameter of which others hold parts alike: its gradient is the sum over all who use such a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, held: Held) -> Tensor:
+        ctx.axis, ctx.held = axis, held
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SumHeld.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]
+
+
+class _SumHeld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, axis: Axis, held: Held) -> Tensor:
+        ctx.axis, ctx.held = axis, held
+        shape = list(grad.shape)
+        shape[held.dim] = held.size
+        together, out = grad.new_zeros(shape), grad.clone()
+        for at, own, numel in held.pieces:
+            together.narrow(held.dim, at, numel).copy_(grad.narrow(held.dim, own, numel))
+        together = axis.total(together)
+        for at, own, numel in held.pieces:
+            out.narrow(held.dim, own, numel).copy_(together.narrow(held.dim, at, numel))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Held.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]

@@ -1,0 +1,333 @@
+"""In which order a cut tensor is stored, and how parts and the whole are read from there: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.parallel.tensor.cut import Cut, Part, Range
+
+__all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
+
+ReadInto = Callable[[int, Tensor], None]
+"""``read(start, out)``: elements ``[start, start + out.numel())`` in stored order, into ``out`` (1-D, contiguous)."""
+
+BLOCK_NUMEL = 1 << 20
+"""Elements that are read at a time where only some columns of them are wanted."""
+WIDE_NUMEL = 1 << 15
+"""Neighbouring elements that are worth a read of their own."""
+
+
+# [Note: Stored order]
+# A rank's shard is a range of its part, flattened. Of a tensor cut in its first dimension that is a range of the
+# flattened whole. Of a matrix cut in its columns it would be a short range in each of many rows: a file would have a
+# piece for each. So such a tensor is stored part after part, each flattened by itself, with what several ranks hold
+# only where the first of them holds it, and without padding. What a rank's shard holds is then one range again.
+@dataclass(frozen=True)
+class StoredCut:
+    """The tensor lies there part after part, each in its own row-major order.
+
+    Attributes:
+        dim: the dimension in which it is cut.
+        ranges: by part, the ranges ``(start, end)`` of that dimension, none of them empty; all parts together have each
+            index once. A part may have none.
+    """
+
+    dim: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    def fields(self) -> list[Any]:
+        """As JSON."""
+        return [self.dim, [[list(each) for each in part] for part in self.ranges]]
+
+    @classmethod
+    def read(cls, fields: Any) -> StoredCut:
+        """What :meth:`fields` gave; see :meth:`check`.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+        """
+        dim, parts = fields
+        ranges = tuple(tuple((start, end) for start, end in part) for part in parts)
+        for number in (dim, *(n for part in ranges for each in part for n in each)):
+            if type(number) is not int:
+                raise TypeError(f"a {type(number).__name__} where a cut has a whole number")
+        return cls(dim, ranges)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises:
+        ValueError: it is no cut of a tensor of ``shape``.
+        """
+        if not 0 <= self.dim < len(shape):
+            raise ValueError(f"a cut in dim {self.dim} of a tensor of shape {tuple(shape)}")
+        at = 0
+        for start, end in sorted(each for part in self.ranges for each in part):
+            if start != at or end <= start:
+                raise ValueError(f"a cut with ({start}, {end}) where {at} should follow, of {shape[self.dim]}")
+            at = end
+        if at != shape[self.dim]:
+            raise ValueError(f"a cut of {at} in dim {self.dim} of a tensor of shape {tuple(shape)}")
+
+    @classmethod
+    def of(cls, whole: Sequence[int], cut: Cut) -> StoredCut | None:
+        """In which order a tensor of shape ``whole`` that is ``cut`` is stored; ``None``: in its own."""
+        if prod(whole[: cut.dim]) <= 1 or not prod(whole):
+            return None
+        parts = tuple(_merged((start, end) for _, start, end in _owned(cut, rank, whole)) for rank in range(cut.ranks))
+        if [each for part in parts for each in part] == [(0, whole[cut.dim])]:
+            return None
+        return cls(cut.dim, parts)
+
+
+class Run(NamedTuple):
+    """``numel`` elements that are neighbours in the stored order, from ``stored`` on, and in a part, from ``local``."""
+
+    stored: int
+    local: int
+    numel: int
+
+
+def own_runs(part: Part, start: int, end: int) -> list[Run]:
+    """What a rank stores of elements ``[start, end)`` of its flattened part: not padding, nor what an earlier rank of
+    the axis holds as well."""
+    as_it_is, base, width, places = _places(part)
+    if as_it_is:
+        return [Run(base + start, start, end - start)] if start < end else []
+    return _merged_runs(_runs(part, start, end, places, base, width))
+
+
+def whole_runs(part: Part, start: int, end: int) -> list[Run]:
+    """Where elements ``[start, end)`` of a rank's flattened part are in the flattened whole; padding is nowhere."""
+    cut, size = part.cut, part.whole[part.cut.dim]
+    places, at = [], 0
+    for first, last in cut.ranges[part.rank]:
+        places.append((at, first, max(min(last, size) - first, 0)))
+        at += last - first
+    return _merged_runs(_runs(part, start, end, places, 0, size))
+
+
+def read_logical(read: ReadInto, shape: Sequence[int], stored: StoredCut | None, start: int, out: Tensor) -> None:
+    """Elements ``[start, start + out.numel())`` of the flattened whole tensor into ``out``: 1-D, contiguous.
+
+    ``read`` is asked for a few ranges a block, of each stored part one behind the other.
+    """
+    if stored is not None:
+        _Columns.of(tuple(shape), stored.dim, stored.ranges, ((0, shape[stored.dim]),)).read(read, start, out)
+    elif out.numel():
+        read(start, out)
+
+
+def read_part(read: ReadInto, stored: StoredCut | None, part: Part, start: int, out: Tensor) -> None:
+    """Elements ``[start, start + out.numel())`` of what a rank holds, flattened, into ``out``: 1-D, contiguous; zeros
+    for padding.
+
+    Args:
+        read: the whole tensor in stored order.
+        stored: that order; ``None``: its own.
+        part: the rank's.
+    """
+    shape, dim = tuple(part.whole), part.cut.dim
+    lying, ranges = stored, part.cut.ranges[part.rank]
+    if lying is not None and lying.dim != dim:
+        of_stored = read
+
+        def read(start: int, out: Tensor) -> None:
+            read_logical(of_stored, shape, stored, start, out)
+
+        lying = None
+    there = ((((0, shape[dim]),) if shape[dim] else ()),) if lying is None else lying.ranges
+    _Columns.of(shape, dim, there, ranges).read(read, start, out)
+
+
+def part_of_whole(whole: Tensor, part: Part, start: int, numel: int) -> Tensor:
+    """Elements ``[start, start + numel)`` of what a rank holds of ``whole``, flattened: a new tensor."""
+    flat = whole.detach().reshape(-1)
+    out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+
+    def read(start: int, out: Tensor) -> None:
+        out.copy_(flat[start : start + out.numel()])
+
+    read_part(read, None, part, start, out)
+    return out
+
+
+# ---- what is stored by whom
+
+Place = tuple[int, int, int]
+"""An index in the part, one where it is stored, and how many follow."""
+
+
+def _owned(cut: Cut, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
+    """``(index in the part, start, end in the whole)`` of the ranges that ``rank`` is the first to hold."""
+    size = whole[cut.dim]
+    before = [each for ranges in cut.ranges[:rank] for each in ranges]
+    found, at = [], 0
+    for start, end in cut.ranges[rank]:
+        first = start
+        for left, right in (*_merged(sorted(before)), (size, size)):
+            stop = min(left, end, size)
+            if first < stop:
+                found.append((at + first - start, first, stop))
+            first = max(first, min(right, end))
+        before.append((start, end))
+        at += end - start
+    return found
+
+
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Neighbours as one, and none that is empty."""
+    found: list[Range] = []
+    for start, end in ranges:
+        if found and found[-1][1] >= start >= found[-1][0]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif start < end:
+            found.append((start, end))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
+    """Whether all of the part lies there as it is, from where on, how many indices a row there has, and where in it is
+    what this rank stores: a row of the stored part, or of the whole where that is stored in its own order."""
+    cut, whole = part.cut, part.whole
+    owned = _owned(cut, part.rank, whole)
+    if StoredCut.of(whole, cut) is None:
+        return False, 0, whole[cut.dim], [(at, start, end - start) for at, start, end in owned]
+    rows = prod(whole[: cut.dim]) * prod(whole[cut.dim + 1 :])
+    earlier = sum(end - start for rank in range(part.rank) for _, start, end in _owned(cut, rank, whole))
+    sizes = [end - start for _, start, end in owned]
+    places = list(zip((at for at, _, _ in owned), accumulate(sizes, initial=0), sizes, strict=False))
+    return sum(sizes) == cut.numel(part.rank), earlier * rows, sum(sizes), places
+
+
+def _runs(part: Part, start: int, end: int, places: Sequence[Place], base: int, width: int) -> list[Run]:
+    """Of elements ``[start, end)`` of a flattened part, ``width`` indices in each row there."""
+    element = prod(part.whole[part.cut.dim + 1 :])
+    row, runs = part.cut.numel(part.rank) * element, list[Run]()
+    for number in range(start // row, -(-end // row)) if start < end else ():
+        for local, there, numel in places:
+            first, last = number * row + local * element, number * row + (local + numel) * element
+            left, right = max(first, start), min(last, end)
+            if left < right:
+                runs.append(Run(base + (number * width + there) * element + left - first, left, right - left))
+    return runs
+
+
+def _merged_runs(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last is not None and (last.stored + last.numel, last.local + last.numel) == (run.stored, run.local):
+            found[-1] = Run(last.stored, last.local, last.numel + run.numel)
+        else:
+            found.append(run)
+    return found
+
+
+# ---- reading
+
+
+class _Overlap(NamedTuple):
+    """``numel`` elements of a row that are neighbours where they are wanted and in a stored part, from there on."""
+
+    wanted: int
+    part: int
+    stored: int
+    numel: int
+
+
+class _Columns:
+    """Some columns of a tensor that is stored in parts of columns, seen as a matrix: what is before the dimension are
+    its rows, all from the dimension on is a row."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
+    ) -> None:
+        rows, element = prod(shape[:dim]), prod(shape[dim + 1 :])
+        self.row = sum(end - start for start, end in wanted) * element
+        self.rows_there = [sum(end - start for start, end in ranges) * element for ranges in there]
+        self.bases = list(accumulate((rows * width for width in self.rows_there), initial=0))
+        lying = sorted(
+            (start, end, number, at - (end - start))
+            for number, ranges in enumerate(there)
+            for (start, end), at in zip(ranges, accumulate(end - start for start, end in ranges), strict=True)
+        )
+        self.overlaps: list[_Overlap] = []
+        at = 0
+        for start, end in wanted:
+            for first, last, number, place in lying:
+                left, right = max(start, first), min(end, last)
+                if left < right:
+                    self.overlaps.append(
+                        _Overlap(
+                            (at + left - start) * element,
+                            number,
+                            (place + left - first) * element,
+                            (right - left) * element,
+                        )
+                    )
+            at += end - start
+        self.by_part: dict[int, list[_Overlap]] = {}
+        for each in self.overlaps:
+            self.by_part.setdefault(each.part, []).append(each)
+        self.padded = sum(each.numel for each in self.overlaps) < self.row
+        self.wide = bool(self.overlaps) and min(each.numel for each in self.overlaps) >= WIDE_NUMEL
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(
+        shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
+    ) -> _Columns:
+        """It is asked for once a tile."""
+        return _Columns(shape, dim, there, wanted)
+
+    def read(self, read: ReadInto, start: int, out: Tensor) -> None:
+        end = start + out.numel()
+        if start >= end:
+            return
+        if self.padded:
+            out.zero_()
+        first, last = -(-start // self.row), end // self.row
+        if first >= last or self.wide:  # no whole row, or rows that are not worth to be read together
+            for number in range(start // self.row, -(-end // self.row)):
+                self._row(read, number, start, out)
+            return
+        if start < first * self.row:
+            self._row(read, first - 1, start, out[: first * self.row - start])
+        self._rows(read, first, out[first * self.row - start : last * self.row - start].view(last - first, self.row))
+        if last * self.row < end:
+            self._row(read, last, last * self.row, out[last * self.row - start :])
+
+    def _row(self, read: ReadInto, number: int, start: int, out: Tensor) -> None:
+        """What of one row is in ``out``, which begins with element ``start``."""
+        at, end = number * self.row, start + out.numel()
+        for each in self.overlaps:
+            left, right = max(at + each.wanted, start), min(at + each.wanted + each.numel, end)
+            if left < right:
+                there = self.bases[each.part] + number * self.rows_there[each.part] + each.stored
+                read(there + left - at - each.wanted, out[left - start : right - start])
+
+    def _rows(self, read: ReadInto, first: int, out: Tensor) -> None:
+        """Whole rows, from ``first`` on: of each stored part that has some of them, a block at a time."""
+        for part, own in self.by_part.items():
+            width = self.rows_there[part]
+            base = self.bases[part] + first * width
+            if own == [_Overlap(0, part, 0, self.row)] and width == self.row:
+                read(base, out.view(-1))  # it lies there as it is wanted
+                continue
+            step = min(max(BLOCK_NUMEL // width, 1), len(out))
+            memory = torch.empty(step * width, dtype=out.dtype, device=out.device)
+            for at in range(0, len(out), step):
+                count = min(step, len(out) - at)
+                block = memory[: count * width]
+                read(base + at * width, block)
+                for each in own:
+                    to = out[at : at + count, each.wanted : each.wanted + each.numel]
+                    to.copy_(block.view(count, width)[:, each.stored : each.stored + each.numel])

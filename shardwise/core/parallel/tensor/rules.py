@@ -1,0 +1,402 @@
+"""What is cut in modules of one class: rules, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from shardwise.core.parallel.tensor.causal import CausalLoss, Generate
+from shardwise.core.parallel.tensor.cut import Cut, shares
+from shardwise.core.parallel.tensor.heads import Heads
+from shardwise.core.parallel.tensor.site import Rule, Site
+
+__all__ = [
+    "Attention",
+    "Either",
+    "Embedding",
+    "Experts",
+    "Head",
+    "LatentAttention",
+    "Mlp",
+    "Requires",
+    "Router",
+    "Unused",
+]
+
+
+ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl", "intermediate.intermediate_act_fn")
+"""How models name what stands between the layers of an MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Heads are cut: each rank has some, with the projections to them and from them.
+
+    Paths are names of modules below the one of the rule; empty: there is none.
+
+    Attributes:
+        query, key, value: linear layers to each.
+        fused: one layer to queries, keys and values, or, beside ``query``, to keys and values.
+        layout: of the fused one's outputs: all queries, all keys, all values (``"blocks"``), or for each key/value
+            head its queries, key and value (``"groups"``).
+        out: the linear layer from the heads.
+        core: the module that computes attention and has the attributes below; empty: the module itself.
+        head_dim: its attribute with the size of a head.
+        heads, kv_heads, groups, widths: its attributes that are a number of query heads, of key/value heads, of query
+            heads for each of these, and of elements of all query heads; set to this rank's where they are there.
+        config: attributes of its configuration that it reads the number of query heads from.
+        alike: modules that are applied to each head (norms), with one weight for all of them or a row for each.
+        biases: embeddings with one number a head.
+        arguments: names of what it is given for all heads (alibi).
+        crossed: names of what it is given for keys and values of another sequence.
+        beside: modules with parameters that all ranks use alike, before the projections or behind ``out``.
+    """
+
+    attends: ClassVar[bool] = True
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    fused: str = ""
+    layout: Literal["blocks", "groups"] = "blocks"
+    out: str
+    core: str = ""
+    head_dim: str = "head_dim"
+    heads: tuple[str, ...] = ("num_heads", "num_attention_heads")
+    kv_heads: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads")
+    groups: tuple[str, ...] = ("num_key_value_groups",)
+    widths: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    crossed: tuple[str, ...] = ("encoder_hidden_states", "key_value_states")
+    beside: tuple[str, ...] = ()
+
+    def collect(self, site: Site) -> None:
+        core = site.child(self.core)
+        size = _number(core, self.head_dim)
+        heads, kv_heads = self._counts(site, size)
+        cut = Heads.over(heads, kv_heads, site.ranks)
+        if site.has(self.query):
+            site.columns(self.query, cut.of_query(size), core)
+            for path in (self.key, self.value):
+                if path:
+                    site.columns(path, cut.of_kv(size), core)
+            if self.fused:
+                site.columns(self.fused, cut.of_kv(size, 2), core)
+        else:
+            site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
+        columns = tuple(filter(site.has, (self.query, self.key, self.value, self.fused)))
+        site.block(core, columns, self.crossed)
+        site.rows(self.out, cut.of_query(size))
+        self._of_heads(site, core, cut, (heads, kv_heads))
+        site.beside(self.beside)
+        site.encloses(columns, (self.out,))
+        q, kv = cut.counts(site.rank)
+        of = (heads, kv_heads, heads // kv_heads, heads * size)
+        for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
+            _set(site, core, names, whole, own)
+        if self.config:
+            _set(site, core.config, self.config, heads, q, only_check=True)
+            site.cutting.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
+
+    def _of_heads(self, site: Site, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
+        """What belongs to heads and is no projection."""
+        (heads, kv_heads), size = counts, _number(core, self.head_dim)
+        for path in filter(site.has, self.alike):
+            norm = site.child(path)
+            shape = [tuple(param.shape) for param in norm.parameters()]
+            if all(each == (size,) for each in shape):
+                site.cutting.alike(norm)
+            elif shape in ([(heads, size)], [(kv_heads, size)]):
+                rows = cut.of_query(1) if shape[0][0] == heads else cut.of_kv(1)
+                site.cutting.per_head(norm, Cut(0, shape[0][0], rows))
+            else:
+                raise ValueError(f"{path} has parameters of {shape}, not of one head ({size}) or one row a head")
+        for path in filter(site.has, self.biases):
+            bias = site.child(path)
+            if not isinstance(bias, nn.Embedding):
+                raise TypeError(f"{path} is a {type(bias).__name__}: give an nn.Embedding")
+            site.cutting.features(bias, Cut(1, heads, cut.of_query(1)))
+        for name in self.arguments:
+            site.cutting.of_heads(core, name, heads, cut.query[site.rank])
+
+    def _names(self) -> tuple[tuple[str, ...], ...]:
+        return self.heads, self.kv_heads, self.groups, self.widths
+
+    def _counts(self, site: Site, size: int) -> tuple[int, int]:
+        """Query and key/value heads of the whole module."""
+        heads = _divided(self.out, site.size(self.out, False), size)
+        if site.has(self.query) and self.key:
+            return heads, _divided(self.key, site.size(self.key, True), size)
+        rows = _divided(self.fused, site.size(self.fused, True), size)
+        return heads, _divided(self.fused, rows if site.has(self.query) else rows - heads, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Heads are cut whose keys and values are made of one small vector, which with the keys' positions all heads share.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the names are those of transformers.
+
+    Attributes:
+        query: paths of the layer to queries; the first that is there.
+        before: of what makes its input.
+        latent, norm: paths of the layer to the shared vector, and of its norm.
+        key_value: path of the layer from that to keys and values.
+        out: of the layer from the heads.
+    """
+
+    attends: ClassVar[bool] = True
+    query: tuple[str, ...] = ("q_b_proj", "q_proj")
+    before: tuple[str, ...] = ("q_a_proj", "q_a_layernorm")
+    latent: str = "kv_a_proj_with_mqa"
+    norm: str = "kv_a_layernorm"
+    key_value: str = "kv_b_proj"
+    out: str = "o_proj"
+
+    def collect(self, site: Site) -> None:
+        core = site.module
+        positioned, plain, value = (_number(core, f"{name}head_dim") for name in ("qk_", "qk_nope_", "v_"))
+        heads = _divided(self.out, site.size(self.out, False), value)
+        cut = Heads.over(heads, heads, site.ranks)
+        query = next(filter(site.has, self.query), self.query[0])
+        site.columns(query, cut.of_query(positioned), core)
+        site.columns(self.key_value, cut.of_query(plain + value), core)
+        site.cutting.block(core)
+        site.rows(self.out, cut.of_query(value))
+        site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
+        site.cutting.alike(site.child(self.norm))
+        site.beside(self.before)
+        site.encloses((query, self.key_value), (self.out,))
+        if len(site.layers(self.key_value)) > 1:
+            raise ValueError(
+                f"{self.key_value} has an adapter, which would be between two cuts: leave it out of the targets"
+            )
+        _set(site, core, ("num_heads",), heads, cut.counts(site.rank)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """What lies between two linear layers is cut.
+
+    Attributes:
+        columns: paths of the layers to it; they have outputs of one size.
+        rows: paths of the layers from it.
+        blocks: matrices side by side in each of ``columns`` (2: gate and up in one layer).
+        alike: paths of modules between them whose parameters, one number each, count for all elements (activations).
+        beside: paths of modules with parameters that all ranks use alike, before or behind these layers.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    blocks: int = 1
+    alike: tuple[str, ...] = ACTIVATIONS
+    beside: tuple[str, ...] = ()
+
+    def collect(self, site: Site) -> None:
+        for path in self.columns:
+            size = site.size(path, True)
+            inner = _divided(path, size, self.blocks)
+            if inner < site.ranks:
+                raise ValueError(f"{path} has {inner} outputs, fewer than {site.ranks} ranks; cut over fewer")
+            cut = Cut.of_sizes(0, [shares(inner, site.ranks)] * self.blocks)
+            site.columns(path, cut.ranges, site.module)
+        site.block(site.module, self.columns)
+        for path in self.rows:
+            site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
+        for path in filter(site.has, self.alike):
+            site.alike(path)
+        site.beside(self.beside)
+        site.encloses(self.columns, self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What lies between the two layers of every expert is cut; experts are stacked in parameters
+    ``[experts, outputs, inputs]``.
+
+    Attributes:
+        columns: the parameter to it, or gate and up side by side.
+        rows: the parameter from it.
+        widths: attributes that are the size of what lies between.
+        alike: as in :class:`Mlp`.
+    """
+
+    columns: str = "gate_up_proj"
+    rows: str = "down_proj"
+    widths: tuple[str, ...] = ("intermediate_dim",)
+    alike: tuple[str, ...] = ACTIVATIONS
+
+    def collect(self, site: Site) -> None:
+        first, last = (getattr(site.module, name, None) for name in (self.columns, self.rows))
+        if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or last.dim() != 3:
+            raise TypeError(f"it has no stacked parameters {self.columns} and {self.rows} of three dimensions")
+        inner = last.shape[2]
+        if inner < site.ranks:
+            raise ValueError(f"each expert has {inner} elements inside, fewer than {site.ranks} ranks; cut over fewer")
+        sizes = shares(inner, site.ranks)
+        blocks = _divided(self.columns, first.shape[1], inner)
+        cuts = {self.columns: Cut.of_sizes(1, [sizes] * blocks), self.rows: Cut.of_sizes(2, [sizes])}
+        site.cutting.experts(site.module, cuts)
+        for path in filter(site.has, self.alike):
+            site.alike(path)
+        site.cutting.encloses(site.module, [site.module], [last.shape[1]])
+        _set(site, site.module, self.widths, inner, sizes[site.rank])
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module that says which experts get a token: it gives scores of each first, which the model may return."""
+
+    def collect(self, site: Site) -> None:
+        site.cutting.router(site.module)
+
+
+@dataclass(frozen=True)
+class Requires:
+    """A module that can only be cut with one value of an attribute.
+
+    Attributes:
+        name: of the attribute, if it has it.
+        value: the one.
+    """
+
+    name: str
+    value: Any
+
+    def collect(self, site: Site) -> None:
+        found = getattr(site.module, self.name, self.value)
+        if found != self.value:
+            raise ValueError(f"{self.name}={found!r} needs whole layers: give {self.name}={self.value!r}")
+
+
+@dataclass(frozen=True)
+class Either:
+    """Rules for layers that had other names once: the first whose module is there count.
+
+    Attributes:
+        rules: with the path of a module that is there where they are right.
+    """
+
+    rules: tuple[tuple[str, tuple[Rule, ...]], ...]
+
+    @property
+    def attends(self) -> bool:
+        return any(getattr(rule, "attends", False) for _, rules in self.rules for rule in rules)
+
+    def collect(self, site: Site) -> None:
+        for path, rules in self.rules:
+            if site.has(path):
+                for rule in rules:
+                    rule.collect(site)
+                return
+        raise ValueError(f"it has none of {', '.join(path for path, _ in self.rules)}: give a rule for this class")
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The rows of an embedding are cut (its vocabulary), with padding.
+
+    Attributes:
+        path: of the embedding.
+    """
+
+    path: str
+
+    def collect(self, site: Site) -> None:
+        module = site.child(self.path)
+        if not isinstance(module, nn.Embedding):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise TypeError(f"{self.path} is a {kind}: only an nn.Embedding can be cut, without an adapter")
+        site.cutting.vocabulary(module, site.vocabulary(module.num_embeddings))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The outputs of the last layer are cut (its vocabulary), padded as the embedding is.
+
+    Attributes:
+        path: of the linear layer.
+        parallel: logits may stay cut: all the model does with them is element by element, or its ``loss_function``.
+    """
+
+    path: str
+    parallel: bool = False
+
+    def collect(self, site: Site) -> None:
+        vocabulary = site.size(self.path, True)
+        rows = site.vocabulary(vocabulary)
+        stays = site.plan.parallel_output and self.parallel and _is_causal(site.module)
+        site.columns(self.path, rows.ranges, padded=rows.size - vocabulary, gathers=not stays)
+        if stays:
+            own: dict[str, Any] = {"_loss_function": CausalLoss(site.cutting.axis, rows, vocabulary)}
+            if hasattr(site.module, "generate"):
+                own["generate"] = Generate(site.module, site.layers(self.path))
+            site.cutting.sets(site.module, **own)
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A parameter that is another module's, too, and that the module itself does not use.
+
+    Attributes:
+        name: of the parameter.
+    """
+
+    name: str
+
+    def collect(self, site: Site) -> None:
+        site.cutting.holds(site.module, self.name)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the loss is the one of transformers' that we compute of parts, and nothing else is made of logits: not by
+    a forward pass that a program has put in the place of transformers' own."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    kinds = type(model).__mro__
+    own = next(kind for kind in kinds if "forward" in vars(kind)).__module__
+    changed = "forward" in vars(model) or not own.startswith("transformers.")
+    return not (changed and any(kind.__module__.startswith("transformers.models.") for kind in kinds))
+
+
+def _number(owner: Any, name: str) -> int:
+    value = getattr(owner, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"a {type(owner).__name__} has {name}={value!r}: a rule names the size of a head, a number")
+    return value
+
+
+def _divided(path: str, size: int, unit: int) -> int:
+    if size % unit:
+        raise ValueError(f"{path} has a size of {size}, which is no multiple of {unit}")
+    return size // unit
+
+
+def _set(site: Site, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False) -> None:
+    for name in _present(owner, names):
+        value = getattr(owner, name)
+        if value != whole:
+            raise ValueError(f"{name} is {value}, and its layers are for {whole}")
+        if not only_check:
+            site.cutting.sets(owner, **{name: own})
+
+
+def _present(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
+    return (name for name in names if name in vars(owner))
+
+
+class ConfigView:
+    """A model's configuration as one module reads it, with other values for some names; the rest follows it."""
+
+    def __init__(self, config: Any, values: dict[str, Any]) -> None:
+        vars(self).update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # a copy asks before it has anything
+            raise AttributeError(name)
+        return getattr(self._config, name)

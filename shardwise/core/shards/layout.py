@@ -1,0 +1,416 @@
+"""Which parameter lies where: pure packing of parameters into units and chunks, no tensors and no processes.
+
+A *unit* is what is gathered together. A *chunk* is the part of a unit with one dtype, trainability, optimizer and dtype
+in which gradients travel: one flat array, padded so that it divides evenly over the shard group. A parameter is whole
+within one chunk.
+
+Where an optimizer needs whole tensors, no parameter crosses from one rank's shard into the next: see
+[Note: Whole tensors].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import mul
+
+import torch
+from torch import nn
+
+from shardwise.core.comm import Bounds
+from shardwise.core.parallel.tensor import Part
+from shardwise.core.shards.search import search_chunk_numel
+from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+
+__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
+
+MOST_PADDED = 1.25
+"""Bins by size are put together until whole tensors fill shards to 4/5."""
+ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
+
+
+@dataclass(frozen=True)
+class ParamFact:
+    """What packing needs to know of a parameter: its names, shape, compute dtype, and who trains it."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+    optimizer: int
+    """Index of the optimizer that holds it, -1 for none."""
+    group: int
+    """Index of its param group in that optimizer, -1 for none."""
+    part: Part | None = None
+    """Where ranks of a tensor-parallel axis hold parts of it: this rank's, which ``shape`` is of."""
+    earlier: bool = False
+    """Whether a rank with an earlier stage of a pipeline has it, too."""
+
+    @property
+    def whole(self) -> torch.Size:
+        """The shape of all of it, as it is saved."""
+        return self.shape if self.part is None else self.part.whole
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Parameter ``param`` (index into the facts) occupies ``[start, start + numel)`` of its chunk."""
+
+    param: int
+    start: int
+    numel: int
+    shape: torch.Size
+
+    @cached_property
+    def end(self) -> int:
+        return self.start + self.numel
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
+        # Rows behind each other; as torch has it, a dimension of no element counts as one of one.
+        return tuple(accumulate((max(size, 1) for size in reversed(self.shape[1:])), mul, initial=1))[::-1]
+
+    def view(self, array: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of ``array`` (1-D, in chunk coordinates, contiguous), in its shape."""
+        # One call to torch where a slice and a view are two: every parameter is pointed twice a gather.
+        return array.as_strided(self.shape, self._strides, array.storage_offset() + self.start)
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A flat array of ``padded_numel`` elements; ``bounds[r]`` to ``bounds[r + 1]`` are those of rank ``r``."""
+
+    index: int
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    optimizer: int
+    slots: tuple[Slot, ...]
+    bounds: Bounds
+    """Where the ranks' shards begin, and the end of the last; none is empty."""
+    persistent: bool
+    """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
+    whole: bool = False
+    """Each parameter lies in one rank's shard, whose optimizer takes it with its shape."""
+
+    @property
+    def padded_numel(self) -> int:
+        return self.bounds[-1]
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of the shard of ``rank``, padding included."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    @cached_property
+    def uneven(self) -> Bounds | None:
+        """``bounds`` where shards differ in length."""
+        if isinstance(self.bounds, range):
+            return None
+        return self.bounds if len({end - start for start, end in pairwise(self.bounds)}) > 1 else None
+
+    @property
+    def padded_bytes(self) -> int:
+        return self.padded_numel * self.dtype.itemsize
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges that no parameter occupies, alignment and tail, as ``(start, end)``."""
+        gaps, at = [], 0
+        for slot in self.slots:
+            if slot.start > at:
+                gaps.append((at, slot.start))
+            at = slot.end
+        if at < self.padded_numel:
+            gaps.append((at, self.padded_numel))
+        return tuple(gaps)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """Chunks that are gathered together; ``module`` is the FQN of the block it covers, or ``None``."""
+
+    index: int
+    chunks: tuple[int, ...]
+    module: str | None
+
+    @property
+    def title(self) -> str:
+        """What traces and pictures call it."""
+        return self.module or f"unit {self.index}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole packing. ``where[i]`` is the (chunk index, slot) of parameter ``i``."""
+
+    facts: tuple[ParamFact, ...]
+    units: tuple[UnitSpec, ...]
+    chunks: tuple[ChunkSpec, ...]
+    where: tuple[tuple[int, Slot], ...]
+    searched_numel: int | None = None
+    """Chunk size in elements that a search chose; ``None`` where there was none."""
+
+
+@dataclass(frozen=True)
+class _Bin:
+    params: list[int]
+    module: str | None = None
+    persistent: bool = False
+
+
+def _bins_by_numel(facts: Sequence[ParamFact], chunk_numel: int) -> list[_Bin]:
+    bins: list[_Bin] = []
+    used = chunk_numel
+    for index, fact in enumerate(facts):
+        if not bins or used + fact.numel > chunk_numel:
+            bins.append(_Bin([]))
+            used = 0
+        bins[-1].params.append(index)
+        used += fact.numel
+    return bins
+
+
+def module_units(model: nn.Module, packing: ByModule) -> list[str]:
+    """FQNs of the modules that are units of their own, in module order, none inside another.
+
+    Raises:
+        ValueError: a class in ``unit_classes`` does not occur in the model.
+    """
+    found: list[str] = []
+    seen_classes: set[str] = set()
+    for name, module in model.named_modules():
+        if any(name == unit or name.startswith(unit + ".") for unit in found):
+            continue
+        for child_name, child in module.named_children():
+            class_name = type(child).__name__
+            in_list = not packing.unit_classes and isinstance(module, nn.ModuleList | nn.Sequential)
+            if class_name in packing.unit_classes or in_list:
+                seen_classes.add(class_name)
+                if next(child.parameters(), None) is not None:
+                    found.append(f"{name}.{child_name}" if name else child_name)
+    missing = set(packing.unit_classes) - seen_classes
+    if missing:
+        known = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"unit_classes={sorted(missing)} are not in the model; its classes are {known}")
+    return found
+
+
+def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+    units = module_units(model, packing)
+    bins: dict[str, _Bin] = {}
+    for index, fact in enumerate(facts):
+        name = fact.names[0]
+        unit = next((u for u in units if name.startswith(u + ".")), None)
+        key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
+        bins.setdefault(key, _Bin([], module=unit)).params.append(index)
+    return list(bins.values())
+
+
+def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+    """One bin a named module, for what no named module inside it holds; the rest by size."""
+    modules = {name for name, _ in model.named_modules()}
+    missing = [name for name in packing.unit_names if name not in modules]
+    if missing:
+        raise ValueError(f"unit_names={missing} are no modules of the model; see its named_modules()")
+    innermost_first = sorted(packing.unit_names, key=lambda name: -name.count("."))
+    bins: dict[str, _Bin] = {}
+    rest: list[int] = []
+    for index, fact in enumerate(facts):
+        unit = next((u for u in innermost_first if fact.names[0].startswith(u + ".")), None)
+        if unit is None:
+            rest.append(index)
+        else:
+            bins.setdefault(unit, _Bin([], module=unit)).params.append(index)
+    if packing.rest_numel is None:
+        others = [_Bin(rest)] if rest else []
+    else:
+        found = _bins_by_numel([facts[i] for i in rest], packing.rest_numel)
+        others = [_Bin([rest[i] for i in each.params]) for each in found]
+    return sorted([*bins.values(), *others], key=lambda each: each.params[0])
+
+
+def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
+    if isinstance(packing, ByNumel):
+        share = -(-sum(f.numel for f in facts) // packing.min_chunks)
+        limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
+        return _bins_by_numel(facts, limit)
+    if isinstance(packing, ByTensor):
+        return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
+    return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
+
+
+def _keep(bins: Sequence[_Bin], facts: Sequence[ParamFact], kept: Sequence[str]) -> list[_Bin]:
+    """What is named in ``kept`` in bins of its own.
+
+    Raises:
+        ValueError: no parameter has a name.
+    """
+    stays = set(kept)
+    unknown = stays.difference(*(fact.names for fact in facts))
+    if unknown:
+        raise ValueError(f"kept={sorted(unknown)} are no parameters; the model's are {[f.names[0] for f in facts]}")
+    found = []
+    for bin_ in bins:
+        apart = [index for index in bin_.params if not stays.isdisjoint(facts[index].names)]
+        rest = [index for index in bin_.params if stays.isdisjoint(facts[index].names)]
+        found += [_Bin(rest, bin_.module, bin_.persistent)] if rest else []
+        found += [_Bin(apart, bin_.module, True)] if apart else []
+    return found
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> tuple[list[Slot], int]:
+    align = max(1, ALIGN_BYTES // itemsize)
+    slots, at = [], 0
+    for index in params:
+        fact = facts[index]
+        # Tiny parameters (norms, biases) lie close together; only what a matrix kernel reads is aligned.
+        at = _round_up(at, align) if fact.numel >= 16 * align else at
+        slots.append(Slot(index, at, fact.numel, fact.shape))
+        at += fact.numel
+    return slots, at
+
+
+# [Note: Whole tensors]
+# An optimizer that needs whole tensors gets each on one rank, which holds and updates it alone. The largest of a chunk
+# goes first, each to the rank that has the least so far, of all chunks together: so no rank has more than another by
+# more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
+# has to be able to exchange (Group.uneven). Elsewhere a chunk's shards are all as long as its fullest, which goes to
+# the rank that has the least of the chunks before, and chunks by size take in more until shards are 4/5 full.
+def _place_whole(
+    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
+) -> list[list[Slot]]:
+    """By rank, slots that begin at 0; ``loads`` are the ranks' bytes of chunks before, and get those of this one."""
+    shards = range(len(loads))
+    own, mine = list(loads) if uneven else [0 for _ in shards], [list[int]() for _ in shards]
+    for index in sorted(params, key=lambda index: -facts[index].numel):
+        rank = own.index(min(own))
+        own[rank] += facts[index].numel * itemsize
+        mine[rank].append(index)
+    if not uneven:
+        fullest = sorted(shards, key=lambda rank: -own[rank])
+        least = sorted(shards, key=lambda rank: loads[rank])
+        taken = dict(zip(least, fullest, strict=True))
+        own, mine = [loads[rank] + own[taken[rank]] for rank in shards], [mine[taken[rank]] for rank in shards]
+    loads[:] = own
+    return [_place(facts, sorted(each), itemsize)[0] for each in mine]
+
+
+def _lopsided(facts: Sequence[ParamFact], params: Sequence[int], shards: int) -> bool:
+    slots = _place_whole(facts, params, 1, [0] * shards, uneven=False)
+    fullest = max((own[-1].end for own in slots if own), default=0)
+    return fullest * shards > MOST_PADDED * sum(facts[index].numel for index in params)
+
+
+def _evened(bins: Sequence[_Bin], facts: Sequence[ParamFact], shards: int, whole: Collection[int]) -> list[_Bin]:
+    """Bins by size, put together where whole tensors would leave shards of one length half empty."""
+    found: list[_Bin] = []
+    for bin_ in bins:
+        uneven = bool(found) and any(facts[i].optimizer in whole for i in found[-1].params)
+        if uneven and _lopsided(facts, found[-1].params, shards):
+            found[-1].params.extend(bin_.params)
+        else:
+            found.append(_Bin(list(bin_.params)))
+    last = found[-1].params if found else []
+    if len(found) > 1 and any(facts[i].optimizer in whole for i in last) and _lopsided(facts, last, shards):
+        found[-2].params.extend(found.pop().params)
+    return found
+
+
+def make_layout(
+    facts: Sequence[ParamFact],
+    model: nn.Module,
+    packing: Packing,
+    shard_size: int,
+    replicate_size: int,
+    kept: Sequence[str] = (),
+    whole: Collection[int] = (),
+    uneven: bool = True,
+) -> Layout:
+    """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``.
+
+    Parameters named in ``kept`` lie in persistent chunks; those of the optimizers ``whole`` in one shard each, and
+    their shards may differ in length where ``uneven``. See [Note: Whole tensors].
+    """
+    loads = [0] * shard_size
+    units: list[UnitSpec] = []
+    chunks: list[ChunkSpec] = []
+    where: dict[int, tuple[int, Slot]] = {}
+    searched: int | None = None
+    if isinstance(packing, BySearch):
+        searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
+        packing = ByNumel(chunk_numel=searched)
+    bins = _bins(facts, model, packing)
+    if whole and not uneven and isinstance(packing, ByNumel):
+        bins = _evened(bins, facts, shard_size, whole)
+    for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
+        keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
+        for index in bin_.params:
+            fact = facts[index]
+            keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
+        first = len(chunks)
+        for (dtype, trainable, optimizer), params in keyed.items():
+            apart = trainable and optimizer in whole
+            if apart:
+                slots, bounds = _packed_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+            else:
+                slots, numel = _place(facts, params, dtype.itemsize)
+                length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size
+                bounds = range(0, shard_size * length + 1, length)
+            spec = ChunkSpec(
+                index=len(chunks),
+                unit=unit_index,
+                dtype=dtype,
+                trainable=trainable,
+                optimizer=optimizer,
+                slots=tuple(slots),
+                bounds=bounds,
+                persistent=bin_.persistent,
+                whole=apart,
+            )
+            where.update({slot.param: (spec.index, slot) for slot in slots})
+            chunks.append(spec)
+        units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module))
+    return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))), searched)
+
+
+def _packed_whole(
+    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
+) -> tuple[list[Slot], Bounds]:
+    """The slots of a chunk in their order, each in one shard, and the bounds of the shards."""
+    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
+    align = max(1, ALIGN_BYTES // itemsize)
+    lengths = [_round_up(_round_up(max(1, own[-1].end if own else 0), align), replicas) for own in by_rank]
+    if not uneven:
+        lengths = [max(lengths)] * len(lengths)
+    bounds = tuple(accumulate(lengths, initial=0))
+    slots = [replace(slot, start=slot.start + at) for at, own in zip(bounds, by_rank, strict=False) for slot in own]
+    return slots, bounds
+
+
+def search_report(layout: Layout) -> str | None:
+    """One line on what the chunk search chose and what packing by it leaves empty; ``None`` where nothing was searched.
+
+    A chunk is only as long as what it holds: empty is what its ranks' equal shards and aligned starts need beyond that.
+    """
+    if layout.searched_numel is None:
+        return None
+    dtypes = dict.fromkeys(chunk.dtype for chunk in layout.chunks)
+    sizes = ", ".join(f"{layout.searched_numel * d.itemsize} bytes of {str(d).removeprefix('torch.')}" for d in dtypes)
+    held = sum(chunk.padded_bytes for chunk in layout.chunks)
+    empty = sum((end - start) * chunk.dtype.itemsize for chunk in layout.chunks for start, end in chunk.gaps)
+    return (
+        f"chunk search: {layout.searched_numel} elements a chunk ({sizes or 'no parameters'}), chunks: "
+        f"{len(layout.chunks)}, empty: {empty} of {held} bytes ({empty / max(held, 1):.2%})"
+    )

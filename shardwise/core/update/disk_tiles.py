@@ -1,0 +1,425 @@
+"""Optimizer tiles whose values and state are on a disk between steps.
+
+Each tile has a record of its values (masters) and, once the optimizer has made state, a record of that. During a step a
+bounded number of tiles is in host memory: while one is updated, the next are read and the previous are written. Nothing
+is overwritten before all ranks have agreed that the step succeeded (the store keeps two versions of every record).
+
+Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, section 6.3); any element-wise optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.base.torch_internals import point
+from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
+from shardwise.core.update.on_disk import OnDisk
+from shardwise.core.update.tiles import Piece, Tile
+
+__all__ = ["BufferSizes", "DiskTile", "TileVisits"]
+
+# A cache line.
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of one piece's state within the tile's state record."""
+
+    piece: int
+    key: str
+    dtype: torch.dtype
+    offset: int
+    numel: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        stop = self.offset + self.numel * self.dtype.itemsize
+        return buffer[self.offset : stop].view(self.dtype)
+
+
+@dataclass
+class BufferSizes:
+    """What all tiles of an optimizer ask the store for, whatever they need themselves.
+
+    With buffers of two sizes a small tile could otherwise take the one that a large tile needs next.
+    """
+
+    values_bytes: int
+    state_bytes: int = 0
+
+
+# [Note: One visit of a tile]
+# start() takes buffers and begins to read; bind() waits, and points values and state at the buffers; the optimizer
+# steps; save() begins to write and takes values and state away; finish() waits and gives the buffers back. Between
+# visits values are NaN and state is a tensor without values (OnDisk): what uses them by mistake fails, or shows, and
+# never computes with numbers of another tile whose buffer it was. Writes go to the version that is not committed, so a
+# visit changes nothing for good; see [Note: Two versions of a record]. TileVisits keeps at most ``depth`` tiles between
+# start() and finish(). A tile is in one of its lists before it starts and until after it has finished, so wherever an
+# interrupt comes release() finds it. The caller reads ahead in forward passes, the update thread visits; a read-ahead
+# that finds a visit under way leaves instead of waiting for it.
+class DiskTile:
+    """One tile on the disk.
+
+    Args:
+        tile: its pieces; their values are pointed at buffers while the tile is in memory and read as NaN otherwise.
+        store: where it is.
+        values: the record of its values, written already.
+        optimizer: whose state is kept.
+        sizes: of the buffers to ask for.
+        make_room: called with the bytes an element's state takes, before the first buffer for state is needed.
+    """
+
+    def __init__(
+        self,
+        tile: Tile,
+        store: DiskStore,
+        values: Record,
+        optimizer: torch.optim.Optimizer,
+        sizes: BufferSizes,
+        make_room: Callable[[int], None],
+    ) -> None:
+        self.tile, self._store, self._optimizer, self._sizes = tile, store, optimizer, sizes
+        self._make_room = make_room
+        self._values = values
+        self._dtype = tile.pieces[0].value.dtype
+        self._state: Record | None = None
+        self._spare: Record | None = None
+        """A record that a failed step made."""
+        self._entries: tuple[_Entry, ...] = ()
+        self._room: dict[tuple[str, torch.dtype], int] = {}
+        """Where each key's tensors of the whole tile begin in the state record."""
+        self._buffers: list[torch.Tensor] = []
+        self._transfers: list[Transfer] = []
+        self._made = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the state record; 0 before the first step."""
+        return self._state.nbytes if self._state is not None else 0
+
+    # ---- one visit to memory
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._give_back()  # what an interrupt has left
+        self._take(self._values, self._sizes.values_bytes)
+        if self._state is not None and self._entries:
+            self._take(self._state, self._sizes.state_bytes)
+
+    def _take(self, record: Record, nbytes: int) -> None:
+        buffer = self._store.buffer(nbytes)
+        self._buffers.append(buffer)
+        self._transfers.append(self._store.read(record, buffer, newest=True))
+
+    def bind(self) -> None:
+        """Wait for the read and point values and state at what was read."""
+        self._wait()
+        values = self._buffers[0][: self._values.nbytes].view(self._dtype)
+        for index, piece in enumerate(self.tile.pieces):
+            point(piece.value, values[piece.start - self.tile.start : piece.end - self.tile.start])
+            state = self._optimizer.state.get(piece.value, {})
+            for key, held in state.items():
+                if is_element_wise(held, piece) and not isinstance(held, OnDisk):
+                    # Put there by the user. A copy, since what it replaces comes back if the step fails.
+                    state[key] = held.clone()
+            for entry in self._entries:
+                if entry.piece == index and isinstance(state.get(entry.key), OnDisk):
+                    state[entry.key] = entry.view(self._buffers[1])
+
+    def save(self) -> None:
+        """Begin to write what the optimizer left; values and state are out of reach from here on."""
+        entries = self._current_entries()
+        if any((entry.key, entry.dtype) not in self._room for entry in entries):
+            entries = self._make_state_record(entries)
+        if self._state is not None and len(self._buffers) == 1:
+            self._buffers.append(self._store.buffer(self._sizes.state_bytes))
+            self._buffers[1].zero_()
+        self._entries = tuple(entries)
+        for entry in entries:
+            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
+            held, place = state[entry.key], entry.view(self._buffers[1])
+            if held.data_ptr() != place.data_ptr():
+                state[entry.key] = place.copy_(held)
+        records = [self._values] + ([self._state] if self._state is not None else [])
+        self._transfers = [self._store.write(r, b) for r, b in zip(records, self._buffers, strict=False)]
+        self.unbind()
+
+    def unbind(self) -> None:
+        """Values read as NaN, and state not at all."""
+        for piece in self.tile.pieces:
+            point(piece.value, _absent(piece.value))
+        for entry in self._entries if len(self._buffers) > 1 else ():
+            state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
+            held = state.get(entry.key)
+            if isinstance(held, torch.Tensor) and held.data_ptr() == entry.view(self._buffers[1]).data_ptr():
+                state[entry.key] = OnDisk.like(held)
+
+    def finish(self) -> None:
+        """Wait for the transfers and give the buffers back, whatever happened."""
+        try:
+            self._wait()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._buffers:
+            # It waits for transfers whose handle was lost. Out of the list first: what nobody holds becomes free.
+            self._store.give(self._buffers.pop(0))
+
+    def finished(self) -> bool:
+        """Whether :meth:`finish` would not have to wait."""
+        return all(transfer.finished() for transfer in self._transfers)
+
+    def _wait(self) -> None:
+        transfers, self._transfers = self._transfers, []
+        failure: DiskError | None = None
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except DiskError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def opened(self, write: bool = False) -> Iterator[None]:
+        """Values and state in memory inside the block; with ``write`` changes are kept."""
+        try:
+            self.start()
+            self.bind()
+            yield
+            if write:
+                self.save()
+        finally:
+            self.unbind()
+            self.finish()
+
+    # ---- the layout of the state record
+
+    def _current_entries(self) -> list[_Entry]:
+        """The element-wise state that the pieces have now, at its place in the record."""
+        entries = []
+        for index, piece in enumerate(self.tile.pieces):
+            for key, value in self._optimizer.state.get(piece.value, {}).items():
+                if is_element_wise(value, piece):
+                    at = self._room.get((key, value.dtype), 0) + (piece.start - self.tile.start) * value.dtype.itemsize
+                    entries.append(_Entry(index, key, value.dtype, at, value.numel()))
+        return entries
+
+    def _make_state_record(self, entries: list[_Entry]) -> list[_Entry]:
+        """Space for every key that is in use now, for the whole tile, so that pieces stepped later find theirs."""
+        self._bring_in()
+        keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
+        room: dict[tuple[str, torch.dtype], int] = {}
+        numel, at = self.tile.end - self.tile.start, 0
+        for key, dtype in keys:
+            room[key, dtype] = at
+            at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        self._make_room(sum(dtype.itemsize for _, dtype in keys))
+        # The old layout stays valid if there is no space for the new one.
+        self._state, self._room = self._new_record(at), room
+        return self._current_entries()
+
+    def _new_record(self, nbytes: int) -> Record:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.nbytes == nbytes:
+            return spare
+        self._made += 1
+        name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
+        name = f"{name}, elements {self.tile.start} to {self.tile.end}"
+        return self._store.create(name, nbytes, owner=self.tile.chunk.spec.optimizer)
+
+    def _bring_in(self) -> None:
+        """State that was read moves to memory of its own, because the record will be another one."""
+        for entry in self._entries:
+            state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
+            if entry.key in state:
+                state[entry.key] = state[entry.key].clone()
+        while len(self._buffers) > 1:
+            self._store.give(self._buffers.pop())
+
+    def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Write other state, one dict a piece (``None``: never stepped), in place of what there is."""
+        self._entries = ()
+        for piece, state in zip(self.tile.pieces, states, strict=True):
+            self._optimizer.state.pop(piece.value, None)
+            if state is not None:
+                self._optimizer.state[piece.value] = state
+        with self.opened(write=True):
+            pass
+
+    # ---- undoing a step that failed
+
+    def snapshot(self) -> Callable[[], None]:
+        """What puts the small state and the layout back as they are now; the large state is the store's business."""
+        before: list[dict[str, Any] | None] = []
+        for piece in self.tile.pieces:
+            state = self._optimizer.state.get(piece.value)
+            before.append(None if state is None else {key: _kept(value, piece) for key, value in state.items()})
+        entries, record, room = self._entries, self._state, self._room
+
+        def restore() -> None:
+            if self._state is not record:
+                # Its space on the disk cannot be given back; the next try takes it.
+                self._spare = self._state
+            self._entries, self._state, self._room = entries, record, room
+            for piece, state in zip(self.tile.pieces, before, strict=True):
+                if state is None:
+                    self._optimizer.state.pop(piece.value, None)
+                else:
+                    self._optimizer.state[piece.value] = state
+
+        return restore
+
+
+def is_element_wise(value: object, piece: Piece) -> bool:
+    """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
+
+
+def _kept(value: Any, piece: Piece) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if is_element_wise(value, piece) else value.clone()
+    return copy.deepcopy(value)
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=like.dtype, device="cpu").expand(like.shape)
+
+
+class TileVisits:
+    """Brings the tiles of one optimizer into memory one after the other, at most ``depth`` at a time.
+
+    While one is updated the next are read and the previous written. Which are next is taken from the order of the last
+    step, so that the first may be read before it is known that they are needed. Two threads may use it, not at once.
+
+    Args:
+        tiles: all of them, in the order that is expected of the first step.
+        depth: how many may be in memory; the store has as many buffers of either size.
+    """
+
+    def __init__(self, tiles: Sequence[DiskTile], depth: int) -> None:
+        self._depth = depth
+        self._expected, self._at = list(tiles), 0
+        self._visited: dict[DiskTile, None] = {}
+        self._reading: deque[DiskTile] = deque()
+        self._writing: deque[DiskTile] = deque()
+        self._visiting = False
+        self._lock = threading.RLock()
+
+    def read_ahead(self) -> None:
+        """Begin to read what is expected next, as far as there is room; nothing while another thread visits.
+
+        What cannot be read is no error yet, in a pass, where peers would wait for this rank; :meth:`visit` meets it.
+        """
+        if self._visiting:
+            return
+        with self._lock:
+            try:
+                self._read_ahead()
+            except DiskError:
+                self._forget_reads()
+            except BaseException:
+                self._forget_reads()  # one of them may not have begun
+                raise
+
+    def _read_ahead(self) -> None:
+        while self._at < len(self._expected) and len(self._reading) + len(self._writing) < self._depth:
+            tile = self._expected[self._at]
+            self._at += 1
+            if tile not in self._visited:
+                self._reading.append(tile)
+                tile.start()
+
+    def visit(self, tile: DiskTile, update: Callable[[DiskTile], None]) -> None:
+        """Have ``tile`` in memory, call ``update`` and begin to write it back; once a step.
+
+        Raises:
+            DiskError: a transfer failed, of this tile or of one before. All have ended and no buffer is held; some
+                tiles have been written.
+        """
+        with self._lock:
+            try:
+                self._visiting = True
+                self._bring(tile)
+                self._read_ahead()
+                tile.bind()
+                update(tile)
+                tile.save()
+                self._visited[tile] = None
+                while self._writing and (len(self._writing) > max(self._depth // 2, 1) or self._writing[0].finished()):
+                    self._finish_oldest()
+                self._read_ahead()
+            except BaseException:
+                self.release()
+                raise
+            finally:
+                self._visiting = False
+
+    def _bring(self, tile: DiskTile) -> None:
+        if tile in self._reading:
+            self._writing.append(tile)  # for a moment in both, rather than in none
+            self._reading.remove(tile)
+            return
+        while len(self._reading) + len(self._writing) >= self._depth:
+            if self._writing:
+                self._finish_oldest()
+            else:
+                _leave(self._reading[-1])  # it is expected, but others come first
+                self._reading.pop()
+        self._writing.append(tile)
+        tile.start()
+
+    def _finish_oldest(self) -> None:
+        self._writing[0].finish()
+        self._writing.popleft()  # only now: it holds buffers until then, also if this is interrupted
+
+    def drain(self) -> None:
+        """Wait until all that was visited is written.
+
+        Raises:
+            DiskError: some of it is not; see :meth:`visit`.
+        """
+        with self._lock:
+            try:
+                while self._writing:
+                    self._finish_oldest()
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Give all buffers back: for who reads or changes tiles otherwise, and after a failure."""
+        with self._lock:
+            for tile in self._writing:
+                tile.unbind()
+                _leave(tile)
+            self._writing.clear()
+            self._forget_reads()
+
+    def _forget_reads(self) -> None:
+        for tile in self._reading:
+            _leave(tile)
+        self._reading.clear()
+        self._at = 0
+
+    def end_step(self) -> None:
+        """The step was made, or undone. The next one is expected to be like it."""
+        with self._lock:
+            self.release()
+            if self._visited:
+                self._expected = [*self._visited, *(tile for tile in self._expected if tile not in self._visited)]
+            self._visited.clear()
+
+
+def _leave(tile: DiskTile) -> None:
+    with suppress(DiskError):
+        tile.finish()

@@ -1,0 +1,145 @@
+"""Changes that a program makes to parameters with separate masters are what the next update starts from, as in torch.
+
+Where the whole array stays on the device a parameter can be written to at any time (``zero_``, ``clamp_``, weights of
+a moving average). The update would start from the master and undo it. So before an update parameters whose version has
+moved since the last one are compared with their masters, and what differs goes into these. Writes that move no version
+(through ``.data``) are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from shardwise.core.base.torch_internals import versions_of
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ChunkSpec, Slot
+from shardwise.core.update.states import ChunkState
+
+__all__ = ["MasterEdits", "take_over"]
+
+PART = 1 << 22
+"""Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
+Rounded = Callable[[torch.Tensor], torch.Tensor]
+"""What is shown where a master, in the shard's dtype, has these values, from the beginning of a block on."""
+
+
+class MasterEdits:
+    """Watches the chunks that stay on the device and have masters elsewhere.
+
+    Args:
+        chunks: all of one model.
+        states: masters, by chunk index.
+        rounding: how each is rounded, where it is.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        states: Mapping[int, ChunkState],
+        rounding: Callable[[ChunkSpec], Rounded | None],
+    ) -> None:
+        self._rounding = rounding
+        self._watched = [(c, states[c.spec.index]) for c in chunks if c.resident and c.spec.index in states]
+        self._versions: dict[int, list[int]] = {}
+        """By chunk index, of its parameters."""
+
+    def _separate(self, optimizer: int | None) -> list[tuple[Chunk, ChunkState]]:
+        found = [(chunk, state) for chunk, state in self._watched if state.dtype is not None]
+        return [(chunk, state) for chunk, state in found if optimizer is None or chunk.spec.optimizer == optimizer]
+
+    def note(self, optimizer: int | None = None) -> None:
+        """The parameters of an optimizer (of all) are what their masters say."""
+        for chunk, _ in self._separate(optimizer):
+            self._versions[chunk.spec.index] = versions_of(chunk.params)
+
+    def moved(self, optimizer: int | None = None) -> bool:
+        """Whether one of these parameters may have been written to since."""
+        return any(self._versions[c.spec.index] != versions_of(c.params) for c, _ in self._separate(optimizer))
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take changes over into the masters, this rank its part; what was not changed keeps its precision.
+
+        Raises:
+            RuntimeError: the masters are on a disk, which needs all ranks.
+        """
+        for chunk, state in self._separate(None):
+            versions, noted = versions_of(chunk.params), self._versions[chunk.spec.index]
+            slots = [slot for slot, now, then in zip(chunk.spec.slots, versions, noted, strict=True) if now != then]
+            if not slots:
+                continue
+            with state.opened(write=not state.on_disk) as master:
+                changed = take_over(chunk, chunk.shard, master, self._rounding(chunk.spec), slots)
+            if changed and state.on_disk:
+                raise RuntimeError(
+                    f"parameters of chunk {chunk.spec.index} ({chunk.shard_numel} elements) were written to, but "
+                    "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of what "
+                    "boost/build returned"
+                )
+            self._versions[chunk.spec.index] = versions
+
+
+def take_over(
+    chunk: Chunk,
+    shard: torch.Tensor,
+    kept: torch.Tensor | None,
+    rounded: Rounded | None,
+    slots: Sequence[Slot] | None = None,
+) -> bool:
+    """Changed values go into the master; what was not changed keeps the precision that the shard does not have.
+
+    Args:
+        chunk: whose they are.
+        shard: what the program has left.
+        kept: the master, or the shard itself where another one is shown.
+        rounded: what ``kept`` shows, where that is rounded in blocks.
+        slots: of the parameters that may have changed; ``None``: all.
+
+    Returns:
+        Whether anything was.
+    """
+    if kept is None:
+        return False
+    here = [chunk.overlap(slot) for slot in (chunk.spec.slots if slots is None else slots)]
+    spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
+    changed = False
+    for first in range(0, len(shard), PART):
+        own = [(max(start - first, 0), end - first) for start, end in spans if first < end and start < first + PART]
+        if not own:
+            continue
+        part = kept[first : first + PART]
+        values = shard[first : first + PART].to(part.device)
+        shows = part.to(values.dtype)
+        shown = shows if rounded is None else rounded(shows)
+        same = (values == shown) | (values.isnan() & shown.isnan())  # a block with an infinite number is all NaN
+        differs = torch.zeros_like(same)
+        for start, end in own:
+            differs[start:end] = ~same[start:end]
+        if not differs.any():
+            continue
+        changed = True
+        part.copy_(torch.where(differs, values.to(part.dtype), part))
+        if rounded is None:
+            continue
+        for start, end in own:
+            differs[start:end] = differs[start:end].any()
+        _show_as_written(values, part, differs, rounded)
+    return changed
+
+
+# [Note: Written to what is rounded]
+# A weight that is set to zero may be so small that it had been rounded to that: it does not differ from what is shown.
+# Where larger ones of its block are set to zero with it the block's scale shrinks, and it would come back. So in
+# parameters that were written to, what can be shown as it was written is shown so. Scales are powers of two: where one
+# shrinks all that the block has shown can still be shown, and what would show something else is taken over. Where it
+# grows masters round to what is nearest, and are kept; and so are all of parameters that nobody has written to.
+def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Tensor, rounded: Rounded) -> None:
+    possible = (rounded(values) == values) & written
+    while True:
+        differs = possible & (rounded(part.to(values.dtype)) != values)
+        if not differs.any():
+            return
+        part.copy_(torch.where(differs, values.to(part.dtype), part))
+        possible &= ~differs

@@ -1,0 +1,67 @@
+"""How a rank's shard of a chunk is cut for the update: pure arithmetic, known before any optimizer state exists.
+
+A *piece* is the part of one parameter in this rank's shard, at most a tile long. A *tile* is a run of neighbouring
+pieces of one param group that are stepped in one call. Where an optimizer needs whole tensors, a piece is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.shards.layout import ChunkSpec
+
+__all__ = ["TILE_NUMEL", "PieceRange", "TileRange", "plan_tiles"]
+
+TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""About what stays in a CPU's cache with its state; on a GPU, what keeps it busy."""
+
+
+@dataclass(frozen=True)
+class PieceRange:
+    """Elements ``[start, end)`` of the shard, ``offset`` elements into slot ``slot``'s parameter."""
+
+    slot: int
+    param: int
+    offset: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TileRange:
+    """Neighbouring pieces of param group ``group``."""
+
+    group: int
+    pieces: tuple[PieceRange, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+
+def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: int) -> list[TileRange]:
+    """This rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter of the model."""
+    shard_start, shard_end = spec.bounds[rank], spec.bounds[rank + 1]
+    tiles: list[TileRange] = []
+    run: list[PieceRange] = []
+    run_group = -1
+    for slot_index, slot in enumerate(spec.slots):
+        start, end = max(slot.start, shard_start), min(slot.end, shard_end)
+        group = group_of[slot.param]
+        step = max(tile_numel, slot.numel) if spec.whole else tile_numel
+        for at in range(start, end, step):
+            stop = min(at + step, end)
+            piece = PieceRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)
+            if run and (group != run_group or piece.end - run[0].start > tile_numel):
+                tiles.append(TileRange(run_group, tuple(run)))
+                run = []
+            run_group = group
+            run.append(piece)
+    if run:
+        tiles.append(TileRange(run_group, tuple(run)))
+    return tiles

@@ -1,0 +1,481 @@
+"""Steps any element-wise torch optimizer over this rank's shards, a cache-sized tile at a time.
+
+A *piece* is the part of one parameter in this rank's shard (at most a tile long): a flat tensor that the optimizer
+takes for a parameter in its step, so that per-parameter state such as Adam's step count is exactly torch's, also for
+parameters that some steps do not use. Its param groups keep the model's own parameters ([Note: What groups hold]). A
+*tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the gradient, the unscaling and
+clipping, and the cast of the result done while the data is in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.torch_internals import copy_each
+from shardwise.core.checks.param_groups import ParamGroups, check_modes
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.norm import TileNorm
+from shardwise.core.memory.tier import Tier
+from shardwise.core.optim.element_wise import couples_elements, couples_parameters
+from shardwise.core.optim.nested_state import tensors_of
+from shardwise.core.optim.state_form import constructed_state
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.update.moved import memory_kept
+from shardwise.core.update.states import ChunkState
+from shardwise.core.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
+from shardwise.core.update.tile_plan import PieceRange, TileRange
+from shardwise.plan.precision import HALF_DTYPES
+
+__all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
+
+NEVER = ("lbfgs", "sparseadam")
+"""Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
+WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+"""Names of those that need a parameter's shape or norm."""
+OURS = ("shardwise.core.optim", "shardwise.nn")
+OF_TORCH_OR_OURS = ("torch.optim", *OURS)
+"""Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
+NOTHING: dict[str, Any] = {}
+"""What an optimizer keeps of a piece that it has not stepped."""
+HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
+ADAGRAD_ON_GPUS = TorchVersion(torch.__version__.split("+")[0]) >= "2.12"
+"""Whether torch has Adagrad's fused kernel for them; before 2.12 its step raises there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(PieceRange):
+    """A range of the shard, and ``value``, which holds its elements."""
+
+    value: nn.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
+
+    chunk: Chunk
+    grads: ChunkGrads
+    state: ChunkState
+    group: int
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @cached_property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shard that it spans."""
+        return self.end - self.start
+
+
+class Due(NamedTuple):
+    """A tile to be updated.
+
+    Attributes:
+        live: the pieces that are; one at least.
+        reduced: the gradient of the shard.
+        shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
+    """
+
+    tile: Tile
+    live: Sequence[Piece]
+    reduced: torch.Tensor
+    shard: torch.Tensor | None
+
+
+def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
+    # Another thread may be updating.
+    return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
+
+
+def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
+    """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
+
+    On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
+    """
+    device = live[0].value.device
+    if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
+        missing = [key for held in entries for key, value in held.items() if value is None]
+        if not missing:
+            return (live,)
+    by_keys = dict[frozenset[str], list[Piece]]()
+    for piece, held in zip(live, entries, strict=True):
+        step = held.get("step") if device.type != "cpu" else None
+        if isinstance(step, torch.Tensor) and step.device != device:
+            held["step"] = step.to(device, torch.float32)
+        by_keys.setdefault(frozenset([key for key, value in held.items() if value is not None]), []).append(piece)
+    return by_keys.values()
+
+
+def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The gradient of each live piece; a part has those of one tile, and what lies between them."""
+    found = list[torch.Tensor]()
+    for each, part in zip(due, parts, strict=True):
+        first = each.live[0].start
+        found += [part[piece.start - first : piece.end - first] for piece in each.live]
+    return found
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` has to be given parameters whole, with their shapes; otherwise flat parts will do.
+
+    Those that are not torch's or ours step small matrices to find out, and are then as before.
+
+    Raises:
+        ValueError: neither will do, since its update of a parameter depends on others or on how often ``step()`` is
+            called, or it is ``differentiable`` or ``capturable``.
+    """
+    name = type(optimizer).__name__
+    names = {base.__name__.lower() for base in type(optimizer).__mro__}
+    if not names.isdisjoint(NEVER):
+        raise ValueError(
+            f"optimizer {name} works on all parameters at once, but each rank updates its own: use one that updates "
+            "each by itself (AdamW)"
+        )
+    check_modes(f"optimizer {name}", optimizer.param_groups)
+    why = getattr(optimizer, "couples_parameters", "")
+    if why:
+        raise ValueError(f"optimizer {name} cannot be sharded: {why}")
+    if getattr(optimizer, "whole_tensors", False):  # believed, as element_wise is
+        return True
+    whole = not names.isdisjoint(WHOLE)
+    if not is_foreign(optimizer) or (not whole and not couples_elements(optimizer)):
+        return whole
+    if (not whole and getattr(optimizer, "element_wise", None) is False) or couples_parameters(optimizer):
+        raise ValueError(
+            f"optimizer {name} gives parameters other values in one call of step() than in several, as shards are "
+            "stepped: use one whose update of a parameter depends on nothing else (AdamW); or give it the attribute "
+            "element_wise=True or whole_tensors=True, if its update of an element or of a tensor does not, or if the "
+            "difference is wanted"
+        )
+    return True
+
+
+def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is neither torch's nor ours."""
+    return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
+
+
+def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[Tile]:
+    """The tiles of one chunk. Those on a disk get their values when they are read."""
+    chunk = state.chunk
+    if state.on_disk:
+        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype, device="cpu").expand(
+            chunk.shard_numel
+        )
+    else:
+        values = state.master if state.master is not None else chunk.shard
+    tiles = []
+    for span in ranges:
+        pieces = tuple(
+            Piece(**vars(p), value=nn.Parameter(_shaped(values[p.start : p.end], chunk, p), requires_grad=True))
+            for p in span.pieces
+        )
+        tiles.append(Tile(chunk, grads, state, span.group, pieces))
+    return tiles
+
+
+def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tensor:
+    shape = chunk.spec.slots[piece.slot].shape
+    return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
+
+
+# See [Note: Masters apart from parameters] for what a tile's values are.
+class TileStepper:
+    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
+
+    Args:
+        named: says for errors of which parameter a piece is, of its index among the facts.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], named: Callable[[int], str] = "param {}".format
+    ) -> None:
+        self.optimizer, self.tiles, self._named = optimizer, tuple(tiles), named
+        self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
+        self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
+        self._generation = 0
+        """Counts what may have changed the amount of state."""
+        self._counted: tuple[int, dict[Tier, int]] = (-1, {})
+        self.param_groups = ParamGroups(optimizer)
+        self._bare = BareStep(optimizer)
+        self._fused: set[int] = set()
+        """Groups for which torch's fused kernel was chosen here."""
+        self._readable: bool | None = None
+        """Once closed."""
+        self.foreign = is_foreign(optimizer)
+        self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
+        """Whether its step is not known to write into the memory that parameters have."""
+        self.norm: TileNorm | None = None
+        """Is told of gradients that are read, where it wants to be."""
+        optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> None:
+        name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
+        if self._readable is not None:
+            todo = "its state is of parts of a model that "
+            if self._readable:
+                todo += "is sharded no more: make a new one on model.parameters()"
+            else:
+                todo += "was closed: build it again, with a new one, and load a state that was saved before"
+        raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
+
+    def _refuse_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
+            "parameters would be trained nowhere; add the group before boost/build"
+        )
+
+    # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
+    _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def close(self, readable: bool) -> None:
+        """Its state stays that of pieces, so the optimizer's own ``step`` stays refused: it would start without any.
+
+        Args:
+            readable: the model's parameters have their values without the engine, too.
+        """
+        self._readable = readable
+        vars(self.optimizer).pop("add_param_group", None)
+
+    @contextmanager
+    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]]:
+        """A function that updates tiles, each with the shard (1-D, in memory) that takes masters over, for one step.
+
+        Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
+        memory, and they be alike as :meth:`step_tiles` says. The user's step hooks are not run; see
+        :meth:`before_step`.
+        """
+        with torch.no_grad(), self.groups() as groups:
+
+            def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
+                live = [(tile, shard, self.live(tile)) for tile, shard in given]
+                due = [
+                    Due(tile, pieces, tile.grads.reduced, shard)
+                    for tile, shard, pieces in live
+                    if pieces and tile.grads.reduced is not None
+                ]
+                if due:
+                    self.step_tiles(due, factor, groups)
+
+            yield update
+
+    @staticmethod
+    def live(tile: Tile) -> Sequence[Piece]:
+        """The pieces of a tile that have a gradient."""
+        grads = tile.grads
+        if not grads.present:
+            return ()
+        touched = grads.touched
+        if len(touched) == len(grads.spec.slots):
+            return tile.pieces
+        return [piece for piece in tile.pieces if piece.slot in touched]
+
+    def step_tiles(self, due: Sequence[Due], factor: float, groups: list[dict[str, Any]]) -> None:
+        """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
+
+        They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
+        """
+        first, value = due[0].tile, due[0].live[0].value
+        group = self._group_for(groups, first.group, value)
+        parts = [each.reduced[each.live[0].start : each.live[-1].end] for each in due]
+        elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
+        copied = elsewhere or factor != 1.0 or not self._only_reads(group)
+        if copied:
+            # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
+            # first: scaling in 16 bits would round the gradient twice.
+            numels = [each.numel() for each in parts]
+            scratch = self._scratch_for(sum(numels), value, first.state.tier)
+            copies = list(torch.split(scratch, numels))
+            copy_each(copies, parts)
+            parts = copies
+        if self.norm is not None and self.norm.collects:
+            self.norm.add([scratch] if copied else parts)
+        if factor != 1.0:
+            scratch.mul_(factor)
+        live = [piece for each in due for piece in each.live]
+        shaped = first.chunk.spec.whole
+        for piece, grad in zip(live, _by_piece(due, parts), strict=True):
+            piece.value.grad = grad.view(piece.value.shape) if shaped else grad
+        if self._may_move:
+            with memory_kept(self.optimizer, [piece.value for piece in live], lambda at: self._named(live[at].param)):
+                self._call(group, live)
+        else:
+            self._call(group, live)
+        for piece in live:
+            piece.value.grad = None
+        self._round([each for each in due if each.shard is not None])
+
+    @staticmethod
+    def _round(due: Sequence[Due]) -> None:
+        """Take updated masters over into the shards."""
+        to, values = list[torch.Tensor](), list[torch.Tensor]()
+        for tile, live, _, shard in due:
+            assert shard is not None
+            if tile.state.master is not None:
+                first, last = live[0].start, live[-1].end
+                to.append(shard[first:last])
+                values.append(tile.state.master[first:last])
+            elif tile.state.dtype is not None:
+                to += [shard[piece.start : piece.end] for piece in live]
+                values += [piece.value.view(-1) for piece in live]
+        if to:
+            copy_each(to, values)
+
+    def _only_reads(self, group: dict[str, Any]) -> bool:
+        """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
+        module = type(self.optimizer).__module__
+        return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
+
+    def _call(self, group: dict[str, Any], live: Sequence[Piece]) -> None:
+        before = {key: value for key, value in group.items() if key != "params"}
+        entries = self._entries(live)
+        held = self._extent(entries)
+        # One group, of what is live in these tiles: the optimizer's own loop steps nothing else.
+        for alike in _alike(live, entries) if group.get("fused") else (live,):
+            group["params"] = [piece.value for piece in alike]
+            self._bare.step(group)
+        if self._extent(self._entries(live) if self.foreign or NOTHING in entries else entries) != held:
+            self.state_changed()
+        changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
+        if changed:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
+                "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
+            )
+
+    def element_bytes(self, like: torch.Tensor, index: int) -> int:
+        """Bytes of state that the optimizer keeps for each element of a parameter like ``like`` in that param group."""
+        return sum(dtype.itemsize for dtype in self.element_dtypes(like, index).values())
+
+    def element_dtypes(self, like: torch.Tensor, index: int = 0) -> dict[str, torch.dtype]:
+        """By key, the state that the optimizer keeps for each element of a parameter like ``like`` in a param group.
+
+        Asked of the optimizer itself: it steps a parameter of two elements a dimension, which is then forgotten.
+        """
+        optimizer = self.optimizer
+        # Two elements, so that a count of shape (1,) does not pass for state of each.
+        probe = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
+        probe.grad = torch.zeros_like(probe)
+        with self.groups() as groups, torch.random.fork_rng(devices=[]):
+            group = self._group_for(groups, index, probe)
+            made = constructed_state(optimizer, group, probe)
+            if made:
+                optimizer.state[probe] = made
+            self._call(group, [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
+        kept = optimizer.state.pop(probe, {}).items()
+        return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
+
+    def dtype_for(self, key: str, stored: torch.dtype, like: torch.Tensor) -> torch.dtype:
+        """In which dtype per-element state that was ``stored`` elsewhere is kept for a parameter like ``like``.
+
+        As torch does, in the parameter's; but in 16 bits only where the optimizer itself keeps it so (CPUAdam has fp32
+        moments for any parameter).
+        """
+        if not stored.is_floating_point:
+            return stored
+        if like.dtype not in HALF_DTYPES or stored == like.dtype:
+            return like.dtype
+        if like.dtype not in self._kept_dtypes:
+            self._kept_dtypes[like.dtype] = self.element_dtypes(like)
+        return self._kept_dtypes[like.dtype].get(key, like.dtype)
+
+    def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
+        key = (like.dtype, tier)
+        have = self._scratch.get(key)
+        if have is None or have.numel() < numel:
+            with ordinary_tensors():
+                have = self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return have[:numel]
+
+    def scratch_bytes(self, tier: Tier) -> int:
+        """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
+        return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
+
+    def _entries(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        state = self.optimizer.state
+        if isinstance(state, dict):  # whatever its class makes of get(), which is for users
+            return [dict.get(state, piece.value, NOTHING) for piece in pieces]
+        return [state.get(piece.value, NOTHING) for piece in pieces]
+
+    def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
+        """A number that changes with the amount of state: torch's optimizers and ours make it at a piece's first step,
+        and keep its size."""
+        return _bytes_of(entries) if self.foreign else sum(map(len, entries))
+
+    def state_changed(self) -> None:
+        """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
+        self._generation += 1
+
+    def state_bytes(self, tier: Tier) -> int:
+        """Optimizer state of the tiles whose home is ``tier``."""
+        generation, counted = self._counted
+        if generation != self._generation:
+            generation = self._generation  # before counting: another thread may be updating
+            counted = self._count_state()
+            self._counted = generation, counted
+        return counted.get(tier, 0)
+
+    def _count_state(self) -> dict[Tier, int]:
+        counted: dict[Tier, int] = {}
+        for tile in self.tiles:
+            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + _bytes_of(self._entries(tile.pieces))
+        return counted
+
+    @contextmanager
+    def groups(self) -> Iterator[list[dict[str, Any]]]:
+        """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
+        optimizer = self.optimizer
+        work = [dict(group) for group in self.param_groups.now]
+        chosen = set[int]()
+        for index, group in enumerate(work):
+            free = group.get("fused", False) is None and not group.get("foreach")
+            if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
+                group["fused"], group["foreach"] = True, False
+                chosen.add(index)
+        self._fused = chosen
+        with self._bare.hidden():
+            yield work
+
+    def _group_for(self, groups: Sequence[dict[str, Any]], index: int, value: torch.Tensor) -> dict[str, Any]:
+        """A working copy as it is for values like this one: tiles of one group may be on two devices."""
+        group = groups[index]
+        if index not in self._fused or not self._fuses_wrongly(value):
+            return group
+        return {**group, "fused": None, "foreach": self.param_groups.now[index].get("foreach")}
+
+    def _fuses_wrongly(self, value: torch.Tensor) -> bool:
+        """Whether torch's kernel is not there, or wrong: SGD's on a CPU gives wrong 16-bit values (torch 2.13)."""
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            return value.device.type != "cpu" and not ADAGRAD_ON_GPUS
+        on_cpu = isinstance(self.optimizer, torch.optim.SGD) and value.device.type == "cpu"
+        return on_cpu and value.dtype in HALF_DTYPES
+
+    @property
+    def hooked(self) -> bool:
+        """Whether :meth:`before_step` calls anybody on this rank."""
+        return has_pre_hooks(self.optimizer)
+
+    def before_step(self) -> None:
+        """The user's step hooks run once a step, not once a tile; before anything is made of gradients and options."""
+        run_pre_hooks(self.optimizer)
+
+    def after_step(self) -> None:
+        """See :meth:`before_step`."""
+        run_post_hooks(self.optimizer)

@@ -1,0 +1,250 @@
+"""Plans as text: frozen dataclasses to plain tables, TOML and JSON, and back, with nothing lost.
+
+``None`` is ``"none"`` in TOML, which has no null; a ``torch.dtype`` is its name; of several kinds that a field may be
+(``shard.packing``), the table says its ``kind``. What is an object of the program's own (an architecture) has no text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from shardwise.core.base.checked import as_path, shown
+
+__all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
+
+NONE = "none"
+P = TypeVar("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """What is the program's own, shown as it prints and compared as itself."""
+
+    own: Any
+
+
+def to_tables(part: Any, objects: bool = False) -> dict[str, Any]:
+    """A dataclass as a dictionary of plain values and of dictionaries.
+
+    Args:
+        part: the dataclass.
+        objects: whether objects of the program's own are shown, by how they print, for a reader.
+
+    Raises:
+        ValueError: such an object, by name, where it is not to be shown.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if dataclasses.is_dataclass(value):
+            hint = get_type_hints(type(part))[field.name]
+            kind = {"kind": type(value).__name__} if len(_classes(hint)) > 1 else {}
+            found[field.name] = kind | to_tables(value, objects)
+        else:
+            found[field.name] = _plain(f"{type(part).__name__}.{field.name}", value, objects)
+    return found
+
+
+def _plain(name: str, value: Any, objects: bool) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, tuple | list):
+        return [_plain(name, each, objects) for each in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if objects:
+        return _Object(value)
+    raise ValueError(f"{name}={value!r:.80} is an object of the program: it has no text; give it there, by plan.but()")
+
+
+def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any = None) -> P:
+    """A dataclass of ``tables``; fields that they do not have are those of ``base``, or have their defaults.
+
+    Args:
+        kind: the dataclass.
+        tables: as of :func:`to_tables`; ``"none"`` is as good as ``None``, and ``"inf"`` as infinity.
+        where: where they are from, for errors: a file, or one and the path in it.
+        base: of the same class, or ``None``.
+
+    Raises:
+        ValueError: a field that there is not, that is missing, or of a value that it cannot have; by file and path.
+    """
+    hints, fields = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in tables:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1, 0.6)
+            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}"
+            raise ValueError(f"{where}: {name!r} is no field of a {kind.__name__}: {known}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        old = getattr(base, name, None)
+        if name in tables:
+            values[name] = _value(hints[name], tables[name], f"{where}: {name}", old)
+        elif base is not None:
+            values[name] = old
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            advice = ", or begin with stage = 3" if kind.__name__ == "Plan" else ""
+            raise ValueError(f"{where}: no value for {name!r} of a {kind.__name__}; give it{advice}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{where}: {problem}") from None
+
+
+def _value(hint: Any, value: Any, where: str, old: Any) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    may_be_none = type(None) in options or Any in options
+    if value is None or (value == NONE and may_be_none):
+        if may_be_none:
+            return None
+        raise ValueError(f"{where}=none: give a value")
+    if Any in options:
+        raise ValueError(f"{where}={shown(value)}: it is an object of the program; give it there, by plan.but()")
+    if classes := _classes(hint):
+        return _part(classes, value, where, old)
+    if torch.dtype in options:
+        dtype = getattr(torch, str(value).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{where}={shown(value)}: give the name of a dtype, such as 'bfloat16'")
+        return dtype
+    if any(get_origin(option) is tuple for option in options):
+        return _tuple(value, where)
+    if float in options:
+        return _number(value)
+    return value
+
+
+def _part(classes: dict[str, type], value: Any, where: str, old: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}={shown(value)}: give a table of fields")
+    fields = dict(value)
+    name = fields.pop("kind", None) if len(classes) > 1 else None
+    if len(classes) > 1 and name is None and type(old).__name__ in classes:
+        name = type(old).__name__
+    kind = classes.get(str(name)) if len(classes) > 1 else next(iter(classes.values()))
+    if kind is None:
+        raise ValueError(f"{where}.kind={shown(name)}: give one of {', '.join(classes)}")
+    return from_tables(kind, fields, where, old if type(old) is kind else None)
+
+
+def _tuple(value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}={shown(value)}: give a list")
+    return tuple(_tuple(each, where) if isinstance(each, list | tuple) else each for each in value)
+
+
+def _number(value: Any) -> Any:
+    """What may stand for a number in a text that has no infinity. Anything else its dataclass judges."""
+    return math.inf if value == "inf" else value
+
+
+def _classes(hint: Any) -> dict[str, type]:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return {each.__name__: each for each in options if isinstance(each, type) and dataclasses.is_dataclass(each)}
+
+
+def toml(tables: Mapping[str, Any], path: str = "") -> str:
+    """Tables as TOML, every value in a line of its own."""
+    plain = [f"{name} = {_toml(value)}" for name, value in tables.items() if not isinstance(value, Mapping)]
+    head = [f"[{path}]"] if path and (plain or not tables) else []
+    parts = ["\n".join([*head, *plain]) + "\n"] if head or plain else []
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            parts.append(toml(value, f"{path}.{name}" if path else name))
+    return "\n".join(parts)
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(each) for each in value)}]"
+    if isinstance(value, _Object):
+        return _toml(f"{value.own!r:.80}")
+    return repr(value)  # numbers; infinity is inf there, too
+
+
+def write(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> None:
+    """A file of them, TOML or JSON by its name, in one piece.
+
+    Raises:
+        ValueError: another ending.
+    """
+    target = Path(as_path("path", path, "a .toml or .json file"))
+    if _form(target) == ".toml":
+        text = toml(tables)
+    else:
+        finite = json.loads(json.dumps(tables), parse_constant=lambda name: "inf")
+        text = json.dumps(finite, indent=2, ensure_ascii=False) + "\n"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: another ending, or not what its ending says.
+    """
+    source = Path(as_path("path", path, "a .toml or .json file"))
+    form = _form(source)
+    try:
+        text = source.read_bytes().decode("utf-8")
+        found = tomllib.loads(text) if form == ".toml" else json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{source}: is not {form[1:].upper()}: {problem}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source}: holds {shown(found)}; a plan is a table")
+    return found
+
+
+def _form(path: Path) -> str:
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"{path}: give a file that ends with .toml or .json")
+    return path.suffix
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Lines such as ``"grad.max_norm: 0.0 -> 1.0"``; nothing where both are alike."""
+    for name in dict.fromkeys([*one, *other]):
+        ours, theirs = one.get(name), other.get(name)
+        where = f"{path}.{name}" if path else name
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            yield from differences(ours, theirs, where)
+        elif ours != theirs:
+            yield f"{where}: {_short(ours)} -> {_short(theirs)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_short(each)}" for name, each in value.items()) + "}"
+    return _toml(value)

@@ -1,0 +1,352 @@
+"""Accumulation and clipping against one large batch, with the semantics that ``GradPlan`` documents."""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded, told
+from sets import full
+from torch import Tensor, nn
+
+from shardwise.plan import Plan
+from shardwise.session import Session
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, MICRO, STEPS = 2, 3, 2
+# Rows of each rank's micro-batches: as uneven as it gets, one of them empty.
+ROWS = [[1, 5, 2], [7, 0, 3]]
+NORMS = (2.0, math.inf, 1.0, 3.0)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def rows(rank: int, micro: int, step: int, even: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randn(4 if even else ROWS[rank][micro], 4, generator=generator, dtype=torch.float64)
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """The mean over the rows, zero for none."""
+    return model(x).square().sum() / max(len(x), 1)
+
+
+def accumulate(plan: Plan) -> dict[str, tuple[dict[str, Tensor], list[float]]]:
+    results = {}
+    with one_mesh(plan) as mesh:
+        for average in ("sum", "mean", "tokens"):
+            for norm_type in NORMS:
+                chosen = plan.but(average=average, max_norm=0.1, norm_type=norm_type)
+                results[f"{average} {norm_type}"] = _train(chosen, mesh)
+    return results
+
+
+def _train(plan: Plan, mesh: object) -> tuple[dict[str, Tensor], list[float]]:
+    model = seeded(net)
+    average = plan.grad.average
+    norms = []
+    with sharded(model, adam(model), plan, mesh) as session:
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                x = rows(session.mesh.rank, micro, step, average != "tokens")
+                loss = mean_loss(session.module, x)
+                session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
+            session.optimizer.step()
+            norms.append(session.optimizer.get_grad_norm())
+        return session.module.state_dict(), norms
+
+
+def one_large_batch(average: str, norm_type: float) -> tuple[dict[str, Tensor], list[float]]:
+    model = seeded(net)
+    optimizer = adam(model)
+    norms = []
+    for step in range(STEPS):
+        everything = torch.cat([rows(r, m, step, average != "tokens") for r in range(RANKS) for m in range(MICRO)])
+        loss = mean_loss(model, everything) * (MICRO if average == "sum" else 1)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), norms
+
+
+@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3", *full("zero3_gloo")])
+def test_equals_one_large_batch(name: str) -> None:
+    results = run_ranks(RANKS, accumulate, PLANS[name])
+    for average in ("sum", "mean", "tokens"):
+        for norm_type in NORMS:
+            # torch clips by max_norm / (norm + 1e-6) as well, so nothing but rounding may differ.
+            expected, norms = one_large_batch(average, norm_type)
+            case = f"{average} {norm_type}"
+            check([result[case][0] for result in results], expected, f"{name} {case}")
+            for result in results:
+                assert result[case][1] == pytest.approx(norms, rel=1e-12)
+                assert min(norms) > 0.1
+
+
+def _drop(session: Session, how: str, weight: float | None) -> None:
+    """A pass whose gradients are dropped before the step."""
+    x = rows(session.mesh.rank, 0, 9, True)
+    with session.no_sync() if how == "no_sync" else nullcontext():
+        session.backward(100 * mean_loss(session.module, x), tokens=weight)
+    if how == "module":
+        session.module.zero_grad()
+    elif how == "failed":
+        x.requires_grad_().register_hook(_fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            session.backward(mean_loss(session.module, x), tokens=weight)
+    else:
+        session.optimizer.zero_grad()
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The passes before are dropped, and their number and tokens too."""
+    found = {}
+    with one_mesh(plan) as mesh:
+        for average, how in product(("mean", "tokens"), hows):
+            model = seeded(net)
+            with sharded(model, sgd(model), plan.but(average=average), mesh) as session:
+                for step in range(STEPS):
+                    _drop(session, how, 7.0 if average == "tokens" else None)
+                    for micro in range(MICRO):
+                        x = rows(session.mesh.rank, micro, step, average == "mean")
+                        loss = mean_loss(session.module, x)
+                        session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
+                    session.optimizer.step()
+                found[f"{average} {how}"] = session.module.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
+def test_what_is_dropped_is_not_counted(name: str) -> None:
+    hows = ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
+    results = run_ranks(RANKS, dropped, PLANS[name], hows)
+    for average in ("mean", "tokens"):
+        model = seeded(net)
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            everything = [rows(r, m, step, average == "mean") for r in range(RANKS) for m in range(MICRO)]
+            mean_loss(model, torch.cat(everything)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for how in hows:
+            case = f"{average} {how}"
+            check([result[case] for result in results], dict(model.state_dict()), f"{name} {case}")
+
+
+def clip_by_norm(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    model = seeded(net)
+    messages = []
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
+        session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 0, True)))
+        norms = [session.optimizer.clip_grad_by_norm(0.25), session.optimizer.clip_grad_by_norm(0.25)]
+        for bad in (0.0, -1.0, math.nan):
+            try:
+                session.optimizer.clip_grad_by_norm(bad)
+            except ValueError as error:
+                messages.append(str(error))
+        session.optimizer.step()
+        norms.append(session.optimizer.get_grad_norm())
+        return norms, session.module.state_dict(), messages
+
+
+def test_clip_grad_by_norm() -> None:
+    model = seeded(net)
+    mean_loss(model, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
+    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for name in ("zero1", "zero3"):
+        results = run_ranks(RANKS, clip_by_norm, PLANS[name])
+        for norms, _, messages in results:
+            assert norms[0] == pytest.approx(before, rel=1e-12) and before > 0.25
+            assert norms[1] == pytest.approx(0.25, rel=1e-5)
+            assert norms[2] == pytest.approx(0.25, rel=1e-5)
+            assert [m.split(":")[0] for m in messages] == ["max_norm=0.0", "max_norm=-1.0", "max_norm=nan"]
+        check([state for _, state, _ in results], dict(model.state_dict()), name)
+
+
+def clip_each_pass(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    model = seeded(net)
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan.but(average="sum")) as session:
+        norms = []
+        for micro in range(MICRO):
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
+            norms.append(session.optimizer.clip_grad_by_norm(0.25))
+        session.optimizer.step()
+        return norms, session.module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        *[(1, "ddp"), (RANKS, "zero1"), (1, "zero2"), (RANKS, "zero3")],
+        *full((RANKS, "ddp"), (1, "zero1"), (RANKS, "zero2"), (1, "zero3")),
+    ],
+)
+def test_a_clip_between_passes_is_of_those_before(name: str, size: int) -> None:
+    model, norms = seeded(net), []
+    for micro in range(MICRO):
+        mean_loss(model, torch.cat([rows(rank, micro, 0, True) for rank in range(size)])).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert min(norms) > 0.3
+    for found, state in run_ranks(size, clip_each_pass, PLANS[name]):
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert_close(state, dict(model.state_dict()), 1e-5, name)
+
+
+def wrong_tokens(plan: Plan) -> list[str]:
+    model = seeded(net)
+    messages = []
+    with sharded(model, adam(model), plan.but(average="mean")) as session:
+        try:
+            session.backward(mean_loss(session.module, rows(0, 0, 0, True)), tokens=7.0)
+        except ValueError as error:
+            messages.append(str(error))
+    model = seeded(net)
+    with sharded(model, adam(model), plan.but(average="tokens")) as session:
+        try:
+            session.backward(mean_loss(session.module, rows(0, 0, 0, True)))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_tokens_are_given_exactly_under_tokens() -> None:
+    for messages in run_ranks(RANKS, wrong_tokens, PLANS["zero2"]):
+        assert ["tokens=7.0" in messages[0], "tokens=None" in messages[1]] == [True, True]
+
+
+def compared_gradients(plan: Plan) -> dict[str, Tensor]:
+    model = seeded(net)
+    with sharded(model, adam(model), plan.but(average="mean")) as session:
+        for micro in range(MICRO):
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
+        first = session.full_gradients()
+        assert all(torch.equal(first[n], again) for n, again in session.full_gradients().items())
+        return first
+
+
+@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3_tensor"])
+def test_full_gradients(name: str) -> None:
+    model = seeded(net)
+    mean_loss(model, torch.cat([rows(r, m, 0, True) for r in range(RANKS) for m in range(MICRO)])).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    check(run_ranks(RANKS, compared_gradients, PLANS[name]), expected, name)
+
+
+def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """Every pass, or every pass but the last, under ``no_sync``."""
+    found = []
+    with one_mesh(plan) as mesh:
+        for synced in (MICRO, MICRO - 1):
+            model = seeded(net)
+            norms = []
+            with sharded(model, adam(model), plan, mesh) as session:
+                for step in range(STEPS):
+                    for micro in range(MICRO):
+                        loss = mean_loss(session.module, rows(mesh.rank, micro, step, True))
+                        with session.no_sync() if micro != synced else nullcontext():
+                            session.backward(loss)
+                    session.optimizer.step()
+                    norms.append(session.optimizer.get_grad_norm())
+                found.append((session.module.state_dict(), norms))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
+)
+def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
+    for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
+        assert norms == pytest.approx(others, rel=1e-12)
+        check([state], expected, "state")
+
+
+def _around(session: Session, loss: Tensor) -> None:
+    with session.backward_pass():
+        loss.backward()
+
+
+def _expected(session: Session, loss: Tensor) -> None:
+    session.expect_backward(1.0)
+    loss.backward()
+
+
+WITHOUT_TOKENS = {"bare": lambda session, loss: loss.backward(), "around": _around, "expected": _expected}
+
+
+def without_tokens(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
+    """What passes without a weight say, each after one that has it, and what trains after them."""
+    model, messages = seeded(net), []
+    with sharded(model, sgd(model), plan.but(average="tokens")) as session:
+        for make in WITHOUT_TOKENS.values():
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)), tokens=7.0)
+            loss = mean_loss(session.module, rows(session.mesh.rank, 1, 9, True))
+            messages.append(told(functools.partial(make, session, loss)))
+            session.optimizer.zero_grad()
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                x = rows(session.mesh.rank, micro, step, False)
+                session.backward(mean_loss(session.module, x), tokens=float(len(x)))
+            session.optimizer.step()
+        return messages, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
+def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
+    results = run_ranks(RANKS, without_tokens, PLANS[name])
+    for messages, _ in results:
+        for message, how in zip(messages, WITHOUT_TOKENS, strict=True):
+            assert "session.backward(loss, tokens=...)" in message and "average='tokens'" in message, how
+    model = seeded(net)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        everything = [rows(r, m, step, False) for r in range(RANKS) for m in range(MICRO)]
+        mean_loss(model, torch.cat(everything)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check([state for _, state in results], dict(model.state_dict()), name)
+
+
+def unheld(plan: Plan) -> dict[str, dict[str, Tensor]]:
+    """Gradients of parameters that no optimizer holds: of all, and of those behind the first layer."""
+    found = {}
+    with one_mesh(plan) as mesh:
+        for average, held in product(("mean", "tokens"), (False, True)):
+            model = seeded(net)
+            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.3) if held else None
+            with sharded(model, optimizer, plan.but(average=average), mesh) as session:
+                for micro in range(MICRO):
+                    x = rows(mesh.rank, micro, 0, average == "mean")
+                    session.backward(mean_loss(session.module, x), float(len(x)) if average == "tokens" else None)
+                found[f"{average} {held} full"] = session.full_gradients()
+                found[f"{average} {held} shown"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", *full("zero2"), "zero3"])
+def test_gradients_of_parameters_in_no_optimizer(name: str) -> None:
+    results = run_ranks(RANKS, unheld, PLANS[name])
+    assert len(results[0]) == 8
+    for case in results[0]:
+        model = seeded(net)
+        even = case.startswith("mean")
+        mean_loss(model, torch.cat([rows(r, m, 0, even) for r in range(RANKS) for m in range(MICRO)])).backward()
+        expected = {n: p.grad for n, p in model.named_parameters()}
+        check([result[case] for result in results], expected, f"{name} {case}")

@@ -1,0 +1,366 @@
+"""A backward pass fails on one rank, on some or on all: none trains on before all have dropped it, none hangs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from early_setup import full_state
+from engine_setup import PLANS, adam, data, one_mesh, seeded
+from sets import full
+from tier_setup import with_tiers
+from torch import Tensor, nn
+from wait_setup import Impatient, quick_patience
+
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
+from shardwise.testing import assert_close, run_ranks
+
+LAYERS = 5
+STEPS = 3
+
+
+class At(torch.autograd.Function):
+    """The identity, behind a layer; what :attr:`in_backward` says happens in its backward."""
+
+    in_backward: Callable[[int], None] = staticmethod(lambda place: None)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: int) -> Tensor:
+        ctx.place = place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        At.in_backward(ctx.place)
+        return grad, None
+
+
+class Net(nn.Module):
+    """Layers of one size, which share exchange buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(LAYERS))
+        self.in_forward: Callable[[int], None] = lambda place: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = At.apply(torch.tanh(layer(x)), place)
+            self.in_forward(place)
+        return x
+
+
+@dataclass
+class Trial:
+    """What happens on one rank in one step.
+
+    Attributes:
+        fails_at: the layer whose backward raises in the first try.
+        fails_in_forward: so in its forward.
+        impatient_at: in the first try, from when on no exchange buffer is free in time.
+        naps: seconds slept behind each layer, forward and backward.
+    """
+
+    fails_at: int | None = None
+    fails_in_forward: int | None = None
+    impatient_at: int | None = None
+    naps: tuple[float, ...] = (0.0,) * LAYERS
+
+
+@dataclass
+class Tries:
+    """How the tries of each step ended on this rank, and what the last step left."""
+
+    ends: list[list[str]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    state: str = ""
+
+
+def square(session: Session, step: int) -> Tensor:
+    return session.module(data(session.mesh.rank, step)).square().mean()
+
+
+def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first: bool) -> Tries:
+    """A trial a step, each tried until it is made."""
+    model, tries = seeded(Net), Tries()
+    session = build(model, adam(model), plan, mesh)
+    own = session.optimizer
+    assert own is not None
+    impatient = Impatient(session.engine.reducer)
+    for step, trial in enumerate(trials):
+        ends: list[str] = []
+
+        def happens(place: int, at: int | None, trial: Trial = trial, ends: list[str] = ends) -> None:
+            if trial.naps[place]:
+                time.sleep(trial.naps[place])
+            if place == at and not ends:
+                raise ArithmeticError("broken on purpose")
+
+        At.in_backward = staticmethod(lambda place, at=trial.fails_at: happens(place, at))  # type: ignore[misc,assignment]
+        model.in_forward = lambda place, at=trial.fails_in_forward: happens(place, at)  # type: ignore[misc]
+        while not ends or ends[-1] != "made":
+            assert len(ends) < 8, ends
+            impatient.arm(None if ends else trial.impatient_at, rest=True)
+            try:
+                if zero_first:
+                    own.zero_grad()
+                loss = square(session, step)
+                loss.backward() if direct else session.backward(loss)
+                own.step()
+                ends.append("made")
+            except (ArithmeticError, PeerError) as error:
+                ends.append(type(error).__name__)
+        tries.ends.append(ends)
+    tries.parameters, tries.state = session.module.state_dict(), full_state(session)
+    session.close()
+    return tries
+
+
+@dataclass
+class Run:
+    """One training run: its plan, and by rank what happens in each step."""
+
+    plan: Plan
+    trials: list[list[Trial]]
+    direct: bool = True
+    zero_first: bool = True
+    what: str = ""
+
+
+def train_all(runs: list[Run]) -> list[Tries]:
+    """All on the mesh of the first."""
+    with quick_patience(), one_mesh(runs[0].plan) as mesh:
+        return [train(run.plan, mesh, run.trials[mesh.rank], run.direct, run.zero_first) for run in runs]
+
+
+def plain(size: int) -> dict[str, Tensor]:
+    model = seeded(Net)
+    optimizer = adam(model)
+    for step in range(STEPS):
+        for rank in range(size):
+            (model(data(rank, step)).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
+    """Every run leaves what plain training leaves, the same bits on all ranks. Its tries, by run and rank."""
+    expected, ranks = plain(size), run_ranks(size, train_all, runs, timeout=timeout)
+    found = [list(of_run) for of_run in zip(*ranks, strict=True)]
+    for run, tries in zip(runs, found, strict=True):
+        for rank, each in enumerate(tries):
+            assert_close(each.parameters, expected, 1e-11, f"{run.what} on rank {rank} of {size}: {each.ends}")
+            assert each.state == tries[0].state, run.what
+    return found
+
+
+TRANSPORTS = pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+MESSAGES_IN_FULL = pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
+MEMORY_IN_FULL = pytest.mark.parametrize("shared", [*full(None), False], ids=["shared", "gloo"])
+
+
+def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
+    found = {
+        "zero1": zero(1),
+        "zero2": zero(2),
+        "zero3": zero(3),
+        "p_disk": with_tiers(zero(3), "p_disk", str(directory)),
+        "all_disk": with_tiers(zero(3), "all_disk", str(directory)),
+    }
+    return {name: over(plan, shared) for name, plan in found.items()}
+
+
+def over(plan: Plan, shared: bool | None) -> Plan:
+    """Over messages ranks that fail alone have to agree on gathers: who waits for one would not hear of it."""
+    return plan.but(shared_memory=shared, exchange_bytes=0, same_order=shared)
+
+
+def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
+    """In each step but the first, on one rank."""
+    return [[Trial() if rank != who or step == 0 else trial for step in range(STEPS)] for rank in range(size)]
+
+
+ALL = pytest.param(True, marks=pytest.mark.campaign)
+
+
+@MESSAGES_IN_FULL
+@pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
+def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> None:
+    """It raises, then every rank does, once; then all go on. By default each plan is called in one way under either
+    transport."""
+    runs = []
+    for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
+        for direct in (True, False) if every else ((index % 2 == 0) == (shared is None),):
+            zero_first = (index // 2 + direct) % 2 == 0
+            trials = one_fails(2, index % 2, Trial(fails_at=1 + index % 3))
+            runs.append(Run(plan, trials, direct, zero_first, f"{name}, direct={direct}, zero_first={zero_first}"))
+    for run, tries in zip(runs, check(runs, 2), strict=True):
+        for rank, each in enumerate(tries):
+            failed = run.trials[rank][1].fails_at is not None
+            expected = ["ArithmeticError", "PeerError", "made"] if failed else ["PeerError", "made"]
+            assert each.ends == [["made"], expected, expected], (run.what, rank)
+
+
+@MEMORY_IN_FULL
+def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None:
+    """Ranks that gather from the failed one wait elsewhere than those that only reduce with it."""
+    hybrid = over(PLANS["hybrid"], shared)
+    trials = one_fails(4, 2, Trial(fails_at=2))
+    check([Run(hybrid, trials, direct, True, f"direct={direct}") for direct in (True, False)], 4)
+
+
+@MESSAGES_IN_FULL
+def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
+    """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
+    plan = over(zero(3), shared).but(secondary=2, prefetch=2 if shared is False else 0)
+    trials = [Trial(fails_at=2), Trial(fails_in_forward=1), Trial(fails_in_forward=4)]
+    runs = [Run(plan, one_fails(4, who, trial), what=f"{trial} on {who}") for who, trial in enumerate(trials)]
+    apart = [[Trial(fails_in_forward=(rank + step) % LAYERS) for step in range(STEPS)] for rank in range(4)]
+    check([*runs, Run(plan, apart, what="each in another place")], 4)
+
+
+@MESSAGES_IN_FULL
+@pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
+def test_all_ranks_fail_in_program_order(shared: bool | None, every: bool, tmp_path: Path) -> None:
+    """All ranks fail at one place; how far each had come by then depends on its patience."""
+    runs = []
+    for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
+        for impatient in (0, 1) if every else ((index + (shared is None)) % 2,):
+            at = [rank if rank == impatient else None for rank in range(2)]
+            trials = [[Trial(fails_at=1, impatient_at=at[rank])] * STEPS for rank in range(2)]
+            runs.append(Run(plan.but(same_order=None), trials, what=f"{name}, rank {impatient} is impatient"))
+    for run, tries in zip(runs, check(runs, 2), strict=True):
+        assert all(each.ends == [["ArithmeticError", "made"]] * STEPS for each in tries), run.what
+
+
+def goes_on(plan: Plan) -> list[str]:
+    """Rank 0 fails; what its next step and pass say, and what the other's do. Nothing has changed."""
+    model, told = seeded(Net), []
+    with one_mesh(plan) as mesh:
+        session = build(model, adam(model), plan, mesh)
+        before = full_state(session)
+        for direct in (True, False):
+            loss, other = square(session, 0), session.module(data(mesh.rank, 1))
+            At.in_backward = staticmethod(lambda place: 1 // (place - 2 + 9 * mesh.rank))  # type: ignore[assignment]
+            with pytest.raises(PeerError if mesh.rank else ZeroDivisionError):
+                loss.backward() if direct else session.backward(loss)
+            At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
+            for then in (session.optimizer.step, other.sum().backward, session.optimizer.step):
+                with pytest.raises(RuntimeError) as error:
+                    then()
+                told.append(str(error.value))
+            if mesh.rank == 0:
+                with pytest.raises(PeerError, match="how far a failed backward pass came"):
+                    session.optimizer.zero_grad()
+            session.optimizer.zero_grad()
+            session.optimizer.step()  # of nothing
+            assert full_state(session) == before
+        session.close()
+    return told
+
+
+@pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
+def test_step_or_pass_after_one_that_failed(name: str) -> None:
+    """Is refused: what has been reduced by then differs between ranks."""
+    for told in run_ranks(2, goes_on, PLANS[name].but(same_order=False)):
+        assert len(told) == 6 and all("zero_grad()" in each and "failed" in each for each in told), told
+
+
+def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
+    """Rank 0 fails where updates were made already: what the next pass says, until a state is loaded."""
+    with one_mesh(zero(3)) as mesh:
+        model = seeded(Net)
+        session = build(model, adam(model), zero(3).but(update="backward"), mesh)
+        own = session.optimizer
+        assert own is not None
+        saved = session.module.state_dict(), own.state_dict()
+        loss = square(session, 5)
+        At.in_backward = staticmethod(lambda place: 1 // (place + 9 * mesh.rank))  # type: ignore[assignment]
+        with pytest.raises(PeerError if mesh.rank else ZeroDivisionError):
+            loss.backward() if direct else session.backward(loss)
+        At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
+        if mesh.rank == 0:  # the other one is in the pass still
+            with pytest.raises(PeerError):
+                own.zero_grad()
+        own.zero_grad()
+        with pytest.raises(RuntimeError) as error:
+            square(session, 5)
+        session.module.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        for step in range(STEPS):
+            own.zero_grad()
+            loss = square(session, step)
+            loss.backward() if direct else session.backward(loss)
+            own.step()
+        found = session.module.state_dict()
+        session.close()
+    return str(error.value), found
+
+
+@pytest.mark.parametrize("direct", [True, *full(False)])
+def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct: bool) -> None:
+    for said, found in run_ranks(2, in_place, direct):
+        assert "load a checkpoint" in said and "update='backward'" in said
+        assert_close(found, plain(2), 1e-11, "after the load")
+
+
+# ---- at random
+
+
+def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run:
+    """A plan, and what happens to each rank in each step: failures, delays, impatience."""
+    draw = random.Random(seed)
+    choices = plans(shared, directory)
+    if size == 4:
+        choices["hybrid"] = over(PLANS["hybrid"], shared)
+    name, plan = draw.choice(list(choices.items()))
+    in_order = shared is False and draw.random() < 0.2
+    kinds = ["none", "alike"] if in_order else ["none", "one", "some", "alike", "apart", "forward"]
+    trials = [[Trial() for _ in range(STEPS)] for _ in range(size)]
+    for step in range(STEPS):
+        kind = draw.choice(kinds)
+        if kind in ("one", "forward"):
+            fail = [draw.randrange(size)]
+        else:
+            fail = [
+                rank for rank in range(size) if kind in ("alike", "apart") or (kind == "some" and draw.random() < 0.5)
+            ]
+        place = draw.randrange(LAYERS)
+        slow = draw.random() < 0.5
+        for rank in range(size):
+            at = draw.randrange(LAYERS) if kind in ("apart", "some") else place
+            trials[rank][step] = Trial(
+                fails_at=at if rank in fail and kind != "forward" else None,
+                fails_in_forward=at if rank in fail and kind == "forward" else None,
+                impatient_at=draw.choice([None, draw.randrange(8)]),
+                naps=tuple(draw.choice([0.0, 0.0, 0.01]) if slow else 0.0 for _ in range(LAYERS)),
+            )
+    plan = plan.but(same_order=None) if in_order else plan
+    return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}, in_order={in_order}")
+
+
+@MESSAGES_IN_FULL
+def test_at_random(shared: bool | None, tmp_path: Path) -> None:
+    check([at_random(seed, 2, shared, tmp_path) for seed in (range(4) if shared is None else range(4, 8))], 2)
+
+
+@pytest.mark.campaign
+@TRANSPORTS
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_at_random_widely(size: int, shared: bool | None, start: int, tmp_path: Path) -> None:
+    runs = [at_random(1000 * size + start + each, size, shared, tmp_path) for each in range(20)]
+    for hybrid in (False, True):  # another mesh
+        of_mesh = [run for run in runs if (run.plan.mesh.dp_replicate == 2) == hybrid]
+        if of_mesh:
+            check(of_mesh, size, timeout=300.0)

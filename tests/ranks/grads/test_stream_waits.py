@@ -1,0 +1,345 @@
+"""Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
+
+The note in :mod:`shardwise.core.shards.rounds` has the argument; here it is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import Breaks, adam, data, one_mesh, seeded, sharded
+from sets import full
+from stream_setup import (
+    LAYERS,
+    Branching,
+    Name,
+    Program,
+    QueuedGroup,
+    begun_apart,
+    groups_of,
+    losses_of,
+    plain,
+    queued,
+    stuck,
+    train_on,
+)
+from torch import Tensor, nn
+from wait_setup import quick_patience
+
+from shardwise.core.comm import Handle, NativeGroup
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+STEPS = 10
+
+
+def alone(plan: Plan, steps: int, differ: bool) -> Program:
+    """A wrong way: each rank begins reductions when its own gradients are there, and its stream waits for them."""
+    with mock.patch.object(Reducer, "begin_in", lambda *_: None):
+        return train_on(QueuedGroup, plan, steps, differ)[1]
+
+
+@pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
+def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
+    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), STEPS, True)
+    programs = [program for _, program in found]
+    assert stuck(programs) == []
+    assert begun_apart(programs) == []
+    expected = plain(size, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank} of {size}")
+
+
+def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
+    """The tests above can fail."""
+    programs = run_ranks(2, alone, zero(3).but(same_order=False), STEPS, True)
+    assert stuck(programs) and begun_apart(programs)
+
+
+class Layer(nn.Module):
+    """A unit with a part that a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x + self.sometimes(x) if whole else x
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index != left_out)
+        return x
+
+
+def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str, Tensor]]:
+    """In step ``at`` rank 1 leaves out a part of one layer in the first pass, in program order."""
+    plan = zero(3)
+    stays = contextlib.nullcontext() if passes_by else mock.patch.object(Reducer, "pass_by", lambda *_: None)
+    with queued() as program, stays:
+        model = seeded(Layers)
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            for step in range(4):
+                for index in range(passes):
+                    left_out = LAYERS - 2 if (step, index) == (at, 0) and mesh.rank else -1
+                    session.backward(session.module(data(mesh.rank, step), left_out).square().mean())
+                session.optimizer.step()
+            return program, session.module.state_dict()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_parameter_that_one_rank_leaves_out_in_one_of_several_passes_closes_no_cycle(at: int) -> None:
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, True, at, 2)]) == []
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 2)]), "the test cannot fail"
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
+    """In the first step nothing is known of the order."""
+    model = seeded(Layers)
+    optimizer = adam(model, lr=0.01)
+    for step in range(4):
+        for rank in range(2):
+            (model(data(rank, step), LAYERS - 2 if step == at and rank else -1).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run_ranks(2, leaves_out, True, at, 1)
+    assert stuck([program for program, _ in found]) == []
+    for rank, (_, state) in enumerate(found):
+        assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
+    assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 1)]), "the test cannot fail"
+
+
+class BothEnds(nn.Module):
+    """The module's own parameters, one unit, come at both ends of each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, way: list[int]) -> Tensor:
+        x = x * self.first
+        for index in way:
+            x = torch.tanh(self.layers[index](x))
+        return x * self.last
+
+
+WAYS = [list(range(LAYERS)), list(range(LAYERS)), list(reversed(range(LAYERS)))]
+"""By step: the order is not known in the first one, and another one in the last."""
+
+
+def comes_again() -> tuple[int, dict[str, Tensor]]:
+    """How often a chunk was reduced again, and the parameters."""
+    again, late = [0], Reducer._launch_late
+
+    def counting(reducer: Reducer, state: ChunkGrads) -> None:
+        again[0] += 1
+        late(reducer, state)
+
+    with groups_of(NativeGroup), mock.patch.object(Reducer, "_launch_late", counting):
+        model, plan = seeded(BothEnds), zero(3)
+        # Where its turn comes first, before the layers'.
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            order = session.engine.reducer._order
+            order.sort(key=lambda state: any(slot.numel > 6 for slot in state.spec.slots))
+            for step, way in enumerate(WAYS):
+                session.backward(session.module(data(mesh.rank, step), way).square().mean())
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            return again[0], session.module.state_dict()
+
+
+def test_a_unit_that_comes_again_is_reduced_again_where_the_order_is_not_known() -> None:
+    model = seeded(BothEnds)
+    optimizer = adam(model, lr=0.01)
+    for step, way in enumerate(WAYS):
+        for rank in range(2):
+            (model(data(rank, step), way).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (again, state) in enumerate(run_ranks(2, comes_again)):
+        assert again, "the test shows nothing"
+        assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
+
+
+class Blind(QueuedGroup):
+    """In a pass that fails no host waits for a gather: nobody reads what it brings."""
+
+    failing = False
+
+    def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
+        if not Blind.failing:
+            return super()._start_gather(out, shard)
+        self.later.append(NativeGroup._start_gather(self, torch.empty_like(out), shard).wait)
+        out.zero_()
+        return self._queue("gather", None)
+
+
+def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
+    """In step 1 rank 0 fails in backward two layers before rank 1, which has gathered and reduced these."""
+    make_up, catch_up = ChunkPool.make_up, ChunkPool.catch_up
+
+    def late(pool: ChunkPool) -> None:
+        make_up(pool)
+        catch_up(pool)
+
+    wrong = mock.patch.multiple(ChunkPool, make_up=lambda _: None, catch_up=late)
+    with queued() as program, groups_of(Blind), contextlib.nullcontext() if in_time else wrong:
+        model, plan = seeded(Branching), zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
+            assert session.optimizer is not None
+            breaks = model.layers[3 - 2 * mesh.rank]
+            for step in range(3):
+                if step == 1:
+                    hook = breaks.register_forward_hook(lambda _, __, out: Breaks.apply(out))
+                    loss = losses_of(session.module, mesh.rank, step, False)
+                    hook.remove()
+                    with mock.patch.multiple(Breaks, armed=True), mock.patch.multiple(Blind, failing=True):
+                        with pytest.raises(ArithmeticError):
+                            session.backward(loss)
+                        session.optimizer.zero_grad()
+                session.backward(losses_of(session.module, mesh.rank, step, False))
+                session.optimizer.step()
+            return program, session.module.state_dict()
+
+
+def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
+    found = run_ranks(2, fails_apart, True)
+    assert stuck([program for program, _ in found]) == []
+    for rank, (_, state) in enumerate(found):
+        assert_close(state, plain(2, 3, False), 1e-9, f"rank {rank}")
+    assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
+
+
+@pytest.mark.full
+def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
+    found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2).but(same_order=False), STEPS, True)
+    assert stuck([program for _, program in found]) == []
+    expected = plain(4, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+@pytest.mark.parametrize("stage", [1, *full(2)])
+def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
+    found = run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True)
+    assert stuck([program for _, program in found]) == []
+    expected = plain(3, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+@pytest.mark.parametrize("stage", [*full(2), 3])
+def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
+    """Over gloo it is the host that waits, where a GPU's stream would."""
+    found = run_ranks(3, on_the_backend, zero(stage).but(same_order=False), STEPS)
+    expected = plain(3, STEPS, True)
+    for rank, state in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
+    with quick_patience():
+        return train_on(NativeGroup, plan, steps, True)[0]
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "same_order"), [(0, None), *full((1, False), (2, None), (0, False), (1, None), (2, False))]
+)
+def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch: int) -> None:
+    """Where all do the same, a buffer is free again when the layer after the next one needs it."""
+    ranks = run_ranks(2, count_begun, zero(3).but(same_order=same_order, prefetch=prefetch), 4)
+    for begun, copied in ranks:
+        assert begun == [LAYERS] * 4, "all before their end is agreed on"
+        assert copied == [0] * 4, "gradients had no buffer"
+
+
+def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
+    """For each pass, how many reductions had begun when backward ended, and how many gradients had no buffer."""
+    begun, copied = [], [0]
+    finish, assign = Reducer.finish, Reducer._assign
+
+    def finishing(reducer: Reducer, sync: bool) -> None:
+        begun.append(reducer.begun)
+        finish(reducer, sync)
+        copied.append(0)
+
+    def assigning(reducer: Reducer, state: ChunkGrads) -> None:
+        assign(reducer, state)
+        copied[-1] += state.buffer is None
+
+    with mock.patch.multiple(Reducer, finish=finishing, _assign=assigning):
+        train_on(QueuedGroup, plan, steps, False)
+    return begun, copied[:-1]
+
+
+@pytest.mark.parametrize(("prefetch", "same_order"), [(1, None), *full((2, None), (1, False), (2, False))])
+def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool | None, prefetch: int) -> None:
+    """Of n equal layers; the last one of the forward pass is still there when backward begins."""
+    for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
+        assert len(steps[0]) > 2, "nothing is known of the first step"
+        assert steps[1:] == [[0]] * 3
+
+
+@pytest.mark.parametrize("same_order", [*full(False), None])
+def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool | None) -> None:
+    """One layer in use, one ahead, and one that has just been left."""
+    for peak in run_ranks(2, peak_layers, zero(3).but(same_order=same_order), 4):
+        assert peak <= 3
+
+
+def exposed_gathers(plan: Plan, steps: int) -> list[list[int]]:
+    """By step, the units whose first use came before any other since their gather had started."""
+    found: list[list[int]] = []
+    with queued() as program:
+        model = seeded(Branching)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            for step in range(steps):
+                program.steps.clear()
+                uses: list[tuple[int, int]] = []
+                note = lambda unit, uses=uses: uses.append((unit, len(program.steps)))  # noqa: E731
+                stop = session.engine.events.unit_ready.listen(note)
+                session.backward(losses_of(session.module, mesh.rank, step, False))
+                stop()
+                found.append(exposed(program, uses))
+                session.optimizer.step()
+    return found
+
+
+def exposed(program: Program, uses: list[tuple[int, int]]) -> list[int]:
+    started: dict[Name, int] = {}
+    late: dict[int, None] = {}
+    for at, (what, name, _) in enumerate(program.steps):
+        if what == "start":
+            started[name] = at
+        elif name[0] == "gather" and not any(started[name] < when <= at for _, when in uses):
+            late[next(unit for unit, when in uses if when > at)] = None
+    return list(late)
+
+
+def peak_layers(plan: Plan, steps: int) -> int:
+    """At most so many layers were gathered at a time, after the first step."""
+    model = seeded(Branching)
+    with queued(), one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+        pool = session.engine.pool
+        for step in range(steps):
+            pool.peak_gathered_bytes = pool.gathered_bytes if step == 1 else pool.peak_gathered_bytes
+            session.backward(losses_of(session.module, mesh.rank, step, False))
+            session.optimizer.step()
+        return pool.peak_gathered_bytes // max(pool.sizes.values())

@@ -1,0 +1,205 @@
+"""Every argument of a disk reaches the transfers of a training step, as queues, threads and buffers show.
+
+What each means to the store itself is in ``tests/unit/test_disk_io.py``; here it comes from a plan, and from a
+DeepSpeed configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import sharded
+from sets import full
+from tier_setup import small_tiles, with_tiers
+from torch import nn
+
+from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.store import DiskStore
+from shardwise.deepspeed.plan import to_plan
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+WIDTH, DEPTH = 96, 4
+TILE = 2048
+KIB = 1024
+
+
+@dataclass
+class Seen:
+    """What the queues of one rank's store were given in a training run."""
+
+    depths: list[int] = field(default_factory=list)
+    """Of each queue: there is one for each submitting thread."""
+    sizes: set[int] = field(default_factory=set)
+    submissions: set[int] = field(default_factory=set)
+    most_in_flight: int = 0
+    partly: bool = False
+    """Results were taken while other requests of the same queue were in flight."""
+    threads: int = 0
+    shard_buffers: int = 0
+    value_buffers: int = 0
+    state_buffers: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class _Spy:
+    def __init__(self, inner: RequestQueue, seen: Seen, kept: list[Request] | None, taken: threading.Event) -> None:
+        self.inner, self.seen, self.in_flight = inner, seen, 0
+        self.kept, self.taken = kept, taken
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        seen = self.seen
+        seen.sizes |= {request.nbytes for request in requests}
+        seen.submissions.add(len(requests))
+        if self.kept == [] and len(requests) > 1:
+            self.kept.append(requests[-1])
+        self.inner.submit(requests)
+        self.in_flight += len(requests)
+        seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
+
+    def reap(self, at_least: int) -> list[tuple[Request, int]]:
+        done = self.inner.reap(at_least)
+        self.in_flight -= len(done)
+        self.seen.partly |= self.in_flight > 0
+        if done and self.in_flight:
+            self.taken.set()
+        return done
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@contextlib.contextmanager
+def spied(held: bool) -> Iterator[Seen]:
+    """What the store that is made inside does.
+
+    ``held``: of a submission of several requests one is kept back, until results of others were taken.
+    """
+    seen, taken, kept = Seen(), threading.Event(), list[Request]()
+
+    def make(depth: int, transfer: TransferFunction) -> _Spy:
+        def late(request: Request) -> int:
+            assert request not in kept or taken.wait(60)
+            return transfer(request)
+
+        seen.depths.append(depth)
+        return _Spy(ThreadQueue(depth, late), seen, kept if held else None, taken)
+
+    with mock.patch.object(disk, "ThreadQueue", make):
+        yield seen
+
+
+def _buffers(store: DiskStore, nbytes: int) -> int:
+    """How many buffers of exactly that size there are."""
+    return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def train(plan: Plan, held: bool = False) -> Seen:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with spied(held) as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
+        for step in range(3):
+            loss = session.module(torch.full((2, WIDTH), 0.1 * (step + 1))).square().mean()
+            session.backward(loss)
+            session.optimizer.step()
+            seen.losses.append(float(loss.detach()))
+        seen.threads = sum(thread.name == "shardwise-disk" for thread in threading.enumerate())
+        store = session.engine.storage.store
+        seen.shard_buffers = _buffers(store, pages(4 * (WIDTH * WIDTH + WIDTH)))
+        seen.value_buffers = _buffers(store, pages(4 * TILE))
+        seen.state_buffers = _buffers(store, pages(2 * 4 * TILE + 4096))
+    return seen
+
+
+USUAL: dict[str, Any] = {"block_bytes": 4 * KIB, "queue_depth": 4, "threads": 1}
+
+
+def seen_with(directory: Path, held: bool = False, **knobs: Any) -> Seen:
+    plan = with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **(USUAL | knobs))
+    return run_ranks(1, train, plan, held)[0]
+
+
+@pytest.mark.parametrize("block", [4 * KIB, 64 * KIB, *full(8 * KIB)])
+def test_block_size(block: int, tmp_path: Path) -> None:
+    """Shards of 36.4 KiB are cut into blocks of at most that."""
+    assert max(seen_with(tmp_path, block_bytes=block).sizes) == min(block, pages(4 * (WIDTH * WIDTH + WIDTH)))
+
+
+@pytest.mark.parametrize("depth", [1, 8, *full(3)])
+def test_queue_depth(depth: int, tmp_path: Path) -> None:
+    seen = seen_with(tmp_path, queue_depth=depth)
+    assert seen.depths == [depth] and seen.most_in_flight == depth
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_thread_count(threads: int, tmp_path: Path) -> None:
+    seen = seen_with(tmp_path, threads=threads)
+    assert seen.threads == threads and seen.depths == [4] * threads
+
+
+def test_single_submit(tmp_path: Path) -> None:
+    one, several = (seen_with(tmp_path, single_submit=single) for single in (True, False))
+    assert one.submissions == {1} and max(several.submissions) == 4
+    assert one.losses == several.losses
+
+
+def test_overlap_events(tmp_path: Path) -> None:
+    together, apart = (seen_with(tmp_path, held=overlap, overlap_events=overlap) for overlap in (True, False))
+    assert together.partly and not apart.partly
+    assert together.losses == apart.losses
+
+
+@pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
+def test_buffer_counts(state: int, param: int, tmp_path: Path) -> None:
+    """For values and for the state of tiles as many as asked for, and for shards; of these there are at least two."""
+    seen = seen_with(tmp_path, state_buffers=state, param_buffers=param)
+    assert (seen.value_buffers, seen.state_buffers, seen.shard_buffers) == (state, state, param)
+    assert seen_with(tmp_path, param_buffers=1).shard_buffers == 2
+
+
+def test_from_a_deepspeed_configuration(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**nvme, "buffer_count": 2},
+            "offload_param": {**nvme, "buffer_count": 4, "max_in_cpu": 0},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "aio": {
+            "block_size": 8 * KIB,
+            "queue_depth": 3,
+            "thread_count": 2,
+            "single_submit": True,
+            "overlap_events": False,
+        },
+    }
+    seen = run_ranks(1, train, to_plan(config, 1)[0])[0]
+    assert seen.depths == [3, 3] and seen.threads == 2
+    assert max(seen.sizes) == 8 * KIB and max(seen.submissions) == 1 and not seen.partly
+    assert seen.value_buffers == seen.state_buffers == 2
+    # One chunk a tensor here, so buffers of another size.
+    assert seen.losses == pytest.approx(seen_with(tmp_path).losses, rel=1e-6)
+
+
+def test_the_losses_do_not_depend_on_it(tmp_path: Path) -> None:
+    first = seen_with(tmp_path).losses
+    many = {"block_bytes": 64 * KIB, "queue_depth": 32, "threads": 3, "state_buffers": 7, "param_buffers": 7}
+    assert seen_with(tmp_path, **many).losses == first and all(map(math.isfinite, first))

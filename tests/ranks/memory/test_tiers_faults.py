@@ -1,0 +1,497 @@
+"""A disk that fails: every rank is told, and of what it holds with its optimizer state nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import one_mesh
+from sets import campaign, full
+from tier_setup import (
+    Fault,
+    backward,
+    batch,
+    dies_in_the_second_step,
+    everything,
+    make_net,
+    session_of,
+    small_tiles,
+    undisturbed,
+    with_tiers,
+)
+
+from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.engine.updates import TileUpdates
+from shardwise.core.memory.disk import run_directory
+from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.update import disk_tiles
+from shardwise.plan import Plan, zero
+from shardwise.session import build
+from shardwise.testing import RankError, run_ranks
+
+BF16, FP32 = torch.bfloat16, None
+
+
+def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:
+    """In the first and the third step requests fail, one in each try, until none is left to fail.
+
+    Args:
+        every: of so many requests of the third step one fails; 1 for all in turn. In the first step, which makes
+            records as well, one of three times as many.
+
+    Returns:
+        How many steps failed, their messages, and whether all state was the same after each and at the end.
+    """
+    messages: list[str] = []
+    same = True
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, kind, mesh, 4)
+        with Fault().installed() as fault, session_of(plan, kind, mesh) as session:
+            for step in range(4):
+                backward(session, step)
+                before = everything(session)
+                for at in range(0, 1000 if step in (0, 2) else 0, 3 * every if step == 0 else every):
+                    if mesh.rank == failing_rank:
+                        fault.arm(at)
+                    try:
+                        session.optimizer.step()
+                        break
+                    except DiskError as error:
+                        messages.append(str(error))
+                        assert error.errno == errno.EIO
+                    finally:
+                        fault.lift()
+                    after = everything(session)
+                    same &= after == before
+                    assert after == before, (step, at, [key for key in before if after[key] != before[key]])
+                if step not in (0, 2):
+                    session.optimizer.step()
+            found = everything(session)
+    return len(messages), messages, same and found == expected
+
+
+CASES = [
+    ("s_disk", zero(2, BF16), "adamw", 3),
+    ("s_disk", zero(1), "adagrad", 3),
+    ("p_host_s_disk", zero(3, BF16), "sgd", 3),
+    ("all_disk", zero(3, BF16), "adamw", 2),
+]
+"""With which requests fail."""
+IDS = [pytest.param(*case, id=f"{case[0]}-{case[2]}") for case in CASES]
+ALL_REQUESTS = [pytest.param(*case[:3], 1, id=f"{case[0]}-{case[2]}-all") for case in CASES if case[3] > 1]
+
+
+@pytest.mark.parametrize(("mix", "plan", "kind", "every"), [IDS[1], *full(IDS[0], *IDS[2:]), *campaign(*ALL_REQUESTS)])
+def test_a_failed_step_changes_nothing_and_can_be_repeated(
+    mix: str, plan: Plan, kind: str, every: int, tmp_path: Path
+) -> None:
+    plan = with_tiers(plan, mix, str(tmp_path))
+    results = run_ranks(2, requests_fail, plan, kind, 1, every, timeout=120.0)
+    for count, messages, same in results:
+        assert count == results[0][0] >= 4
+        assert same
+        for message in messages:
+            # The failing rank, a record, what happened and what to do, on every rank.
+            assert "\n  rank 1: DiskError" in message and "rank 0" not in message, message
+            assert "record '" in message and "EIO" in message and "call step() again" in message, message
+    names = " ".join(results[0][1])
+    for word in ("master weights", "optimizer state") if mix == "s_disk" else ():
+        assert word in names
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("every", [*full(3), *campaign(1)])
+def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> None:
+    plan = with_tiers(zero(3, BF16), "all_disk", str(tmp_path), state_buffers=1, param_buffers=1)
+    for _, _, same in run_ranks(2, requests_fail, plan, "adamw", 0, every, timeout=120.0):
+        assert same
+
+
+def parameters_fail(plan: Plan) -> tuple[str, str, bool]:
+    """A write of parameters fails in a step, whose state in memory is updated by then; both are loaded again."""
+    with (
+        small_tiles(),
+        one_mesh(plan) as mesh,
+        Fault().installed() as fault,
+        session_of(plan, "adamw", mesh) as session,
+    ):
+        backward(session, 0)
+        session.optimizer.step()
+        before = everything(session)
+        saved = session.module.state_dict(), session.optimizer.state_dict()
+        backward(session, 1)
+        if mesh.rank == 1:
+            fault.arm(0, writing=True)
+        with pytest.raises(DiskError) as error:
+            session.optimizer.step()
+        fault.lift()
+        with pytest.raises(RuntimeError) as refused:
+            session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.module.load_state_dict(saved[0])
+        session.optimizer.load_state_dict(saved[1])
+        return str(error.value), str(refused.value), everything(session) == before
+
+
+@pytest.mark.parametrize("mix", ["p_disk_s_host", *full("p_disk")])
+def test_parameters_alone_on_a_disk_that_fails_are_to_be_loaded(mix: str, tmp_path: Path) -> None:
+    for message, refused, same in run_ranks(2, parameters_fail, with_tiers(zero(3, BF16), mix, str(tmp_path))):
+        assert "\n  rank 1: DiskError" in message and "EIO" in message and "load a checkpoint" in message
+        assert "load a checkpoint" in refused and same
+
+
+# ---- broken on purpose
+
+
+@contextlib.contextmanager
+def broken(how: str) -> Iterator[None]:
+    real_undo = TileUpdates._undo
+    if how == "step counts are not put back":
+        patch = mock.patch.object(disk_tiles, "_kept", lambda value, piece: value)
+    elif how == "parameters are not put back":
+        patch = mock.patch.object(TileUpdates, "_undo", lambda self, changed, undo: real_undo(self, [], undo))
+    else:
+        patch = contextlib.nullcontext()
+    with patch:
+        yield
+    assert TileUpdates._undo is real_undo
+
+
+def with_broken(how: str, plan: Plan) -> bool:
+    """Whether the check finds everything right."""
+    with broken(how):
+        try:
+            return requests_fail(plan, "adamw", 0, 3)[2]
+        except (AssertionError, RuntimeError):  # or the engine itself does
+            return False
+
+
+@pytest.mark.parametrize(
+    ("how", "mix", "seen"),
+    [
+        ("parameters are not put back", "s_disk", False),
+        *full(
+            ("nothing", "all_disk", True),
+            ("step counts are not put back", "s_disk", False),
+        ),
+    ],
+)
+def test_the_check_can_fail(how: str, mix: str, seen: bool, tmp_path: Path) -> None:
+    plan = with_tiers(zero(2, BF16), mix, str(tmp_path))
+    assert run_ranks(1, with_broken, how, plan) == [seen]
+
+
+# ---- while it cannot be read either
+
+
+def dead_for_a_while(plan: Plan) -> tuple[str, bool, str, str]:
+    """Every request of rank 1 fails from the middle of a step on, then the device comes back."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 2)
+        with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
+            step_error = dies_in_the_second_step(session, fault)
+            with pytest.raises(DiskError) as save_error:
+                session.module.state_dict()
+            with pytest.raises(DiskError) as state_error:
+                session.optimizer.state_dict()
+            fault.lift()
+            session.optimizer.step()
+            return step_error, everything(session) == expected, str(save_error.value), str(state_error.value)
+
+
+def test_a_dead_disk_says_what_is_lost_and_recovers_when_it_is_back(tmp_path: Path) -> None:
+    plan = with_tiers(zero(2, BF16), "s_disk", str(tmp_path))
+    for message, same, save, state in run_ranks(2, dead_for_a_while, plan):
+        assert "ranks [1] could not be read back" in message and "NaN" in message
+        assert same
+        assert "rank 1" in save and "parameters were read" in save
+        assert "rank 1" in state and "optimizer state was read" in state
+
+
+def gather_fails(plan: Plan) -> tuple[list[str], bool]:
+    """Reads of parameters fail in forward and in backward; the step is made again from its start."""
+    messages = []
+    with one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 2)
+        with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
+            for step in range(2):
+                for at in range(1000):
+                    if mesh.rank == 0:
+                        fault.arm(at, writing=False)
+                    try:
+                        backward(session, step)
+                        break
+                    except RuntimeError as error:
+                        messages.append(str(error))
+                        session.optimizer.zero_grad()
+                    finally:
+                        fault.lift()
+                session.optimizer.step()
+            return messages, everything(session) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, *full(1)])
+def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> None:
+    # Nothing else is read from the disk.
+    plan = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path))
+    for messages, same in run_ranks(world_size, gather_fails, plan):
+        assert len(messages) >= 4 and same
+        assert all("parameters of chunk" in message for message in messages)
+
+
+# ---- no space, no directory
+
+
+def no_space_in_the_first_step(plan: Plan) -> tuple[list[str], bool]:
+    """The record for optimizer state is made in the first step: each reservation fails once."""
+    messages = []
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 2)
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            before = everything(session)
+            for at in range(100):
+                with _reservation_fails(at if mesh.rank == 0 else -1):
+                    try:
+                        session.optimizer.step()
+                        break
+                    except DiskError as error:
+                        messages.append(str(error))
+                        assert error.errno == errno.ENOSPC
+                assert everything(session) == before
+            space = session.engine.storage.store.reserved_bytes
+            backward(session, 1)
+            session.optimizer.step()
+            assert session.engine.storage.store.reserved_bytes == space
+            return messages, everything(session) == expected
+
+
+@contextlib.contextmanager
+def _reservation_fails(at: int) -> Iterator[None]:
+    count = iter(range(1000))
+    real = os.posix_fallocate
+
+    def fallocate(*args: Any) -> None:
+        if next(count) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*args)
+
+    with mock.patch.object(os, "posix_fallocate", fallocate):
+        yield
+
+
+def test_no_space_for_optimizer_state(tmp_path: Path) -> None:
+    for messages, same in run_ranks(2, no_space_in_the_first_step, with_tiers(zero(2, BF16), "s_disk", str(tmp_path))):
+        assert len(messages) >= 4 and same
+        for message in messages:
+            assert "rank 0: DiskError" in message and "ENOSPC" in message and "optimizer state" in message
+
+
+def build_fails(plan: Plan, how: str) -> tuple[str, list[str]]:
+    """Rank 1 cannot build, so nobody does; a second try works."""
+    model = make_net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with one_mesh(plan) as mesh:
+        with _no_disk(how if mesh.rank == 1 else ""), pytest.raises(DiskError) as error:
+            build(model, torch.optim.AdamW(model.parameters()), plan, mesh)
+        dist.barrier()
+        left = os.listdir(plan.tiers.disk.directory)
+        dist.barrier()
+        if how != "write":
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            session.optimizer.step()
+        return str(error.value), left
+
+
+@contextlib.contextmanager
+def _no_disk(how: str) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if how == "read-only":
+        refused = mock.Mock(side_effect=OSError(errno.EROFS, "read-only"))
+        with mock.patch.object(run_directory.os, "mkdir", refused):
+            yield
+    elif how == "EFBIG":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 4096, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    elif how == "ENOSPC":
+        with _reservation_fails(2):
+            yield
+    elif how == "write":
+        with Fault().installed() as fault:
+            fault.arm(3)
+            yield
+    else:
+        yield
+
+
+@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
+def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_path: Path) -> None:
+    found = {"read-only": "EROFS", "write": "EIO"}.get(how, how)
+    # Without shared memory, whose files the limit would meet first.
+    for mix in ("all_disk", "s_disk"):
+        plan = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path))
+        for message, left in run_ranks(2, build_fails, plan, how):
+            assert "rank 1: DiskError" in message and found in message and "rank 0" not in message
+            assert how == "write" or left == []
+
+
+def read_ahead_and_not_used(plan: Plan) -> bool:
+    """Shards are read ahead for gathers that do not come before the update: a second pass may skip layers."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 3)
+        with session_of(plan, "adamw", mesh) as session:
+            for step in range(3):
+                backward(session, step)
+                for chunk in session.engine.chunks:
+                    chunk.source.prepare()
+                session.optimizer.step()
+            return everything(session) == expected
+
+
+@pytest.mark.parametrize("mix", ["all_disk", *full("p_disk")])
+def test_what_was_read_ahead_of_an_update_is_not_used_after_it(mix: str, tmp_path: Path) -> None:
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path), param_buffers=8)
+    assert run_ranks(2, read_ahead_and_not_used, plan) == [True, True]
+
+
+# ---- loading
+
+
+def load_fails(plan: Plan) -> tuple[str, str, bool]:
+    """Writes fail on rank 0 while a state is loaded; what was there before of the optimizer's is there still."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 3)
+        with session_of(plan, "adamw", mesh) as session:
+            for step in range(2):
+                backward(session, step)
+                session.optimizer.step()
+            model_state, state = session.module.state_dict(), session.optimizer.state_dict()
+        with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
+            backward(session, 7)
+            session.optimizer.step()
+            before = everything(session)
+            if mesh.rank == 0:
+                fault.arm(5, writing=True)
+            with pytest.raises(DiskError) as optimizer_error:
+                session.optimizer.load_state_dict(state)
+            fault.lift()
+            assert everything(session) == before
+            if mesh.rank == 0:
+                fault.arm(3, writing=True)
+            with pytest.raises(DiskError) as model_error:
+                session.module.load_state_dict(model_state)
+            fault.lift()
+            session.module.load_state_dict(model_state)
+            session.optimizer.load_state_dict(state)
+            backward(session, 2)
+            session.optimizer.step()
+            return str(optimizer_error.value), str(model_error.value), everything(session) == expected
+
+
+@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
+def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
+    for optimizer, model, same in run_ranks(2, load_fails, with_tiers(zero(3, BF16), mix, str(tmp_path))):
+        assert "rank 0" in optimizer and "Nothing has changed" in optimizer
+        assert "rank 0" in model and "load them again" in model
+        assert same
+
+
+def checkpoint_load_fails(plan: Plan, root: str) -> tuple[list[str], bool]:
+    """Every seventh request of a load fails on rank 0, until none is left; then the checkpoint is what is there."""
+    messages = []
+    with small_tiles(), one_mesh(plan) as mesh, Fault().installed() as fault:
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            session.optimizer.step()
+            session.checkpoints.save(root, "one")
+            expected = everything(session)
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 7)
+            session.optimizer.step()
+            for at in range(0, 1000, 7):
+                if mesh.rank == 0:
+                    fault.arm(at)
+                try:
+                    session.checkpoints.load(root, "one")
+                    break
+                except (DiskError, CheckpointError) as error:
+                    messages.append(str(error))
+                finally:
+                    fault.lift()
+            found = everything(session)
+            backward(session, 1)
+            session.optimizer.step()  # nothing is left of the loads that failed
+            after = everything(session)
+        with session_of(plan, "adamw", mesh) as session:
+            session.checkpoints.load(root, "one")
+            backward(session, 1)
+            session.optimizer.step()
+            return messages, found == expected and after == everything(session)
+
+
+@pytest.mark.parametrize("mix", ["p_disk_s_host", *full("all_disk")])
+def test_a_checkpoint_loads_after_loads_that_failed(mix: str, tmp_path: Path) -> None:
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path / "disk"))
+    for messages, same in run_ranks(2, checkpoint_load_fails, plan, str(tmp_path / "runs"), timeout=120.0):
+        assert len(messages) >= 2 and same
+        assert all("rank 0" in message and "EIO" in message for message in messages), messages
+
+
+# ---- killed
+
+
+def dies_in_a_step(plan: Plan) -> None:
+    model = make_net()
+    session = build(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), plan)
+    backward(session, 0)
+    session.optimizer.step()
+    backward(session, 1)
+    real, count = DiskStore.write, iter(range(1000))
+
+    def write(self: DiskStore, *args: Any) -> Any:
+        if session.mesh.rank == 1 and next(count) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *args)
+
+    with mock.patch.object(DiskStore, "write", write):
+        session.optimizer.step()
+
+
+def trains(plan: Plan) -> list[str]:
+    with one_mesh(plan) as mesh, session_of(plan, "adamw", mesh) as session:
+        removed = list(session.engine.storage.store.removed)
+        backward(session, 0)
+        session.optimizer.step()
+        with torch.no_grad():
+            session.module(batch(0, 0))
+        return removed
+
+
+def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
+    plan = with_tiers(zero(2, BF16), "all_disk", str(tmp_path))
+    with pytest.raises(RankError) as error:
+        run_ranks(2, dies_in_a_step, plan)
+    # Or the other rank, which misses it, is the first to be heard of.
+    assert error.value.exit_code == -signal.SIGKILL or "killed by SIGKILL" in str(error.value)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 2
+    # The data had no name any more; what is left is a lock.
+    assert {p.name for path in tmp_path.iterdir() for p in path.iterdir()} == {"lock"}
+    removed = run_ranks(2, trains, plan)
+    assert {name for names in removed for name in names} == left
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,229 @@
+"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, every plan, tied weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+from engine_setup import PLANS, adam, sharded
+from sets import campaign, full
+from tensor_setup import PAD, Case, Exact, loss_of
+from test_pipeline_stages import criterion, with_layers
+from torch import Tensor
+
+from shardwise.core.parallel.pipeline import make_schedule, split_batch, stage_model
+from shardwise.plan import PipelinePlan, Plan
+from shardwise.session import build
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
+
+
+def case_of(name: str, index: int, layers: int = 5) -> Case:
+    return with_layers(getattr(tensor_cases, name)()[index], layers)
+
+
+def batch_of(rank: int, step: int) -> dict[str, Tensor]:
+    """Another length in one step."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    ids, labels = torch.randint(0, PAD, (2, ROWS, LENGTH + step % 2), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "labels": labels, "attention_mask": mask}
+
+
+Steps = list[tuple[list[float], float, dict[str, Tensor]]]
+
+
+@functools.cache
+def plain(name: str, index: int, layers: int, replicas: int, microbatches: int) -> Steps:
+    """By step: each replica's loss, the norm before clipping, and the parameters.
+
+    Computed by the test, for its ranks: each of them would take longer for it than for its own stages.
+    """
+    found: Steps = []
+    model = case_of(name, index, layers).made()
+    optimizer = adam(model, LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for rank in range(replicas):
+            total = 0.0
+            for part in split_batch(batch_of(rank, step), microbatches, None):
+                with Exact():
+                    loss = loss_of(model(**part.kwargs)) * part.share
+                (loss / replicas).backward()
+                total += loss.item()
+            losses.append(total)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        found.append((losses, norm.item(), {name: p.detach().clone() for name, p in model.named_parameters()}))
+    return found
+
+
+def wide(**numbers: float) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+
+
+def train(ranks: int, plan: Plan, name: str, index: int, microbatches: int, timeout: float = 60.0) -> None:
+    """Ranks against plain PyTorch."""
+    layers, replicas = sum(plan.pipeline.layers or (5,)), ranks // plan.mesh.pp // plan.mesh.tp
+    expected = plain(name, index, layers, replicas, microbatches)
+    run_ranks(ranks, trained, plan, name, index, expected, timeout=timeout)
+
+
+def trained(plan: Plan, name: str, index: int, expected: Steps) -> None:
+    model = case_of(name, index, sum(plan.pipeline.layers or (5,))).made()
+    names = {id(param): name for name, param in model.named_parameters()}
+    with sharded(model, adam(model, LR), plan) as session:
+        mesh, optimizer, pipeline = session.mesh, session.optimizer, session.pipeline
+        assert optimizer is not None and pipeline is not None and mesh.pipeline.size == plan.mesh.pp
+        if plan.pipeline.orders is not None:
+            assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
+            assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
+        facts = session.engine.layout.facts
+        for step, (losses, norm, values) in enumerate(expected):
+            assert len(losses) == mesh.size
+            with Exact():
+                outcome = pipeline.step(batch_of(mesh.rank, step), criterion, train=True)
+            assert (outcome.loss is not None) == pipeline.last
+            if outcome.loss is not None:
+                assert_close(wide(loss=outcome.loss.item()), wide(loss=losses[mesh.rank]), 1e-11, f"step {step}")
+            optimizer.step()
+            found = optimizer.get_grad_norm()
+            assert found is not None
+            assert_close(wide(norm=found), wide(norm=norm), 1e-10, f"step {step}")
+            with session.module.gathered():
+                held = {names[id(p)]: p.detach() for p in session.params}
+                parts = {
+                    names[id(p)]: values[names[id(p)]] if f.part is None else f.part.of(values[names[id(p)]])
+                    for p, f in zip(session.params, facts, strict=True)
+                }
+                assert_close(held, parts, 1e-9, f"parameters after step {step}")
+        everywhere = {name for post in mesh.pipeline.exchange_object(sorted(held)) for name in post}
+        assert everywhere == set(values)
+
+
+ONE, TWO = PipelinePlan(microbatches=3), PipelinePlan(schedule="interleaved", chunks=2, microbatches=4)
+ZBV = PipelinePlan(schedule="zbv", chunks=2, microbatches=4)
+
+
+def weights_last(ranks: int, microbatches: int) -> tuple[tuple[str, ...], ...]:
+    """zbv, with the gradients of weights behind everything else."""
+    orders = (map(str, order) for order in make_schedule("zbv", ranks, 2, microbatches).orders)
+    return tuple(tuple(sorted(order, key=lambda text: "W" in text)) for order in orders)
+
+
+OWN = PipelinePlan(schedule="zbv", chunks=2, microbatches=3, orders=weights_last(2, 3))
+CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
+    (2, "zero1", {}, ONE),
+    (4, "zero1", {}, ONE),
+    (4, "zero1", {}, TWO),
+    (4, "ddp", {}, ONE),
+    (4, "zero2", {}, ONE),
+    (4, "zero3", {}, ONE),
+    (4, "zero3_gloo", {}, TWO),
+    (4, "zero1", {"tp": 2}, ONE),
+    (4, "zero1", {"pp": 4}, PipelinePlan(layers=(1, 2, 1, 1), microbatch_rows=2)),
+    (4, "zero2", {}, ZBV),
+    (4, "zero1", {"tp": 2}, ZBV),
+    (4, "zero3_gloo", {}, OWN),
+    (4, "ddp", {"pp": 4}, PipelinePlan(schedule="zbv", chunks=2, microbatch_rows=1, layers=(1, 1, 1, 2, 1, 1, 1, 1))),
+    (4, "zero2_gloo", {"dp_outside": True}, PipelinePlan(microbatches=3, cache_shapes=False)),
+]
+
+
+MODELS = (("llama", 1), ("gpt2", 0), ("bert", 0))
+
+
+QUICK = (0, 2, 5, 8, 10)
+"""Of the cases: one pipeline alone, each schedule, parameters that are whole and divided, cut layers, own stages."""
+
+
+def by_turns() -> list[object]:
+    """Under each plan one of the models, by turns; the others in the campaign."""
+    rows: list[object] = []
+    for at, case in enumerate(CASES):
+        for kind, model in enumerate(MODELS):
+            now = [(*case, *model)] if at in QUICK else full((*case, *model))
+            rows += now if (at + kind) % 3 == 0 else campaign((*case, *model))
+    return rows
+
+
+@pytest.mark.parametrize(("ranks", "name", "sizes", "pipeline", "model", "index"), by_turns())
+def test_training_equals_plain_pytorch(
+    ranks: int, name: str, sizes: dict[str, Any], pipeline: PipelinePlan, model: str, index: int
+) -> None:
+    plan = PLANS[name].but(pp=2).but(**sizes).but(max_norm=MAX_NORM, pipeline=pipeline)
+    assert plan.grad.average == "sum"
+    microbatches = pipeline.microbatches or -(-ROWS // (pipeline.microbatch_rows or ROWS))
+    train(ranks, plan, model, index, microbatches)
+
+
+def reduced_bytes(plan: Plan) -> int:
+    """That this rank sends in a step for reductions over replicas."""
+    model = case_of("llama", 0, 4).made()
+    with sharded(model, adam(model), plan) as session:
+        assert session.pipeline is not None
+        for step in range(2):  # the second knows what to expect
+            session.mesh.reset_traffic()
+            session.pipeline.step(batch_of(session.mesh.rank, 2 * step), criterion, train=True)
+        return session.mesh.traffic()["reduce_scatter"]
+    raise AssertionError
+
+
+@pytest.mark.full
+def test_a_micro_batch_is_reduced_once_where_its_backward_pass_is_made_in_two() -> None:
+    plan = PLANS["zero2_gloo"].but(pp=2)
+    found = [sum(run_ranks(4, reduced_bytes, plan.but(pipeline=each))) for each in (TWO, ZBV)]
+    assert found[0] > 0 and abs(found[1] - found[0]) <= 0.02 * found[0], found  # chunks are padded otherwise
+
+
+def refused() -> list[str]:
+    """What would be wrong in silence."""
+    model = case_of("llama", 0).made()
+    told = []
+    with sharded(model, adam(model, LR), PLANS["zero2"].but(pp=2, pipeline=ONE)) as session:
+        pipeline, batch = session.pipeline, batch_of(0, 0)
+        assert pipeline is not None
+        with Exact():
+            pipeline.step(batch, criterion, train=True)
+        with pytest.raises(RuntimeError, match="stages alone") as error:
+            torch.nn.utils.clip_grad_norm_(session.params, 1.0)
+        told.append(str(error.value))
+    return told
+
+
+def test_clipping_of_a_stage_alone_is_refused() -> None:
+    assert all("2 pipeline ranks" in told[0] for told in run_ranks(2, refused))
+
+
+def embedded() -> str:
+    case = case_of("llama", 0)
+    model = case.made()
+    staging = stage_model(model, 1, 2)
+    staging.install()
+    embeds = torch.ones(2, 6, 24, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="input_ids") as error:
+        staging.run(1, torch.ones(2, 6, 24, dtype=torch.float64), (), {"inputs_embeds": embeds})
+    return str(error.value)
+
+
+def test_layers_that_do_not_run_on_what_was_sent_are_refused() -> None:
+    assert "did not call LlamaModel.embed_tokens in stage 1" in embedded()
+
+
+def test_what_stages_cannot_have_is_refused() -> None:
+    for changes, told in (({"output_dtype": torch.float32}, "output_dtype"), ({"average": "mean"}, "average='mean'")):
+        for message in run_ranks(2, unbuilt, PLANS["zero1"].but(pp=2, **changes)):
+            assert told in message, message
+
+
+def unbuilt(plan: Plan) -> str:
+    model = case_of("llama", 0).made()
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        build(model, adam(model), plan)
+    return str(error.value)

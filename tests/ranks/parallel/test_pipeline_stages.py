@@ -1,0 +1,298 @@
+"""Models of transformers in stages against the same models whole: fp64, every schedule, tied weights, odd sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+import torch.distributed as dist
+import transformers
+from sets import campaign, full
+from tensor_setup import Case, Exact, loss_of
+from torch import Tensor
+
+from shardwise.core.comm import GroupMaker, PeerError, Sent, Wire
+from shardwise.core.comm.link import Link
+from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.testing import assert_close, run_ranks
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ["llama", "gpt2", "bert"]
+LAYERS = 5
+SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved", 2), (1, "interleaved", 2), (2, "zbv", 2)]
+
+
+def with_layers(case: Case, layers: int) -> Case:
+    config = copy.deepcopy(case.config)
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if name in vars(config):
+            setattr(config, name, layers)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = (config.layer_types * layers)[:layers]
+    return Case(case.kind, config, case.inputs, case.padded)
+
+
+def criterion(outputs: Any, _inputs: Any) -> Tensor:
+    with Exact():
+        return loss_of(outputs)
+
+
+Plain = tuple[Tensor, dict[str, Tensor]]
+
+
+@functools.cache
+def plain(name: str, heads: int | None, microbatches: int) -> list[Plain]:
+    """Of each case, its loss and gradients; computed by the test, for its ranks."""
+    return [_plain(with_layers(case, LAYERS), microbatches) for case in tensor_cases.CASES[name]()[:heads]]
+
+
+def _plain(case: Case, microbatches: int) -> Plain:
+    model = case.made()
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in split_batch(case.batch(), microbatches, None):
+        with Exact():
+            own = loss_of(model(**part.kwargs)) * part.share
+        own.backward()
+        loss += own.detach()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return loss, grads
+
+
+def stage(ranks: int, name: str, schedule: str, chunks: int, heads: int | None = None) -> None:
+    """Three rows in three micro-batches, fewer than there are stages in some; of all cases, or the first ``heads``."""
+    run_ranks(ranks, staged, name, schedule, chunks, 3, plain(name, heads, 3))
+
+
+def staged(name: str, schedule_name: str, chunks: int, microbatches: int, whole: list[Plain]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    wire = maker.make_wire("pp", [list(range(ranks))]) if ranks > 1 else None
+    for case, (expected_loss, expected) in zip(tensor_cases.CASES[name](), whole, strict=False):
+        case = with_layers(case, LAYERS)
+        model = case.made()
+        if getattr(case.config, "output_router_logits", False):
+            with pytest.raises(ValueError, match=r"output_router_logits=True for a .* in stages"):
+                stage_model(model, rank, ranks, chunks)
+            continue
+        names = {id(param): name for name, param in model.named_parameters()}
+        shapes = {name: param.shape for name, param in model.named_parameters()}
+        staging = stage_model(model, rank, ranks, chunks, v_shaped=schedule_name == "zbv")
+        held = {names[id(param)] for param in model.parameters() if staging.owns(param)}
+        shared = {names[id(param)] for param in model.parameters() if len(staging.ranks_of(param)) > 1}
+        staging.install()
+        assert {names[id(param)] for param in model.parameters()} == held
+        run = StageRun(staging, wire)
+        parts = split_batch(case.batch(), microbatches, None)
+        schedule = make_schedule(schedule_name, ranks, chunks, len(parts))
+        for turn in range(2):
+            model.zero_grad()
+            with Exact():
+                outcome = run.step(schedule, parts, criterion, Passes(), turn == 1)
+            assert (outcome.loss is None) == (staging.stages - 1 not in staging.own)
+            if outcome.loss is not None:
+                assert_close({"loss": outcome.loss}, {"loss": expected_loss}, 1e-12, case.kind)
+                assert len(outcome.outputs) == (len(parts) if turn else 0)
+            found = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
+            for weight in sorted(shared):  # what several stages use is summed by whoever holds it
+                total = found.get(weight, torch.zeros(shapes[weight], dtype=torch.float64)).clone()
+                dist.all_reduce(total)
+                if weight in held and weight in expected:
+                    found[weight] = total
+            own = {name: grad for name, grad in expected.items() if name in held}
+            assert_close(found, own, 1e-11, f"{case.kind}: gradients", floor=1e-2)
+            with torch.no_grad(), Exact():
+                again = run.step(schedule, parts, criterion, None)
+            if again.loss is not None:
+                assert_close({"loss": again.loss}, {"loss": expected_loss}, 1e-12, f"{case.kind}: forward alone")
+        staging.remove()
+        assert {names[id(param)] for param in model.parameters()} == set(names.values())
+    maker.close()
+
+
+def by_turns() -> list[object]:
+    """Each schedule with two architectures; the third in the campaign."""
+    rows: list[object] = []
+    for at, schedule in enumerate(SCHEDULES):
+        for kind, name in enumerate(ARCHITECTURES):
+            rows += (campaign if (at + kind) % 3 == 2 else full)((*schedule, name))
+    return rows
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "chunks", "name"), by_turns())
+def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks: int) -> None:
+    """Every head."""
+    stage(ranks, name, schedule, chunks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "chunks", "name"), [(*each, ARCHITECTURES[at % 3]) for at, each in enumerate(SCHEDULES)]
+)
+def test_stages_of_the_first_heads_are_the_whole_model(ranks: int, schedule: str, chunks: int, name: str) -> None:
+    """The first two of an architecture: with tied embeddings and without."""
+    stage(ranks, name, schedule, chunks, 2)
+
+
+OTHERS = pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("bloom", "zbv"),
+        ("falcon", "1f1b"),
+        ("gemma2", "zbv"),
+        ("gemma3", "1f1b"),
+        ("gpt_neox", "zbv"),
+        ("gptj", "1f1b"),
+        ("mixtral", "zbv"),
+        ("opt", "1f1b"),
+        ("qwen3_moe", "zbv"),
+    ],
+)
+
+
+@pytest.mark.full
+@OTHERS
+def test_other_architectures(name: str, schedule: str) -> None:
+    """Their first heads."""
+    stage(2, name, schedule, 1 if schedule == "1f1b" else 2, 2)
+
+
+@pytest.mark.campaign
+@OTHERS
+def test_every_head_of_other_architectures(name: str, schedule: str) -> None:
+    stage(2, name, schedule, 1 if schedule == "1f1b" else 2)
+
+
+def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
+    """Which elements of a layer's output dropout hit on this rank, and whether all ranks' generators are equal then."""
+    torch.manual_seed(7)
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, resid_pdrop=0.5)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    staging = stage_model(model, rank, ranks)
+    staging.install()
+    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    hits: list[list[bool]] = []
+    model.transformer.h[rank].attn.resid_dropout.register_forward_hook(
+        lambda _module, _inputs, output: hits.append((output == 0).flatten().tolist())
+    )
+    ids = torch.arange(12).view(2, 6)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
+    schedule = make_schedule("1f1b", ranks, 1, 2)
+    run.step(schedule, parts, criterion, Passes())
+    assert len({tuple(each) for each in hits}) == 2, "two micro-batches dropped the same, or recomputation another"
+    assert len(hits) == (4 if checkpointing else 2) and all(hits.count(each) == len(hits) // 2 for each in hits)
+    states = [None] * ranks
+    dist.all_gather_object(states, torch.get_rng_state().tolist())
+    maker.close()
+    return hits[0], states[0] == states[1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
+    (first, same), (second, _) = run_ranks(2, dropped, checkpointing)
+    assert first != second and 0.3 < sum(first) / len(first) < 0.7 and same
+
+
+def noisy() -> tuple[list[list[float]], list[bool]]:
+    """What layers of this rank draw in which nothing is called a dropout, the second one's twice as often; and whether
+    all ranks' generators are equal behind each step: in training, without gradients, and of one that fails."""
+    torch.manual_seed(7)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, **off)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    staging = stage_model(model, rank, ranks)
+    staging.install()
+    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    drawn: list[list[float]] = []
+    fails = False
+
+    def draw(*_: Any) -> None:
+        drawn.extend(torch.rand(3).tolist() for _ in range(rank + 1))
+        if fails:
+            raise ArithmeticError("one rank's layer")
+
+    def judge(outputs: Any, inputs: Any) -> Tensor:
+        drawn.append(torch.rand(3).tolist())
+        return criterion(outputs, inputs)
+
+    model.transformer.h[rank].mlp.register_forward_hook(draw)
+    ids = torch.arange(12).view(2, 6)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
+    schedule, same = make_schedule("1f1b", ranks, 1, 2), []
+    for backward in (Passes(), None, Passes()):
+        fails = len(same) == 2 and rank == 1
+        with contextlib.ExitStack() as context:
+            if len(same) == 2:
+                context.enter_context(pytest.raises((ArithmeticError, PeerError)))
+            if backward is None:
+                context.enter_context(torch.no_grad())
+            run.step(schedule, parts, judge, backward)
+        states = [None] * ranks
+        dist.all_gather_object(states, torch.get_rng_state().tolist())
+        same.append(states[0] == states[1])
+    maker.close()
+    return drawn, same
+
+
+def test_stages_draw_different_numbers_whatever_they_draw_them_for() -> None:
+    (first, same), (second, _) = run_ranks(2, noisy)
+    drawn = [tuple(each) for each in (*first, *second)]
+    assert len(drawn) > 12 and len({*drawn}) == len(drawn)
+    assert same == [True, True, True]
+
+
+def in_order(name: str, chunks: int) -> int:
+    """Over communicators without tags, one for each kind and direction; the most sends that were under way at once."""
+    with pytest.MonkeyPatch.context() as monkeypatch:  # this rank has other tests to run
+        for method in ("send", "receive"):
+            own = getattr(Link, method)
+            monkeypatch.setattr(Link, method, lambda self, x, peer, _, what, own=own: own(self, x, peer, 0, what))
+        return _most_under_way(name, chunks, monkeypatch)
+
+
+def _most_under_way(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    lanes = [maker.process_group(f"lane_{each}", [list(range(ranks))], "gloo") for each in range(4)]
+    wire, most = Wire("pp", lanes, CPU), 0
+    case = with_layers(tensor_cases.llama()[0], 4)
+    model = case.made()
+    ids = torch.arange(36).view(12, 3) % 29
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    staging = stage_model(model, rank, ranks, chunks, v_shaped=name == "zbv")
+    staging.install()
+    send = wire.send
+
+    def counted(*args: Any, **kwargs: Any) -> Sent:
+        nonlocal most
+        sent = send(*args, **kwargs)
+        most = max(most, sum(not each.finished() for each in wire._under_way))
+        return sent
+
+    monkeypatch.setattr(wire, "send", counted)
+    run = StageRun(staging, wire)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 12, None)
+    for _ in range(2):
+        most = 0  # the first step has its first messages beside (Wire.connect)
+        outcome = run.step(make_schedule(name, ranks, chunks, 12), parts, lambda out, _: out.loss, Passes())
+        if outcome.loss is not None:
+            assert abs(outcome.loss.item() - expected) < 1e-5
+    assert not wire._under_way
+    maker.close()
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "most"), [("1f1b", 1, [2, 2]), *full(("interleaved", 2, [5, 5]), ("zbv", 2, [4, 4]))]
+)
+def test_messages_need_no_tags_and_what_is_through_is_let_go_of(name: str, chunks: int, most: list[int]) -> None:
+    assert run_ranks(2, in_order, name, chunks) == most

@@ -1,0 +1,194 @@
+"""Models of every architecture whose ranks share sequences against the same models on one rank, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
+from sets import campaign, full
+from tensor_cases import CASES, adapted, decoder
+from tensor_setup import Case, Exact
+from torch import Tensor
+
+from shardwise.core.parallel.sequence import known_sequences, share_sequences
+from shardwise.core.parallel.sequence.axis import SequenceAxis
+from shardwise.core.parallel.sequence.mask import SequenceMask
+from shardwise.core.parallel.sequence.parts import Parts
+from shardwise.plan import SequencePlan
+from shardwise.testing import assert_close, run_ranks
+
+# By architecture, which of its cases: a language model with padding on both sides, and others with padding on the right
+# (what a token of padding before all others sees differs between implementations).
+CHOSEN: dict[str, tuple[int, ...]] = {
+    "bert": (0, 1, 2, 5, 7, 10),
+    "bloom": (0, 1, 2, 4),
+    "cohere": (0,),
+    "deepseek_v2": (0,),
+    "deepseek_v3": (0,),
+    "falcon": (0, 1, 2, 3, 5),
+    "gemma2": (0, 2),
+    "gemma3": (0, 1),
+    "gpt2": (0, 3, 5, 7),
+    "gpt_neox": (0, 2, 3),
+    "gptj": (0, 1, 3),
+    "mistral": (0, 2),
+    "mixtral": (3,),
+    "opt": (0, 1, 2, 4),
+    "phi3": (0,),
+    "qwen2": (0, 3),
+    "qwen3": (1, 2),
+    "qwen3_moe": (0,),
+}
+
+
+def shared(mode: str, heads: int | None = None) -> int:
+    count = 0
+    with ring_of_all() as ring:
+        for name, chosen in CHOSEN.items():
+            cases = CASES[name]()
+            for at in chosen[:heads]:
+                causal = cases[at].kind.endswith(("ForCausalLM", "LMHeadModel"))
+                batch = batch_of(cases[at], length=11 + count % 3, padded="both" if causal else "right")
+                inner = 2 if mode == "ring_attn" and count % 2 else None
+                plan = SequencePlan(mode=mode, inner_ring=inner, parallel_output=count % 3 > 0)  # type: ignore[arg-type]
+                compare(cases[at], batch, plan, ring)
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", *full("ring_attn")])
+def test_the_first_head_of_an_architecture_of_parts_is_the_whole_one(mode: str) -> None:
+    assert set(run_ranks(2, shared, mode, 1, timeout=400.0)) == {len(CHOSEN)}
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [*campaign((2, "all_to_all")), *full((4, "ring_attn"))])
+def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str) -> None:
+    assert set(run_ranks(ranks, shared, mode, timeout=400.0)) == {sum(map(len, CHOSEN.values()))}
+
+
+def llamas(mode: str, heads: int | None = None) -> int:
+    """Every head, or the first ``heads``, with and without padding, packed; what else models are given; adapters
+    (LoRA)."""
+    count = 0
+    with ring_of_all() as ring:
+        for at, case in enumerate(CASES["llama"]()[:heads]):
+            for options in ({}, {"padded": "both"}, {"packed": True}):
+                plan = SequencePlan(mode=mode, parallel_output=at % 2 == 0)  # type: ignore[arg-type]
+                compare(case, batch_of(case, **options), plan, ring, passes=2)  # type: ignore[arg-type]
+                count += 1
+        for case, batch in [*others(), *((case, batch_of(case, padded="both")) for case in adapted())]:
+            compare(case, batch, SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
+            count += 1
+        outputs(CASES["llama"]()[0], ring, mode)
+    return count
+
+
+def others() -> list[tuple[Case, dict[str, Tensor]]]:
+    """What models may be given beside ids and masks."""
+    llama, packed = CASES["llama"]()[0], {"padded": "", "packed": True}
+    batch = batch_of(llama, **packed)  # type: ignore[arg-type]
+    embeds = torch.randn(ROWS, 11, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    longer: dict[str, Any] = {"max_position_embeddings": 8}
+    ropes = [{"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}]
+    ropes += [{"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 2, "long_factor": [3.0, 5.0]}]
+    ropes[1] |= {"original_max_position_embeddings": 8, "factor": 4.0}
+    turned = [replace(llama, config=decoder("Llama", rope_parameters=rope, **longer)) for rope in ropes]
+    bert = CASES["bert"]()[0]
+    types = {"token_type_ids": torch.arange(11).expand(ROWS, -1) // 6}
+    return [
+        (llama, {**{k: v for k, v in batch.items() if k != "input_ids"}, "inputs_embeds": embeds}),
+        (llama, batch | {"num_items_in_batch": torch.tensor(17.0, dtype=torch.float64)}),
+        (llama, batch | {"shift_labels": batch["labels"].roll(1, 1)}),
+        (llama, batch | {"logits_to_keep": 0}),
+        *[(case, batch_of(case)) for case in turned],
+        (llama, batch_of(llama, length=2)),
+        (llama, batch_of(llama, length=5, padded="right")),
+        (bert, batch_of(bert) | types | {"position_ids": torch.arange(11).flip(0).expand(ROWS, -1)}),
+    ]
+
+
+def outputs(case: Case, ring: Ring, mode: str) -> None:
+    """Without labels all is whole: logits, hidden states, what is generated."""
+    plain, model = case.made().eval(), case.made().eval()
+    batch = {name: value for name, value in batch_of(case, padded="right").items() if name != "labels"}
+    with torch.no_grad(), Exact():
+        expected = plain(**batch, output_hidden_states=True)
+        tokens = plain.generate(batch["input_ids"][:, :5], max_new_tokens=4, use_cache=False, do_sample=False)  # type: ignore[operator]
+    share = share_sequences(model, SequencePlan(mode=mode), ring.group, ring.wire)  # type: ignore[arg-type]
+    share.install()
+    with torch.no_grad(), Exact():
+        found = model(**batch, output_hidden_states=True)
+        listed = model(**batch, return_dict=False)
+        made = model.generate(batch["input_ids"][:, :5], max_new_tokens=4, use_cache=False, do_sample=False)  # type: ignore[operator]
+    share.remove()
+    assert len(found.hidden_states) == len(expected.hidden_states) and found.past_key_values is None
+    names = [f"state {at}" for at in range(len(expected.hidden_states))]
+    states = dict(zip(names, found.hidden_states, strict=True)) | {"logits": found.logits, "listed": listed[0]}
+    wanted = dict(zip(names, expected.hidden_states, strict=True))
+    assert_close(states, wanted | dict.fromkeys(("logits", "listed"), expected.logits), 1e-11, mode)
+    assert torch.equal(made, tokens)
+
+
+def test_what_a_llama_may_be_given() -> None:
+    assert set(run_ranks(2, llamas, "ring_attn", 1, timeout=400.0)) == {3 * 1 + 9 + 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
+def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
+    assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
+
+
+def no_mask(self: SequenceMask, *at: Any) -> Tensor:
+    return torch.ones(1, 1, at[1] - at[0], at[3] - at[2], dtype=torch.bool)
+
+
+def of_this_rank(self: SequenceAxis, x: Tensor, what: str) -> Tensor:
+    return x
+
+
+BROKEN: list[tuple[str, str, type, str, Callable[..., object]]] = [
+    ("padding is not masked", "all_to_all", SequenceMask, "tile", no_mask),
+    ("padding is not masked", "ring_attn", SequenceMask, "tile", no_mask),
+    ("the loss is a rank's own", "all_to_all", SequenceAxis, "total", of_this_rank),
+    ("the loss is a rank's own", "ring_attn", SequenceAxis, "total", of_this_rank),
+]
+
+
+def broken() -> list[str]:
+    """What comes of each way to be wrong."""
+    found = []
+    case = CASES["llama"]()[0]
+    with ring_of_all() as ring:
+        for _, mode, owner, name, wrong in BROKEN:
+            with mock.patch.object(owner, name, wrong), pytest.raises(AssertionError) as told:
+                compare(case, batch_of(case, padded="both"), SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
+            found.append(str(told.value))
+        # Pieces in another order than the blocks of keys say.
+        own = Parts.take
+        with mock.patch.object(Parts, "take", lambda self, x, dim, rank, value=0: own(self, x, dim, rank ^ 1, value)):
+            with pytest.raises(AssertionError) as told:
+                compare(case, batch_of(case), SequencePlan(mode="ring_attn"), ring)
+            found.append(str(told.value))
+    return found
+
+
+def test_broken_versions_are_found() -> None:
+    for found in run_ranks(2, broken):
+        assert len(found) == len(BROKEN) + 1 and all("off by more than" in each for each in found)
+
+
+def test_every_known_class_is_compared() -> None:
+    """The base classes of what is compared above."""
+    compared = {"OPTDecoder" if name == "opt" else _base(case.kind) for name in CHOSEN for case in CASES[name]()}
+    assert compared | {"LlamaModel"} == set(known_sequences())
+
+
+def _base(kind: str) -> str:
+    stem = kind.replace("LMHeadModel", "For").replace("DoubleHeadsModel", "For").split("For")[0].removesuffix("Model")
+    return {"Gemma3": "Gemma3TextModel"}.get(stem, f"{stem}Model")

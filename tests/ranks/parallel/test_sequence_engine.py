@@ -1,0 +1,166 @@
+"""Steps of an engine whose data-parallel ranks share sequences: those of plain PyTorch with the same batches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import one_mesh, sharded
+from sequence_setup import batch_of
+from sets import full
+from tensor_cases import CASES
+from tensor_setup import Case, Exact, loss_of
+from torch import Tensor, nn
+
+from shardwise.core.mesh import Mesh
+from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
+from shardwise.session import Session
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, MAX_NORM = 3, 0.3
+
+LAYOUTS: list[tuple[str, Plan, str]] = [
+    ("sp4 zero1", zero(1).but(sp=4), "all_to_all"),
+    ("dp2 sp2 zero3", zero(3).but(sp=2), "all_to_all"),
+    ("dp2 sp2 zero3, gloo", zero(3).but(sp=2, shared_memory=False), "ring_attn"),
+    ("tp2 sp2 zero1", zero(1).but(sp=2, tp=2), "all_to_all"),
+    ("dp2 sp2 zero1, replicas", zero(1, dp_replicate=2).but(sp=2), "ring_attn"),
+    ("tp2 sp2 zero3", zero(3).but(sp=2, tp=2), "ring_attn"),
+    ("sp4 zero2", zero(2).but(sp=4), "ring_attn"),
+]
+
+
+def batch(case: Case, step: int, which: int) -> dict[str, Tensor]:
+    """Of the ranks that share sequences number ``which``; they divide evenly every other step."""
+    given = batch_of(case, length=(11, 8, 13)[step], padded=("right", "", "left")[step])
+    generator = torch.Generator().manual_seed(10 * step + which)
+    ids = torch.randint(0, 27, given["input_ids"].shape, generator=generator)
+    return given | {"input_ids": torch.where(given["input_ids"] == 27, 27, ids)}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.02)
+
+
+def many_heads() -> Case:
+    case = CASES["llama"]()[1]
+    return replace(case, config=case.config.__class__(**(case.config.to_dict() | {"num_attention_heads": 8})))
+
+
+Steps = tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]
+
+
+@functools.cache
+def plain_steps(groups: int) -> Steps:
+    """Clipped norms and each group's losses by step, and the parameters at the end; computed by the test, for its
+    ranks."""
+    case = many_heads()
+    model = case.made()
+    optimizer = adam(model)
+    norms, losses = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for which in range(groups):
+            with Exact():
+                loss = loss_of(model(**batch(case, step, which)))
+            losses[-1].append(loss.detach())
+            (loss / groups).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+    return norms, losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def steps(case: Case, session: Session, norms: list[Tensor], losses: list[list[Tensor]]) -> None:
+    which = session.mesh.rank // session.mesh.sequence.size
+    assert session.optimizer is not None
+    for step in range(STEPS):
+        with Exact():
+            loss = loss_of(session.module(**batch(case, step, which)))
+        session.backward(loss)
+        session.optimizer.step()
+        assert_close({"loss": loss.detach()}, {"loss": losses[step][which]}, 1e-11, f"step {step}")
+        norm = torch.tensor(session.optimizer.get_grad_norm(), dtype=torch.float64)
+        assert_close({"norm": norm}, {"norm": norms[step]}, 1e-11, f"step {step}")
+
+
+def trained(plan: Plan, mode: str, steps_of_plain: Steps) -> None:
+    case = many_heads()
+    norms, losses, expected = steps_of_plain
+    tensor = TensorPlan(vocabulary_multiple=4)
+    plan = plan.but(max_norm=MAX_NORM, sequence=SequencePlan(mode=mode), tensor=tensor)  # type: ignore[arg-type]
+    model = case.made()
+    with sharded(model, adam(model), plan) as session:
+        steps(case, session, norms, losses)
+        found = session.module.state_dict()
+        assert_close({name: found[name] for name in expected}, expected, 1e-11, mode)
+        session.unshard()
+        with Exact():  # what is left is the model, on this rank alone
+            alone = loss_of(model(**batch(case, 0, session.mesh.rank)))
+    plain = case.made()
+    plain.load_state_dict(expected, strict=False)
+    with Exact():
+        after = loss_of(plain(**batch(case, 0, session.mesh.rank)))
+    assert_close({"loss": alone.detach()}, {"loss": after.detach()}, 1e-11, "after unshard()")
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+QUICK = ("dp2 sp2 zero3", "tp2 sp2 zero3")
+
+
+def in_sets() -> list[object]:
+    rows = [(name, pytest.param(name, plan, mode, id=name)) for name, plan, mode in LAYOUTS]
+    return [each for name, row in rows for each in ([row] if name in QUICK else full(row))]
+
+
+@pytest.mark.parametrize(("name", "plan", "mode"), in_sets())
+def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) -> None:
+    groups = 4 // plan.mesh.tp // plan.mesh.sp
+    assert groups == (2 if "dp2" in name else 1)
+    run_ranks(4, trained, plan, mode, plain_steps(groups), timeout=300.0)
+
+
+FAMILIES = ("bert", "bloom", "falcon", "gemma2", "gpt2", "gptj", "opt", "qwen3_moe")
+
+
+def cut_besides(families: list[str]) -> int:
+    """One step of layers that are cut over two ranks, and sequences that two share; modes by turns."""
+    with one_mesh(zero(1).but(tp=2, sp=2)) as mesh:
+        return _cut_besides(families, mesh)
+
+
+def _cut_besides(families: list[str], mesh: Mesh) -> int:
+    count = 0
+    for name in families:
+        for case in (CASES[name]()[0], CASES[name]()[-1]):
+            plain, model, given = case.made(), case.made(), batch_of(case, padded="right")
+            with Exact():
+                expected = loss_of(plain(**given))
+            expected.backward()
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            tensor = TensorPlan(vocabulary_multiple=4, parallel_output=count % 2 == 0)
+            mode: Any = ("all_to_all", "ring_attn")[(count + count // 2) % 2]
+            shared = SequencePlan(mode=mode, parallel_output=count % 3 > 0)
+            plan = zero(1).but(tp=2, sp=2, tensor=tensor, sequence=shared)
+            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, mesh) as session:
+                with Exact():
+                    loss = loss_of(session.module(**given))
+                session.backward(loss)
+                session.optimizers[0].step()
+                found = session.module.state_dict()
+                session.unshard()
+            assert_close({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-11, case.kind)
+            params = {name: param.detach() for name, param in plain.named_parameters()}
+            assert_close({name: found[name] for name in params}, params, 1e-11, case.kind, floor=1e-2)
+            assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("families", [["gpt2", "qwen3_moe"], *full([*FAMILIES])], ids=["two", "all"])
+def test_layers_that_are_cut_share_sequences_too(families: list[str]) -> None:
+    assert set(run_ranks(4, cut_besides, families, timeout=400.0)) == {2 * len(families)}

@@ -1,0 +1,67 @@
+"""Models of every architecture, with every head, cut over two and four ranks against the same models whole, in fp64,
+with whole sequences and with divided ones.
+
+Quick: the first head of every architecture over two ranks. Full: every head, over two or four. Campaign: over both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from scope import Scope
+from sets import campaign, full
+from tensor_cases import CASES
+from tensor_setup import compare
+
+from shardwise.core.parallel.tensor import Axis
+from shardwise.plan import TensorPlan
+from shardwise.testing import run_ranks
+
+MODES: tuple[Literal["split_gather", "ring"], ...] = ("split_gather", "ring")
+
+
+def compared(architecture: str) -> int:
+    """All cases of an architecture, logits cut and gathered by turns, sequences divided in each way, then by turns."""
+    cases = CASES[architecture]()
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        for at, case in enumerate(cases):
+            plan = TensorPlan(parallel_output=at % 2 == axis.size // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
+            modes = MODES if at == 0 else (MODES[(at // 2 + axis.size // 4) % 2],) * (at % 2)
+            shapes = compare(case, axis, plan, *(replace(plan, sequence=mode) for mode in modes))
+            assert shapes
+    return len(cases)
+
+
+def first_ones() -> list[str]:
+    """The first case of each architecture, whole sequences and each way to divide them by turns."""
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        for at, name in enumerate(sorted(CASES)):
+            plan = TensorPlan(parallel_output=at % 2 == 0, vocabulary_multiple=4, sequence=(None, *MODES)[at % 3])
+            assert compare(CASES[name]()[0], axis, plan)
+    return sorted(CASES)
+
+
+def test_the_first_head_of_every_architecture_cut_is_the_whole_one() -> None:
+    assert run_ranks(2, first_ones, timeout=300.0) == [sorted(CASES)] * 2
+
+
+def by_turns() -> list[object]:
+    """Each architecture over two or four ranks; over the other number in the campaign."""
+    rows: list[object] = []
+    for at, name in enumerate(sorted(CASES)):
+        for ranks in (2, 4):
+            rows += (full if (ranks == 4) == (at % 2 == 1) else campaign)((name, ranks))
+    return rows
+
+
+@pytest.mark.parametrize(("architecture", "ranks"), by_turns())
+def test_an_architecture_cut_is_the_whole_one(architecture: str, ranks: int) -> None:
+    assert min(run_ranks(ranks, compared, architecture, timeout=300.0)) > 0

@@ -1,0 +1,328 @@
+"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and that versions with a
+fault are found by the comparison with whole models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from scope import Scope
+from sets import full
+from tensor_cases import CASES, adapted, decoder, language
+from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
+from torch import Tensor, nn
+
+from shardwise.core.base.draws import Private
+from shardwise.core.parallel.tensor import Axis, Cut, cut_model, propose_architecture
+from shardwise.core.parallel.tensor.cut import Part
+from shardwise.core.parallel.tensor.heads import Heads
+from shardwise.core.parallel.tensor.layers import Alike, Enters, Experts
+from shardwise.core.parallel.tensor.private import Guard
+from shardwise.plan import TensorPlan
+from shardwise.testing import run_ranks
+
+PLAN = TensorPlan(vocabulary_multiple=4)
+RATE = 0.4
+
+
+def dropping() -> list[tuple[Case, str]]:
+    """Models with dropout everywhere, and the name of a layer whose input is dropped in the part of a rank."""
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": 3, "use_cache": False}
+    sizes |= {"pad_token_id": PAD, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 0}
+    t5 = transformers.T5Config(
+        d_model=24,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=RATE,
+        feed_forward_proj="gated-gelu",
+        **sizes,
+    )
+    whisper = transformers.WhisperConfig(
+        d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        decoder_ffn_dim=24, dropout=RATE, activation_dropout=RATE, attention_dropout=RATE, max_target_positions=16,
+        **sizes,
+    )  # fmt: skip
+    gpt2 = transformers.GPT2Config(
+        n_embd=24, n_head=4, n_layer=2, attn_pdrop=RATE, resid_pdrop=RATE, embd_pdrop=RATE, n_positions=16, **sizes
+    )
+    bert = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, hidden_dropout_prob=RATE,
+        attention_probs_dropout_prob=RATE, max_position_embeddings=16, **sizes,
+    )  # fmt: skip
+    return [
+        (Case("T5ForConditionalGeneration", t5, language), "decoder.block.1.layer.2.DenseReluDense.wo"),
+        (Case("WhisperForCausalLM", whisper, language), "model.decoder.layers.1.fc2"),
+        (Case("GPT2LMHeadModel", gpt2, language), "transformer.h.1.attn.c_proj"),
+        (Case("BertForMaskedLM", bert, language), "bert.encoder.layer.1.attention.output.dense"),
+    ]
+
+
+def differs(axis: Axis, x: Tensor) -> bool:
+    found = axis.collect(x)
+    return not all(torch.equal(found[0], each) for each in found[1:])
+
+
+def same_generator(axis: Axis) -> bool:
+    return not differs(axis, torch.get_rng_state().double())
+
+
+def dropped(number: int) -> None:
+    case, name = dropping()[number]
+    with Scope("shared") as group:
+        axis, model = Axis(group), case.made()
+        with torch.no_grad():  # the parts of both ranks are alike before dropout
+            for module in model.modules():
+                if isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+                    module.weight.fill_(0.1)
+                    if module.bias is not None:
+                        module.bias.fill_(0.1)
+        cut(model, axis, PLAN)
+        inputs: list[Tensor] = []
+        model.get_submodule(name).register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+        torch.manual_seed(7)
+        loss, grads = run(case, model, case.batch())
+        assert differs(axis, inputs[0]), "the ranks drop the same of their parts"
+        assert not differs(axis, loss), "the ranks drop differently of what they hold alike"
+        whole(model, axis, grads)
+        assert same_generator(axis)
+        model.eval()
+        inputs.clear()
+        before = torch.get_rng_state()
+        run(case, model, case.batch())
+        assert not differs(axis, inputs[0]) and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("number", range(4), ids=["t5", "whisper", "gpt2", "bert"])
+def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
+    run_ranks(2, dropped, number)
+
+
+def recomputed() -> None:
+    """With dropout everywhere, gradients are bit for bit those without checkpointing."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        for case, _ in dropping()[2:]:
+            model = case.made()
+            cut(model, axis, PLAN)
+            found: list[dict[str, Tensor]] = []
+            for reentrant in (None, False, True):
+                if reentrant is not None:
+                    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+                torch.manual_seed(7)
+                _, grads = run(case, model, case.batch())
+                assert same_generator(axis)
+                found.append({name: grad.clone() for name, grad in grads.items()})
+            for others in found[1:]:
+                assert others.keys() == found[0].keys()
+                assert all(torch.equal(others[name], grad) for name, grad in found[0].items())
+
+
+def test_activation_checkpointing_drops_the_same_once_more() -> None:
+    run_ranks(2, recomputed)
+
+
+def interrupted() -> None:
+    case, name = dropping()[0]
+    with Scope("shared") as group:
+        axis, model = Axis(group), case.made()
+        cutting = cut(model, axis, PLAN)
+
+        def fail(*_: object) -> None:
+            assert cutting.private.inside
+            raise KeyboardInterrupt
+
+        handle = model.get_submodule(name).register_forward_pre_hook(fail)
+        torch.manual_seed(7)
+        with pytest.raises(KeyboardInterrupt):
+            run(case, model, case.batch())
+        handle.remove()
+        assert not cutting.private.inside and same_generator(axis)
+        assert not differs(axis, run(case, model, case.batch())[0])
+
+
+def test_an_error_between_two_layers_ends_the_ranks_own_numbers() -> None:
+    run_ranks(2, interrupted)
+
+
+# ---- versions with a fault
+
+
+def one_sided(self: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Any:
+    return self._axis.summed(super(Experts, self).forward(self._axis.copied(x), indices, weights))  # type: ignore[misc]
+
+
+def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
+    return x[: len(x) * (end - first) // heads]
+
+
+FAULTS: dict[str, tuple[str, int, Any]] = {
+    "gradients of shared key heads are not summed": (
+        "llama", 0, lambda: mock.patch.object(Part, "held", lambda _: None),
+    ),
+    "query, key and value are cut as one": (
+        "phi3", 0, lambda: mock.patch.object(Heads, "of_all", lambda *_: Cut.even(0, 40, 2).ranges),
+    ),
+    "a group is cut as blocks": ("bloom", 0, lambda: mock.patch.object(Heads, "of_groups", Heads.of_all)),
+    "gradients of a norm of heads are not summed": (
+        "qwen3", 0, lambda: mock.patch.object(Alike, "forward", lambda self, x: super(Alike, self).forward(x)),
+    ),
+    "gradients of what all heads share are not summed": (
+        "deepseek_v3", 0, lambda: mock.patch.object(Enters, "forward", lambda self, x: super(Enters, self).forward(x)),
+    ),
+    "experts' weights are taken for this rank's alone": (
+        "mixtral", 0, lambda: mock.patch.object(Experts, "forward", one_sided),
+    ),
+    "all ranks have the first heads' alibi": (
+        "bloom", 0, lambda: mock.patch("shardwise.core.parallel.tensor.private._own_heads", first_heads),
+    ),
+}  # fmt: skip
+
+
+def faulty(name: str) -> str:
+    architecture, at, patch = FAULTS[name]
+    with Scope("shared") as group, patch():
+        try:
+            compare(CASES[architecture]()[at], Axis(group), PLAN)
+        except (AssertionError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+RANKS = full(*((name, 4 if at == 0 else 2) for at, name in enumerate(FAULTS)))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*RANKS[:-2], *((name, 2) for name in list(FAULTS)[-2:])])
+def test_a_fault_is_found(name: str, ranks: int) -> None:
+    assert all(run_ranks(ranks, faulty, name))
+
+
+# ---- generation
+
+
+def generated(parallel: bool) -> tuple[list[list[int]], list[list[int]], int, int]:
+    case = CASES["llama"]()[1]
+    ids = torch.randint(3, PAD, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": PAD}
+    with Scope("shared") as group:
+        axis, plain, model = Axis(group), case.made().eval(), case.made().eval()
+        cutting = cut(model, axis, TensorPlan(parallel_output=parallel, vocabulary_multiple=4))
+        expected = plain.generate(ids, **options)  # type: ignore[operator]
+        found = model.generate(ids, **options)  # type: ignore[operator]
+        width = model(ids).logits.shape[-1]
+        cutting.remove()
+        assert "generate" not in vars(model) and "_loss_function" not in vars(model)
+        return found.tolist(), expected.tolist(), width, axis.size
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_cut_model_generates_what_the_whole_one_does(parallel: bool) -> None:
+    for found, expected, width, _ in run_ranks(2, generated, parallel):
+        assert found == expected
+        assert width == (16 if parallel else VOCABULARY)
+
+
+def kinds() -> None:
+    """Nothing changes before install(); afterwards a module is still of its class."""
+    with Scope("shared") as group:
+        for case, _ in dropping():
+            model = case.made()
+            before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+            cutting = cut_model(model, Axis(group), PLAN)
+            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+            cutting.install()
+            assert any(isinstance(module, Guard) for module in model.modules())
+            for name, module in model.named_modules():
+                assert isinstance(module, before[name][0]) and type(module).__name__ == before[name][0].__name__
+            cutting.remove()
+            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+        assert not Private(0).inside
+
+
+def test_a_table_changes_nothing_by_itself() -> None:
+    run_ranks(2, kinds)
+
+
+# ---- by the plan that a model brings
+
+
+def proposed(name: str) -> list[str]:
+    """Names of what is cut."""
+    case = Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=False), language, padded=True)
+    with Scope("shared") as group:
+        architecture = propose_architecture(case.made())
+        return list(compare(case, Axis(group), TensorPlan(architecture=architecture, vocabulary_multiple=4)))
+
+
+# Granite divides its logits, Glm brings an MLP whose layers it gathers, Olmo2 norms over all heads.
+@pytest.mark.parametrize(("name", "layers"), [*full(("Granite", 7), ("SmolLM3", 7)), ("Glm", 4), ("Olmo2", 3)])
+def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> None:
+    for found in run_ranks(4, proposed, name):
+        weights = [each for each in found if each.endswith("weight")]
+        assert len(weights) == 2 * layers + 2  # of each of two layers, the embedding and the head
+
+
+# ---- adapters
+
+
+def adapters(parallel: bool) -> None:
+    """A low-rank adapter is cut with its layer; with dropout, what all have alike is dropped alike."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        plan = TensorPlan(parallel_output=parallel, vocabulary_multiple=4)
+        for case in adapted():
+            cut_ones = [name for name in compare(case, axis, plan) if "lora_" in name]
+            rows = ("o_proj", "down_proj", "c_proj")
+            assert all(("lora_A" in name) == any(layer in name for layer in rows) for name in cut_ones)
+            assert len(cut_ones) >= 8
+        case, model = adapted(RATE)[0], adapted(RATE)[0].made()
+        cut(model, axis, plan)
+        inputs: dict[str, Tensor] = {}
+        attention = "base_model.model.model.layers.1.self_attn"
+        for name in ("q_proj", "o_proj"):
+            layer = model.get_submodule(f"{attention}.{name}.lora_dropout.default")
+            layer.register_forward_hook(lambda _, given, out, name=name: inputs.update({name: (out == 0).double()}))
+        torch.manual_seed(7)
+        whole(model, axis, run(case, model, case.batch())[1])
+        assert not differs(axis, inputs["q_proj"]) and bool(inputs["q_proj"].any())
+        if axis.size == 2:  # as many heads on each
+            assert differs(axis, inputs["o_proj"])
+        assert same_generator(axis)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, True), *full((4, False))])
+def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
+    run_ranks(ranks, adapters, parallel)
+
+
+# ---- activations that are trained
+
+
+@dataclass(frozen=True)
+class Sloped(Case):
+    """With a trained activation in the MLP of each layer."""
+
+    def made(self) -> nn.Module:
+        model = super().made()
+        for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
+            sloped = nn.PReLU(init=0.25 + number / 8)
+            layer.mlp.act_fn = nn.Sequential(sloped) if number else sloped
+        return model.double()
+
+
+def sloped() -> None:
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
+        compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
+
+
+def test_a_trained_activation_of_a_part_gets_the_gradient_of_all() -> None:
+    run_ranks(2, sloped)

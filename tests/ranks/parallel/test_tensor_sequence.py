@@ -1,0 +1,475 @@
+"""Sequences of which each rank has some tokens between cut layers: engines, dropout, memory, bytes, refusals.
+
+Every architecture is compared in ``test_tensor_architectures.py``."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from engine_setup import PLANS, sharded
+from hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
+from scope import Scope
+from sets import full
+from tensor_cases import CASES, adapted, decoder, language
+from tensor_setup import Case, Exact, compare, cut, run, whole
+from torch import Tensor, nn
+
+from shardwise.core.parallel.tensor import Axis, Cutting, cut_model
+from shardwise.core.parallel.tensor import layers as layers_of
+from shardwise.core.parallel.tensor.layers import Rows
+from shardwise.core.parallel.tensor.ring import Ring
+from shardwise.core.parallel.tensor.sequence import Router
+from shardwise.plan import Plan, TensorPlan
+from shardwise.testing import assert_close, run_ranks
+from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
+
+Mode = Literal["split_gather", "ring"]
+MODES: tuple[Mode, ...] = ("split_gather", "ring")
+BATCH, RATE = 3, 0.4
+
+
+@contextmanager
+def axis_of() -> Iterator[Axis]:
+    """Over all ranks."""
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        yield axis
+
+
+def plan_of(mode: Mode | None, **changes: Any) -> TensorPlan:
+    return TensorPlan(vocabulary_multiple=4, sequence=mode, **changes)
+
+
+# ---- engines
+
+
+def trained(plan: Plan, mode: Mode, checkpointed: bool, expected: Steps) -> None:
+    """Three steps with clipping, sequences of seven tokens, some of them padding."""
+    model = made("llama", tie_word_embeddings=checkpointed)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plan = plan.but(tp=2, max_norm=MAX_NORM, tensor=plan_of(mode))
+    with sharded(model, optimizer_of(model), plan) as session:
+        mesh, optimizer = session.mesh, session.optimizer
+        assert optimizer is not None
+        texts = Texts(3 * mesh.size * BATCH)
+        for step, (loss, norm, values) in enumerate(expected):
+            rows = [(step * BATCH + row) * mesh.size + mesh.rank for row in range(BATCH)]
+            own = session.module(**{name: torch.stack([texts[row][name] for row in rows]) for name in texts.items}).loss
+            session.backward(own)
+            mean = sum(post[0] for post in mesh.world.exchange([own.item()])) / mesh.size
+            optimizer.step()
+            numbers = {"loss": mean, "norm": optimizer.get_grad_norm()}
+            wide = [
+                {key: torch.tensor(value, dtype=torch.float64) for key, value in each.items()}
+                for each in (numbers, {"loss": loss, "norm": norm})
+            ]
+            assert_close(*wide, 1e-10, f"step {step}")
+            facts = session.engine.layout.facts
+            with session.module.gathered():
+                held = {fact.names[0]: p.detach() for fact, p in zip(facts, session.params, strict=True)}
+            parts = {f.names[0]: v if f.part is None else f.part.of(v) for f in facts for v in (values[f.names[0]],)}
+            assert_close(held, parts, 1e-9, f"parameters after step {step}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "checkpointed"),
+    [
+        ("split_gather", "zero1", False),
+        ("ring", "zero3", True),
+        *full(("split_gather", "zero3", False), ("split_gather", "zero3", True)),
+        *full(("ring", "zero1", False), ("ring", "zero3", False)),
+    ],
+)
+def test_training_equals_plain_pytorch(mode: Mode, name: str, checkpointed: bool) -> None:
+    expected = plain_steps("llama", 2, BATCH, True, tie_word_embeddings=checkpointed)
+    run_ranks(4, trained, PLANS[name], mode, checkpointed, expected)
+
+
+# ---- random numbers
+
+
+def differs(axis: Axis, x: Tensor) -> bool:
+    found = axis.collect(x)
+    return not all(torch.equal(found[0], each) for each in found[1:])
+
+
+def noisy() -> list[tuple[Case, str]]:
+    """Models that draw everywhere, and the name of a dropout between blocks."""
+    gpt2 = transformers.GPT2Config(
+        n_embd=24, n_head=4, n_layer=2, n_positions=16, vocab_size=29, attn_pdrop=RATE, resid_pdrop=RATE,
+        embd_pdrop=RATE, use_cache=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    rates = {"hidden_dropout_prob": RATE, "attention_probs_dropout_prob": RATE}
+    moe = {"num_local_experts": 4, "router_jitter_noise": 0.1, "attention_dropout": RATE}
+    return [
+        (Case("GPT2LMHeadModel", gpt2, language), "transformer.h.1.mlp.dropout"),
+        (Case("BertForMaskedLM", decoder("Bert", **rates), language), "bert.encoder.layer.1.output.dropout"),
+        (Case("MixtralForCausalLM", decoder("Mixtral", experts_implementation="eager", **moe), language), ""),
+        (adapted(RATE)[0], ""),
+    ]
+
+
+def drawn(mode: Mode) -> None:
+    """Each rank drops other elements of its own tokens, a recomputation drops the same once more, and behind the layers
+    all draw alike."""
+    with axis_of() as axis:
+        for case, name in noisy():
+            model = case.made()
+            cutting = cut(model, axis, plan_of(mode))
+            dropped: list[Tensor] = []
+            if name:
+                model.get_submodule(name).register_forward_hook(
+                    lambda _, __, y, found=dropped: found.append((y == 0).double())
+                )
+            found: list[dict[str, Tensor]] = []
+            for reentrant in (None, False, True):
+                if reentrant is not None:
+                    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+                torch.manual_seed(7)
+                model.zero_grad()
+                loss = model(**case.batch()).loss
+                loss.backward()
+                grads = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+                assert not differs(axis, loss.detach()), "the ranks do not have the same loss"
+                assert not cutting.private.inside and not differs(axis, torch.get_rng_state().double())
+                whole(model, axis, grads)
+                found.append({key: grad.clone() for key, grad in grads.items()})
+            assert not name or (differs(axis, dropped[0]) and bool(dropped[0].any()))
+            for others in found[1:]:
+                assert others.keys() == found[0].keys()
+                assert all(torch.equal(others[key], grad) for key, grad in found[0].items())
+
+
+@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
+def test_a_rank_drops_its_own_of_its_tokens(mode: Mode) -> None:
+    run_ranks(2, drawn, mode)
+
+
+# ---- what is held and sent
+
+
+def kept(mode: Mode | None, length: int) -> tuple[int, int]:
+    """Bytes that layers get from each other and their norms save for the backward pass, and those of whole tokens."""
+    config = decoder("Llama", hidden_size=24, num_hidden_layers=3)
+    case = Case("LlamaForCausalLM", config, language)
+    with axis_of() as axis:
+        model = case.made()
+        cut(model, axis, plan_of(mode))
+        between = 0
+
+        def count(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            nonlocal between
+            between += given[0].nbytes
+
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(count)
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.register_forward_pre_hook(count)
+        ids = torch.randint(0, 27, (2, length))
+        logits = model(input_ids=ids).logits
+        assert logits.shape[:2] == (2, length)
+        return between, 3 * 3 * 2 * length * 24 * 8
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 7), *full((2, 8), (4, 8), (4, 6))])
+def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int) -> None:
+    for mode in (None, *MODES):
+        found = run_ranks(ranks, kept, mode, length)
+        shares = [(length + ranks - 1 - rank) // ranks for rank in range(ranks)] if mode else [length] * ranks
+        assert [between for between, _ in found] == [
+            whole * n // length for n, (_, whole) in zip(shares, found, strict=True)
+        ]
+
+
+def counted(mode: Mode | None) -> dict[str, int]:
+    """Of one forward and backward pass, in the tensor-parallel group."""
+    model = made("llama")
+    inputs = {name: torch.stack([Texts(4)[row][name][: LENGTH - 1] for row in range(4)]) for name in Texts(4).items}
+    with sharded(model, optimizer_of(model), PLANS["zero1"].but(tp=2, tensor=plan_of(mode))) as session:
+        session.reset_traffic()
+        session.backward(session.module(**inputs).loss)
+        return dict(session.mesh.traffic())
+
+
+def test_bytes_are_those_of_whole_sequences() -> None:
+    """Each sum of activations (two forward in a layer, and the same backward, where whole sequences need one for every
+    layer cut by columns) becomes a gather or a sum of parts, of half as many bytes; beside these are one gather behind
+    the layers, one of the gradient before them, and the sums of what all have whole: norms and biases behind sums."""
+    plain, *others = (run_ranks(2, counted, mode)[0] for mode in (None, *MODES))
+    half = 4 * (LENGTH - 1) * WIDTH * 8 // 2  # of activations, to one other rank
+    blocks = 2 * 2  # in two layers
+    norms = 2 * 3 * WIDTH * 8  # two norms and the bias of the attention's output in each
+    for found in others:
+        moved = {kind: found[kind] - plain.get(kind, 0) for kind in found}
+        assert moved["all_reduce"] == norms - 2 * half * (blocks + 2 * 5)
+        exchanged = moved["all_gather"] + moved["reduce_scatter"] + moved["send"]
+        assert exchanged == 2 * half * 2 * blocks + 2 * half
+        assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
+
+
+def multiplied(otherwise: list[str]) -> list[str]:
+    """Which layers multiply by themselves, under ``"ring"``, where those have a product of another kind."""
+    case, found = Case("LlamaForCausalLM", decoder("Llama"), language), []
+    product = layers_of._product
+
+    def named(module: Any, *args: Any) -> Tensor:
+        found.append(next(name for name, each in model.named_modules() if each is module))
+        return product(module, *args)
+
+    with axis_of() as axis, mock.patch.object(layers_of, "_product", named):
+        model = case.made()
+        cut(model, axis, plan_of("ring"))
+        for name in otherwise:
+            vars(model.get_submodule(name))["multiply"] = nn.functional.linear
+        run(case, model, case.batch())
+    return found
+
+
+def test_pieces_are_multiplied_where_they_arrive() -> None:
+    assert run_ranks(2, multiplied, []) == [["lm_head"]] * 2
+    layer = "model.layers.1"
+    found = run_ranks(2, multiplied, [f"{layer}.self_attn.o_proj", f"{layer}.mlp.up_proj"])
+    blocks = [f"{layer}.self_attn.o_proj", f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]
+    assert found == [[*blocks, "lm_head"]] * 2
+
+
+# ---- faults
+
+
+def whole_bias(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self._sequences.from_parts(nn.functional.linear(x, self.weight))
+    return y if self.bias is None else y + self.bias
+
+
+def own_scores(self: Any, x: Tensor) -> Any:
+    return super(Router, self).forward(x)  # type: ignore[misc]
+
+
+arriving, summed = Ring.arriving, Ring.summed
+
+
+def misnamed(self: Ring, *args: Any) -> Any:
+    return ((self.size - 1 - rank, piece) for rank, piece in arriving(self, *args))
+
+
+def neighbours(self: Ring, part_of: Any, *args: Any) -> Tensor:
+    return summed(self, lambda rank: part_of((rank + 1) % self.size), *args)
+
+
+def other_way_round(self: Axis, x: Tensor, dim: int, sizes: Any) -> Tensor:
+    return x.narrow(dim, sum(sizes[self.rank + 1 :]), sizes[self.rank])
+
+
+def taken_for_alike(self: Axis, x: Tensor, dim: int, sizes: Any, gradient: bool = False) -> Tensor:
+    return self.gathered(x, dim, sizes, self.way(gradient))
+
+
+FAULTS: dict[str, tuple[str, int, Mode, Any]] = {
+    "gradients of norms are not summed": (
+        "llama", 0, "split_gather", lambda: mock.patch.object(Cutting, "sum_whole", lambda _: None),
+    ),
+    "gradients of a bias behind a sum are not summed": (
+        "llama", 1, "split_gather", lambda: mock.patch.object(Rows, "forward", whole_bias),
+    ),
+    "the ranks take each other's tokens": (
+        "llama", 0, "split_gather", lambda: mock.patch.object(Axis, "own_part", other_way_round),
+    ),
+    "a router's scores are of the rank's own tokens": (
+        "mixtral", 0, "split_gather", lambda: mock.patch.object(Router, "forward", own_scores),
+    ),
+    "what is gathered for cut layers is taken for alike": (
+        "gpt2", 0, "split_gather", lambda: mock.patch.object(Axis, "gathered_for_parts", taken_for_alike),
+    ),
+    "the pieces of the ring are taken for other ranks'": (
+        "llama", 0, "ring", lambda: mock.patch.object(Ring, "arriving", misnamed),
+    ),
+    "the ring sums to a neighbour's piece": (
+        "gpt2", 0, "ring", lambda: mock.patch.object(Ring, "summed", neighbours),
+    ),
+}  # fmt: skip
+
+
+def faulty(name: str) -> str:
+    architecture, at, mode, patch = FAULTS[name]
+    with axis_of() as axis, patch():
+        try:
+            compare(CASES[architecture]()[at], axis, plan_of(mode))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            return str(error)
+    return ""
+
+
+QUICK_FAULTS = ("the ranks take each other's tokens", "the ring sums to a neighbour's piece")
+
+
+@pytest.mark.parametrize("name", [*QUICK_FAULTS, *full(*(name for name in FAULTS if name not in QUICK_FAULTS))])
+def test_a_fault_is_found(name: str) -> None:
+    assert all(run_ranks(2, faulty, name))
+
+
+# ---- what is refused, and what goes on as it was
+
+
+def refused() -> list[str]:
+    """What is asked of the model's states is told in the pass; the rest before anything changes."""
+    told = []
+    with axis_of() as axis:
+        case = CASES["llama"]()[0]
+        model = case.made()
+        cutting = cut(model, axis, plan_of(MODES[0]))
+        with pytest.raises(ValueError) as error:
+            model(**case.batch(), output_hidden_states=True)
+        told.append(str(error.value))
+        with pytest.raises(RuntimeError) as failed:
+            model.model.layers[0].mlp(torch.zeros(2, 3, 24).double())
+        told.append(str(failed.value))
+        assert run(case, model, case.batch())[0].isfinite()
+        cutting.remove()
+        assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+        assert type(model.model) is transformers.LlamaModel
+        changes: list[tuple[str, dict[str, Any]]] = [
+            ("OPT", {"layerdrop": 0.1}),
+            ("Bert", {"chunk_size_feed_forward": 2}),
+        ]
+        for name, each in changes:
+            kind = {"OPT": transformers.OPTForCausalLM, "Bert": transformers.BertForMaskedLM}[name]
+            with pytest.raises(ValueError) as error:
+                cut_model(kind(decoder(name, **each)), axis, plan_of(MODES[0]))
+            told.append(str(error.value))
+    return told
+
+
+def test_what_divided_sequences_cannot_do_is_told() -> None:
+    for told in run_ranks(2, refused):
+        for words, found in zip(
+            ("output_hidden_states=True", "call the whole model", "give layerdrop=0", "give chunk_size_feed_forward=0"),
+            told,
+            strict=True,
+        ):
+            assert re.search(words, found), found
+
+
+def generated(mode: Mode) -> None:
+    """With a cache: one token at a time, which one rank has."""
+    case = CASES["llama"]()[1]
+    ids = torch.randint(3, 27, (2, 5), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 27}
+    with axis_of() as axis:
+        whole_one, model = case.made().eval(), case.made().eval()
+        cut(model, axis, plan_of(mode))
+        expected = whole_one.generate(ids, **options)  # type: ignore[operator]
+        assert torch.equal(model.generate(ids, **options), expected)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_with_divided_sequences_generates_what_the_whole_one_does(mode: Mode) -> None:
+    run_ranks(2, generated, mode)
+
+
+def wrapped(mode: Mode) -> None:
+    """Under torch's own wrapper, adapters, and sequences of other lengths between forward and backward passes."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with axis_of() as axis:
+        case = CASES["llama"]()[0]
+        model, expected = case.made(), case.made()
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = checkpoint_wrapper(layer)
+        cut(model, axis, plan_of(mode, parallel_output=False))
+        batches = [torch.randint(0, 27, (2, n), generator=torch.Generator().manual_seed(n)) for n in (5, 6, 7, 1)]
+        for each in (model, expected):
+            losses = [each(input_ids=ids).logits.square().mean() for ids in batches]
+            for loss in losses:
+                loss.backward()
+        grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+        parts = cut_parts(model)
+        for name, param in expected.named_parameters():
+            own = parts[name].of(param.grad) if name in parts else param.grad
+            assert_close({name: grads[name]}, {name: own}, 1e-11, "gradients")
+
+
+def cut_parts(model: nn.Module) -> dict[str, Any]:
+    from shardwise.core.parallel.tensor import parts_of
+
+    return {name.replace("_checkpoint_wrapped_module.", ""): part for name, part in parts_of(model).items()}
+
+
+@pytest.mark.parametrize("mode", ["split_gather", *full("ring")])
+def test_recomputed_layers_know_whose_tokens_they_had(mode: Mode) -> None:
+    run_ranks(4, wrapped, mode)
+
+
+def beside_tables(mode: Mode) -> None:
+    """Adapters, and a model of one's own: attention and MLP in one layer, layers in an ``nn.Sequential``."""
+    with axis_of() as axis:
+        for case in adapted():
+            compare(case, axis, plan_of(mode))
+        torch.manual_seed(0)
+        plain_one = Mini().double()
+        model = copy.deepcopy(plain_one)
+        cut(model, axis, plan_of(mode, architecture=ARCHITECTURE))
+        ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(1))
+        for each in (plain_one, model):
+            nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        expected = {name: param.grad for name, param in plain_one.named_parameters() if param.grad is not None}
+        assert_close(whole(model, axis, grads), expected, 1e-11, "gradients", floor=1e-2)
+
+
+@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
+def test_adapters_and_models_of_ones_own(mode: Mode) -> None:
+    run_ranks(2, beside_tables, mode)
+
+
+# ---- torch's own
+
+
+def beside_torch(mode: Mode) -> None:
+    """``parallelize_module`` and ``loss_parallel`` of the same model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    case = Case("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language)
+    with axis_of() as axis:
+        ours, theirs, batch = case.made(), case.made(), case.batch()
+        cut(ours, axis, plan_of(mode))
+        loss, grads = run(case, ours, batch)
+        plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"model.layers.*.{name}"] = ColwiseParallel()
+        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plan["lm_head"] = ColwiseParallel(use_local_output=False)
+        parallelize_module(theirs, init_device_mesh("cpu", (axis.size,)), plan)
+        goals = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+        with loss_parallel():
+            with Exact():
+                logits = theirs(input_ids=batch["input_ids"]).logits
+            other = nn.functional.cross_entropy(logits.flatten(0, 1), goals)
+            other.backward()
+        assert_close({"loss": loss}, {"loss": other.detach().full_tensor()}, 1e-12, "loss")
+        expected = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
+        full = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in expected.items()}
+        assert_close(whole(ours, axis, grads), full, 1e-11, "gradients")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_torchs_own_layers(mode: Mode) -> None:
+    run_ranks(2, beside_torch, mode)

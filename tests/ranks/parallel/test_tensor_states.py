@@ -1,0 +1,135 @@
+"""States of models whose layers are cut are those of the plain model: parameters, optimizer state, gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import differences, everything
+from cut_setup import VOCABULARY, WIDTH, Block, made
+from sets import full
+from tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
+from tier_setup import Fault
+from torch import Tensor, nn
+
+from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.parallel.float8 import linear
+from shardwise.core.parallel.tensor.layers import CutLayer
+from shardwise.session import build
+from shardwise.testing import assert_close, run_ranks
+
+
+def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """States on all ranks are whole, and come back."""
+    with training(plan_of(name, root), True) as session:
+        assert session.optimizer is not None
+        train(session, 0, 2)
+        state, optimizer_state = session.module.state_dict(), session.optimizer.state_dict()
+        full = dict(session.module.full_state())
+        assert list(state) == list(made(True).state_dict()) and not differences(full, state)
+        outlines = {n: tuple(v.shape) for n, v in session.module.state_layout().items()}
+        assert outlines == {n: tuple(v.shape) for n, v in state.items()}
+        only = session.module.state_dict(only_rank_0=True), session.optimizer.state_dict(only_rank_0=True)
+        assert bool(only[0]) == bool(only[1]["state"]) == session.mesh.first
+        train(session, 2, 3)
+        assert differences(session.module.state_dict(), state), "a step that changes nothing shows nothing"
+        session.module.load_state_dict(state)
+        session.optimizer.load_state_dict(optimizer_state)
+        found = everything(session)
+        assert not differences({n.removeprefix("model/"): v for n, v in found.items() if n[0] == "m"}, state)
+        assert not differences({n: found[n] for n in found if n[0] == "0"}, flat(optimizer_state))
+        with pytest.raises(RuntimeError, match=r"embedding.weight: \(32, 24\) instead of \(29, 24\)"):
+            session.module.load_state_dict(state | {"embedding.weight": torch.zeros(32, 24)})
+        return (state, optimizer_state) if session.mesh.first else None
+
+
+@pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
+def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
+    found = run_ranks(4, kept, str(tmp_path / "disk"), name, timeout=240.0)
+    assert found[0] is not None and found[1:] == [None] * 3
+    state, optimizer_state = found[0]
+    model = made(True)
+    model.load_state_dict(state)
+    optimizer = adam(model)
+    optimizer.load_state_dict(optimizer_state)
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    assert [entry["exp_avg"].shape for _, entry in sorted(optimizer_state["state"].items())] == shapes
+    reference = made(True)
+    plain = adam(reference)
+    for step in range(2):
+        plain.zero_grad()
+        for index in range(BATCHES):
+            (loss_of(reference, step, index) / BATCHES).backward()
+        plain.step()
+    tensors = {n: v for n, v in flat(plain.state_dict()).items() if isinstance(v, Tensor)}
+    assert_close({n: flat(optimizer_state)[n] for n in tensors}, tensors, 1e-9, "Adam's state")
+
+
+def unread(root: str) -> list[str]:
+    """A disk fails on one rank while a state is put together; what all are told, who have other parts as well."""
+    told = []
+    with Fault().installed() as fault, training(plan_of("zero3 tp2 small disk", root), True) as session:
+        assert session.optimizer is not None
+        train(session, 0, 1)
+        before = everything(session)
+        for collect in (session.module.state_dict, session.optimizer.state_dict):
+            if session.mesh.everyone.rank == 3:
+                fault.arm(2, writing=False)
+            with pytest.raises(DiskError) as error:
+                collect()
+            fault.lift()
+            told.append(str(error.value))
+        assert not differences(everything(session), before)
+    return told
+
+
+@pytest.mark.full
+def test_a_disk_that_fails_is_told_to_ranks_with_other_parts(tmp_path: Path) -> None:
+    for told in run_ranks(4, unread, str(tmp_path / "disk"), timeout=240.0):
+        assert len(told) == 2 and all("rank 3" in each and "Nothing has changed" in each for each in told), told
+
+
+def unsharded(name: str, root: str) -> dict[str, Any]:
+    """Gradients as the plain model has them, a prior state that moves along, and the model plain again at the end."""
+    plain, model = made(False), made(False)
+    reference, optimizer = adam(plain), adam(model)
+    for step in range(2):
+        reference.zero_grad()
+        for index in range(BATCHES):
+            (loss_of(plain, step, index) / BATCHES).backward()
+        if step == 0:
+            reference.step()
+            model.load_state_dict(plain.state_dict())
+            optimizer.load_state_dict(reference.state_dict())
+    session = build(model, optimizer, plan_of(name, root))
+    before = everything(session)
+    assert not differences({n: v for n, v in before.items() if n[0] == "0"}, flat(reference.state_dict()))
+    passes(session, 1)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(session.full_gradients(), grads, 1e-10, "gradients")
+    assert session.optimizer is not None
+    session.optimizer.step()
+    reference.step()
+    state = session.module.state_dict()
+    assert_close(state, dict(plain.state_dict()), 1e-9, "after a step")
+    cut = [module for module in model.modules() if isinstance(module, CutLayer)]
+    for module in cut:
+        vars(module)["multiply"] = linear  # as use_fp8 has it
+    session.unshard()
+    assert cut and not any("multiply" in vars(module) for module in cut)
+    session.mesh.close()
+    assert not differences(dict(model.state_dict()), state)
+    first = model.blocks[0]
+    assert isinstance(first, Block) and type(first.out) is nn.Linear and first.out.in_features == WIDTH
+    assert model.head.out_features == VOCABULARY
+    ids = torch.arange(6).view(1, 6)
+    assert_close({"logits": model(ids)}, {"logits": plain(ids)}, 1e-9, "the plain model again")
+    return state
+
+
+@pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4", "zero2 tp2 small")])
+def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) -> None:
+    states = run_ranks(4, unsharded, name, str(tmp_path / "disk"), timeout=240.0)
+    assert all(not differences(state, states[0]) for state in states)

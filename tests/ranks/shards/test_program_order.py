@@ -1,0 +1,352 @@
+"""Gathers in program order: what ranks meet for, what is fetched ahead, and what becomes of ranks that differ.
+
+See [Note: Program order].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import adam, data, one_mesh, seeded, sharded
+from meetings_setup import GLOO, counted
+from sets import full
+from stream_setup import LAYERS, Branching, groups_of
+from torch import Tensor, nn
+
+from shardwise.core.comm import NativeGroup, PeerError, choose
+from shardwise.core.shards import policy
+from shardwise.core.shards.issued import Issued
+from shardwise.plan import Plan, zero
+from shardwise.session import Session
+from shardwise.testing import assert_close, run_ranks
+
+MEETINGS = ["which parameters had gradients", "the gradient norm"]
+"""Of a step, beside its gathers and reductions."""
+
+
+def chain(layers: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
+
+
+def step_of(session: Session, loss: Tensor) -> None:
+    assert session.optimizer is not None
+    session.backward(loss)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
+    model, found = seeded(lambda: chain(layers)), []
+    with counted() as purposes, sharded(model, adam(model), plan) as session:
+        for step in range(steps):
+            purposes.clear()
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            found.append(list(purposes))
+    return found
+
+
+@pytest.mark.parametrize(("size", "layers"), [(2, 24), *full((3, 24)), (2, 5)])
+def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> None:
+    for steps in run_ranks(size, meetings, GLOO, layers, 4):
+        for purposes in steps[1:]:  # the first one agrees on the order of reductions
+            assert purposes == MEETINGS
+
+
+@pytest.mark.parametrize("changes", [{"same_order": False}, {"device_capacity_bytes": 1 << 30}])
+def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
+    for steps in run_ranks(2, meetings, GLOO.but(**changes), 5, 2):
+        assert steps[1].count("what to gather") > 5
+
+
+def under_way(layers: int, small: bool) -> int:
+    """The most units on their way at the first use of a step, of equal ones, when one may be fetched ahead."""
+    model, most = seeded(lambda: chain(layers)), 0
+    with (
+        mock.patch.object(policy, "AHEAD_BYTES", 1 << 20 if small else 1),
+        sharded(model, adam(model), GLOO) as session,
+    ):
+        for step in range(3):
+            pool, found = session.engine.pool, []
+            hook = model[0].register_forward_hook(lambda *_, found=found, pool=pool: found.append(len(pool._held)))
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            hook.remove()
+            most = max(most, found[0])
+    return most
+
+
+@pytest.mark.parametrize(("small", "units"), [(True, 9), (False, 2)])
+def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
+    """Each gather is a trip, which the computation of a small unit does not hide."""
+    assert run_ranks(2, under_way, 9, small) == [units, units]
+
+
+# ---- what ranks gather does not depend on what only one of them knows
+
+
+def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Rank 1 holds a parameter of another layer in each step, so that it stays; what was gathered by step."""
+    model, issued, note = seeded(lambda: chain(LAYERS)), list[list[int]](), Issued.note
+
+    def noting(of: Issued, unit: int) -> None:
+        issued[-1].append(unit)
+        note(of, unit)
+
+    held: list[Tensor] = []
+    with mock.patch.object(Issued, "note", noting), sharded(model, adam(model), plan) as session:
+        for step in range(steps):
+            issued.append([])
+            if session.mesh.rank:
+                layer = model[step % LAYERS]
+                hook = layer.register_forward_hook(lambda layer, *_: held.append(layer.weight.view(-1)))
+            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            held.clear()
+            if session.mesh.rank:
+                hook.remove()
+        issued.append([])
+        return issued[:-1], session.module.state_dict()
+
+
+def chain_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
+    model = seeded(lambda: chain(LAYERS))
+    optimizer = adam(model)
+    for step in range(steps):
+        for rank in range(size):
+            (model(data(rank, step)).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("prefetch", [2, *full(0, 1)])
+def test_ranks_fetch_the_same_ahead_whatever_one_of_them_holds(prefetch: int) -> None:
+    with_small_reach = GLOO.but(prefetch=prefetch)
+    found = run_ranks(2, held_by_one, with_small_reach, 4)
+    (one, state), (other, _) = found
+    assert one == other
+    forward, backward = one[2][:LAYERS], one[2][LAYERS:]
+    assert forward == sorted(forward) and backward == sorted(backward, reverse=True), "the order of the step before"
+    assert_close(state, chain_in_one_process(2, 4), 1e-9, f"prefetch={prefetch}")
+
+
+# ---- ranks that differ
+
+
+def differs_in_one_step(size: int) -> str:
+    """In step 2 the last rank takes two layers of one size in another order, as nothing else would tell."""
+    with groups_of(NativeGroup):
+        model, said = seeded(Branching), ""
+        plan = zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            before = session.module.state_dict()
+            for step in range(4):
+                usual = list(range(LAYERS))
+                way = [*usual[:2], 3, 2, *usual[4:]] if step == 2 and mesh.rank == size - 1 and not said else usual
+                try:
+                    before = session.module.state_dict()
+                    session.backward(session.module(data(mesh.rank, step), way).square().mean())
+                except PeerError as error:
+                    said = str(error)
+                    session.optimizer.zero_grad()
+                    after = session.module.state_dict()
+                    assert all(torch.equal(before[name], after[name]) for name in before)
+                    session.backward(session.module(data(mesh.rank, step), usual).square().mean())
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            state = session.module.state_dict()
+        assert_close(state, branching_in_one_process(size, 4), 1e-9, "after the error")
+        return said
+
+
+def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
+    model = seeded(Branching)
+    optimizer = adam(model)
+    for step in range(steps):
+        for rank in range(size):
+            (model(data(rank, step), range(LAYERS)).square().mean() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("size", [2, *full(3)])
+def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int) -> None:
+    for said in run_ranks(size, differs_in_one_step, size):
+        others = "rank 0" if size == 2 else r"ranks [0, 1]"
+        assert "have gathered different parameters since they last compared: gather 3 is" in said
+        assert "(layers.2" in said and "(layers.3" in said
+        assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
+
+
+def differs_in_an_evaluation() -> str:
+    """Between two passes, behind which nothing is compared, the ranks take two layers of one size in another order."""
+    with groups_of(NativeGroup):
+        model, plan = seeded(Branching), zero(3).but(prefetch=0)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            loss, usual = session.module(data(mesh.rank, 0), range(LAYERS)).square().mean(), list(range(LAYERS))
+            session.backward(loss)
+            with torch.no_grad():
+                session.module(data(mesh.rank, 0), [0, 2, 1, 3] if mesh.rank else [0, 1, 2, 3])
+            session.optimizer.step()
+            with pytest.raises(PeerError) as error:
+                session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
+            session.optimizer.zero_grad()
+            session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            state = session.module.state_dict()
+        assert_close(state, branching_in_one_process(2, 2), 1e-9, "after the error")
+        return str(error.value)
+
+
+def test_gathers_before_an_update_are_compared_after_it() -> None:
+    for said in run_ranks(2, differs_in_an_evaluation):
+        assert "have gathered different parameters since they last compared: gather 2 is" in said
+
+
+def of_two_kinds(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
+    """Of two replicas one has its ranks on one host, the other on two."""
+    real, host = choose.host_facts(), max(1, dist.get_rank())
+    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {host}"}):
+        model = seeded(lambda: chain(LAYERS))
+        with sharded(model, adam(model), plan) as session:
+            for step in range(3):
+                step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
+            return session.engine.pool.in_order, session.module.state_dict()
+
+
+def test_one_replica_gathers_in_program_order_and_one_in_mapped_memory() -> None:
+    found = run_ranks(4, of_two_kinds, zero(3, dp_replicate=2))
+    assert [in_order for in_order, _ in found] == [False, False, True, True]
+    assert_close(found[0][1], chain_in_one_process(4, 3), 1e-9, "of two kinds")
+
+
+def waits_in_vain(plan: Plan, sleeps: bool) -> str:
+    """In step 1 rank 1 takes two layers in another order, or does something else for longer than rank 0 waits."""
+    model = seeded(Branching)
+    with sharded(model, adam(model), plan) as session:
+        rank = session.mesh.rank
+        step_of(session, session.module(data(rank, 0), range(LAYERS)).square().mean())
+        if sleeps and rank:
+            session.module(data(rank, 1), [0])
+            time.sleep(3 * plan.comm.wait_timeout_s)
+            return ""
+        try:
+            session.module(data(rank, 1), [0, 2, 1] if rank else [0, 1, 2])
+        except PeerError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_who_waits_in_vain_says_what_all_are_doing(sleeps: bool) -> None:
+    plan = GLOO.but(prefetch=0, wait_timeout_s=2.0)
+    told = run_ranks(2, waits_in_vain, plan, sleeps)
+    assert "rank 0 is in: step 1, forward, gather of unit 1 (layers.1" in told[0], told[0]
+    assert "wait_timeout_s=2" in told[0]
+    if sleeps:
+        assert re.search(r"rank 1 is in no such call.* and was last at step [01], \w+, \w+ of", told[0]), told
+    else:
+        assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in told[0]
+        assert "gather of unit 2 (layers.2" in told[1], told[1]
+
+
+class Breaks(torch.autograd.Function):
+    """The identity; its backward raises where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks:
+            raise ArithmeticError("broken on purpose")
+        return grad, None
+
+
+def breaks_apart(plan: Plan) -> tuple[list[int], dict[str, Tensor]]:
+    """In step 1 each rank fails in backward of another layer, when one has fetched more ahead than the other."""
+    model, counts = seeded(lambda: chain(LAYERS)), list[int]()
+    with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
+        assert session.optimizer is not None
+        rank = session.mesh.rank
+        for step in range(3):
+            for tries in range(2 if step == 1 else 1):
+                fails = step == 1 and tries == 0
+                hooks = [
+                    layer.register_forward_hook(
+                        lambda _, __, out, at=at, fails=fails: Breaks.apply(out, fails and at == 3 - rank)
+                    )
+                    for at, layer in enumerate(model)
+                ]
+                loss = session.module(data(rank, step)).square().mean()
+                for hook in hooks:
+                    hook.remove()
+                if not fails:
+                    step_of(session, loss)
+                    continue
+                with pytest.raises(ArithmeticError):
+                    session.backward(loss)
+                counts.append(session.engine.pool.issued.count)
+                session.optimizer.zero_grad()
+                counts.append(session.engine.pool.issued.count)
+        return counts, session.module.state_dict()
+
+
+def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], dict[str, Tensor]]:
+    """In step 1 each rank fails in forward behind another layer, when one has fetched more ahead than the other; or
+    rank 1, in the layer behind which rank 0 fails, has no array for what it would fetch ahead."""
+    model, counts = seeded(lambda: chain(LAYERS)), list[int]()
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError("broken on purpose")
+
+    def take(numel: int, dtype: torch.dtype) -> Tensor:
+        if len(pool.trace.current) > 2:
+            stop()
+        return torch.empty(numel, dtype=dtype)
+
+    with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
+        assert session.optimizer is not None
+        rank, pool = session.mesh.rank, session.engine.pool
+        breaks = mock.patch.object(pool.arrays, "take", take) if no_array and rank else contextlib.nullcontext()
+        for step in range(3):
+            with torch.no_grad():
+                session.module(data(rank, step))
+            if step == 1:
+                hook = model[2 + rank].register_forward_hook(stop)
+                with pytest.raises(ArithmeticError), torch.set_grad_enabled(training), breaks:
+                    session.module(data(rank, step))
+                hook.remove()
+                counts.append(pool.issued.count)
+                with pytest.raises(RuntimeError, match="after a pass that failed"):
+                    session.optimizer.step()
+                if training:
+                    session.optimizer.zero_grad()
+                    counts.append(pool.issued.count)
+            step_of(session, session.module(data(rank, step)).square().mean())
+        counts.append(pool.issued.count)
+        return counts, session.module.state_dict()
+
+
+@pytest.mark.parametrize(("training", "no_array"), [(True, False), (False, False), (True, True)])
+def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: bool, no_array: bool) -> None:
+    (one, state), (other, _) = run_ranks(2, stops_apart, GLOO.but(prefetch=2), training, no_array)
+    assert abs(one[0] - other[0]) == 1 and one[1:] == other[1:], "the one behind has caught up"
+    assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
+
+
+def test_ranks_that_fail_at_different_places_go_on() -> None:
+    (one, state), (other, _) = run_ranks(2, breaks_apart, GLOO.but(prefetch=2))
+    assert one[0] < other[0] and one[1] == other[1] == other[0], "the one behind has caught up"
+    assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
