@@ -56,7 +56,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
     ("booster/checkpoint_io.py", "", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
-    ("disk/", "", "", DISK),
+    ("core/memory/disk/", "", "", DISK),
     ("core/optim/disk.py", "", "", DISK),
     ("core/update/states.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
@@ -206,7 +206,7 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         self.changes += 1
         if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = f"__import__('shardwise.core.base.device').device.on_stream({ast.unparse(node.args[1])})"
+            made = f"__import__('shardwise.core.base.device').core.base.device.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:
