@@ -8,7 +8,7 @@ The engine's own module and optimizer have the same methods.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.checked import as_tensor
 from shardwise.core.optim.state_form import check_full_state
+from shardwise.late import OptimizerFacade
 
 __all__ = [
     "ModelWrapper",
@@ -135,19 +136,13 @@ def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> No
     check_full_state(optimizer, full, [[param.shape for param in group["params"]] for group in own])
 
 
-class OptimizerWrapper(torch.optim.Optimizer):
-    """An optimizer around ``optim`` that shares its groups and state, so schedulers may hold either of the two."""
+class OptimizerWrapper(OptimizerFacade):
+    """A torch optimizer with the methods of a boosted one."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
-        # The base's __init__ would build groups of its own; every attribute is looked up on `optim` instead.
-        self.optim = optim
+        super().__init__(optim)
         self._grad_norm: float | None = None
         self._norm_type = 2.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":
-            raise AttributeError(name)
-        return attribute_of(self.optim, name, self)
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The user's own optimizer."""
@@ -166,14 +161,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward from ``tensor`` with the gradient ``grad`` of its shape."""
         torch.autograd.backward(tensor, grad)
-
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """The wrapped optimizer's step."""
-        return self.optim.step() if closure is None else self.optim.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's zero_grad."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
@@ -214,10 +201,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Whether there is no gradient, or none but zeros. Collective where gradients are ``DTensor``."""
         return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is none
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state."""
-        return self.optim.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
 
@@ -225,22 +208,4 @@ class OptimizerWrapper(torch.optim.Optimizer):
             ValueError: another class made the state, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
-        self.optim.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
-        self.optim.add_param_group(param_group)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """A hook of the wrapped optimizer's step."""
-        return self.optim.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """A hook of the wrapped optimizer's step."""
-        return self.optim.register_step_post_hook(hook)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{self!r:.80} cannot be pickled; save it with booster.save_optimizer")
+        super().load_state_dict(state_dict)

@@ -132,8 +132,7 @@ class GeminiDDP(ModelFront):
             RuntimeError: it has one already.
         """
         plugin = dataclasses.replace(self.plugin, **arguments)
-        self._require_no_optimizer()
-        self._unshard()
+        self._drop_session()
         plugin._mesh = self.plugin.mesh()
         self.__dict__["plugin"] = plugin
         boosted, inner = plugin.configure(self.module, optimizer)

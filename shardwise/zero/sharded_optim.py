@@ -92,7 +92,7 @@ class ShardedOptimizerV2(OptimizerFront):
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
-        self._inner.backward_by_grad(tensor, grad)
+        self.target.backward_by_grad(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         """Clip the global norm of what the next step applies; returns the true (unscaled) norm before. Collective.
@@ -102,7 +102,8 @@ class ShardedOptimizerV2(OptimizerFront):
         """
         if model is not self.model:
             raise ValueError(f"model ({type(model).__name__}) is not the ShardedModelV2 of this optimizer: give that")
-        return self._inner.clip_grad_by_norm(max_norm)
+        norm: float = self.target.clip_grad_by_norm(max_norm)
+        return norm
 
     def sync_grad(self) -> None:
         """Nothing to do: backward passes reduce."""
@@ -110,12 +111,12 @@ class ShardedOptimizerV2(OptimizerFront):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by now; 1 without fp16."""
-        return self._inner.loss_scale
+        return float(self.target.loss_scale)
 
     @property
     def grad_scaler(self) -> Any:
         """The loss scale and its counters; ``None`` without fp16."""
-        return self._inner.scaler
+        return self.target.scaler
 
     def get_memory_usage(self) -> tuple[int, int]:
         """Bytes of masters and state on this rank: (on its GPU, in host memory)."""

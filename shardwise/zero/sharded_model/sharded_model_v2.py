@@ -128,12 +128,11 @@ class ShardedModelV2(ModelFront):
         Raises:
             RuntimeError: it has one already.
         """
-        self._require_no_optimizer()
-        to_plan(self.arguments, arguments, self._facts)  # a fault is an error before anything is changed
+        to_plan(self.arguments, arguments, self._facts)  # errors before anything is changed
+        self._drop_session()
         self._tell(arguments)
         if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
             self._own_mesh().join_model_parallel(others)
-        self._unshard()
         return self._build(optimizer, arguments)
 
     def _tell(self, optimizer: OptimizerArguments | None) -> None:
