@@ -133,7 +133,7 @@ class GeminiDDP(ModelFront):
         """
         plugin = dataclasses.replace(self.plugin, **arguments)
         self._drop_session()
-        plugin._mesh = self.plugin.mesh()
+        vars(plugin)["_mesh"] = self.plugin.mesh()
         self.__dict__["plugin"] = plugin
         boosted, inner = plugin.configure(self.module, optimizer)
         self.__dict__["_session"] = plugin.session(boosted)

@@ -14,4 +14,14 @@ from shardwise.compat.aliases import NotHere, lookup, mirror
 from shardwise.compat.impersonation import impersonate
 from shardwise.compat.table import Alias, AliasTable, Unsupported, all_worlds, read_world
 
-__all__ = ["Alias", "AliasTable", "NotHere", "Unsupported", "all_worlds", "impersonate", "lookup", "mirror", "read_world"]
+__all__ = [
+    "Alias",
+    "AliasTable",
+    "NotHere",
+    "Unsupported",
+    "all_worlds",
+    "impersonate",
+    "lookup",
+    "mirror",
+    "read_world",
+]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.core.base.checked import number, whole
 from shardwise.plan import ScalerPlan
 
 __all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
 
-START_SCALE = 2.0**16
 
 
 class PublishedDefault(float):
@@ -39,9 +39,11 @@ class ScalerArguments:
     max_scale: float = 2**32
 
 
-def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
-    """The loss scale. A default ``initial_scale`` above 2**16 that was left alone starts at 2**16 (within the bounds):
-    from 2**32 the first 15 steps or so are certain to overflow and be skipped.
+def scaler_plan(arguments: Any) -> ScalerPlan:
+    """Return the loss scale of an object with the fields of :class:`ScalerArguments`.
+
+    A default ``initial_scale`` above 2**16 that was not given starts at 2**16 (within the bounds): from 2**32 the first
+    15 steps or so are certain to overflow and be skipped.
 
     Raises:
         TypeError, ValueError: no number, or one out of range, see :class:`~shardwise.plan.ScalerPlan`.
@@ -50,7 +52,7 @@ def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
         number(name, getattr(arguments, name), "(-inf, inf)")  # kinds; the plan has the ranges
     start = float(arguments.initial_scale)
     if isinstance(arguments.initial_scale, PublishedDefault):
-        start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
+        start = min(max(min(start, 2.0**16), float(arguments.min_scale)), float(arguments.max_scale))
     return ScalerPlan(
         initial_scale=start,
         min_scale=float(arguments.min_scale),

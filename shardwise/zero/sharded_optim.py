@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import documented, picked
+from shardwise.compat.published import picked
 from shardwise.plan.loss_scale import PublishedDefault
 from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments
@@ -19,7 +19,6 @@ from shardwise.zero.sharded_model.sharded_model_v2 import require_same_ranks
 __all__ = ["ShardedOptimizerV2"]
 
 
-@documented(OptimizerArguments)
 class ShardedOptimizerV2(OptimizerFront):
     """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
 
@@ -36,6 +35,12 @@ class ShardedOptimizerV2(OptimizerFront):
             ``cpu_offload`` and the model's ``use_memory_tracer`` only. Everything is then placed by the trace.
         initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
             2**32 given explicitly is used.
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
         keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
         dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
         mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in

@@ -244,7 +244,7 @@ class ShardedPlugin(Plugin):
             device = start_ranks()
             self.check_device(device)
             plan = self.plan(all_ranks()[1])
-            self._mesh = Mesh.create(plan.mesh, device, plan.comm)
+            vars(self)["_mesh"] = Mesh.create(plan.mesh, device, plan.comm)  # the arguments are frozen
         return self._mesh
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types, fits, two_orders
+from shardwise.booster.plugin.arguments import (
+    SequenceArguments,
+    check_types,
+    check_update,
+    fits,
+    precision_plan,
+    warn_unused,
+)
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
-from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
-from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.compat.published import documented, given_in_vain
 from shardwise.core.base.checked import MOST_NUMEL, number, refuse, share, whole
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.plan import (
@@ -27,6 +30,7 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     BySearch,
+    GradPlan,
     MeshPlan,
     Packing,
     Plan,
@@ -38,7 +42,7 @@ from shardwise.plan import (
 from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
 
-__all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
+__all__ = ["GeminiPlugin", "to_plan"]
 
 DEFAULT_HIDDEN_DIM = 1024
 STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
@@ -50,37 +54,10 @@ OLD_POLICIES = {
 
 
 @dataclass(frozen=True, eq=False)
-class _First:
-    """What is published before the loss scale's: the fields of the last base come first."""
+class GeminiPlugin(ShardedPlugin, DPPluginBase):
+    """Chunked ZeRO-3, and everything between it and ZeRO-2.
 
-    chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
-    chunk_init_device: torch.device | None = None
-    placement_policy: str = "static"
-    enable_gradient_accumulation: bool = False
-    max_prefetch: int = 0
-    shard_param_frac: float = 1.0
-    offload_optim_frac: float = 0.0
-    offload_param_frac: float = 0.0
-    warmup_non_model_data_ratio: float = 0.8
-    steady_cuda_cap_ratio: float = 0.9
-    precision: str = "fp16"
-    master_weights: bool = True
-    pin_memory: bool = False
-    force_outputs_fp32: bool = False
-    strict_ddp_mode: bool = False
-    search_range_m: int = 32
-    hidden_dim: int | None = None
-    min_chunk_size_m: float = 32
-    memstats: MemStats | str | os.PathLike[str] | None = None
-    gpu_margin_mem_ratio: float = 0.0
-
-
-@documented()
-@dataclass(frozen=True, eq=False)
-class GeminiArguments(EngineArguments, _First):
-    """The published arguments, as data.
-
-    Attributes:
+    Args:
         chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
             It is only read, so one dict serves any number of models.
         chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
@@ -111,6 +88,15 @@ class GeminiArguments(EngineArguments, _First):
             ``MemStats``, or the path of a saved one), instead of a traced first step.
         gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
             moves into after the first step.
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        norm_type: any p > 0, ``math.inf`` included.
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         extra_dp_size: number of replicas of the sharded model.
         enable_all_optimization: fused normalization and flash attention.
@@ -125,8 +111,43 @@ class GeminiArguments(EngineArguments, _First):
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.
         fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
+        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: what it has, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
+            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
+            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
+            the host or a disk.
     """
 
+    chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
+    chunk_init_device: torch.device | None = None
+    placement_policy: str = "static"
+    enable_gradient_accumulation: bool = False
+    max_prefetch: int = 0
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    precision: str = "fp16"
+    master_weights: bool = True
+    pin_memory: bool = False
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_m: int = 32
+    hidden_dim: int | None = None
+    min_chunk_size_m: float = 32
+    memstats: MemStats | str | os.PathLike[str] | None = None
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = False
@@ -139,18 +160,18 @@ class GeminiArguments(EngineArguments, _First):
     use_fp8: bool = False
     verbose: bool = False
     fp8_communication: bool = False
+    device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
+        check_types(self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
         scaler_plan(self)  # also where the precision is another
         shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
         ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
         _check_accumulation(self, to_plan(self, ranks))
         _ = self._stats  # a file that is none is an error here, not at the first boost
-        for reason, names in _without_effect(self).items():
-            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warn_user(f"{given} without effect: {reason}")
+        warn_unused(self, _unused(self))
 
     @cached_property
     def _stats(self) -> MemStats | None:
@@ -164,201 +185,8 @@ class GeminiArguments(EngineArguments, _First):
         if stats is None or isinstance(stats, MemStats):
             return stats
         if not isinstance(stats, str | os.PathLike):
-            raise TypeError(
-                f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one"
-            )
+            raise TypeError(f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one")
         return MemStats.load(Path(stats))
-
-
-def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
-    """The arguments that were given and mean nothing beside the others, by reason."""
-    a = arguments
-    if a.placement_policy == "auto":
-        kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
-        found: dict[str, tuple[str, ...]] = {
-            "for placement_policy='static' only": STATIC_FRACTIONS,
-            "placement_policy='auto' decides what stays gathered": ("chunk_config_dict",) if kept else (),
-        }
-    else:
-        found = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
-        if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
-            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
-    reason = _nothing_ahead(a)
-    if reason is not None:
-        found[reason] = ("max_prefetch",)
-    return given_in_vain(a, found)
-
-
-def _nothing_ahead(arguments: GeminiArguments) -> str | None:
-    """Why no chunk is gathered ahead, whatever ``max_prefetch`` is; ``None``: they are."""
-    a = arguments
-    if not a.enable_async_reduce:
-        return "nothing is gathered ahead with enable_async_reduce=False"
-    if a.placement_policy == "static" and a.shard_param_frac == a.offload_param_frac == 0.0:
-        return "all parameters stay gathered with shard_param_frac=0.0"
-    return None
-
-
-def _check(arguments: GeminiArguments) -> None:
-    a = arguments
-    if a.strict_ddp_mode and (a.tp_size > 1 or a.enable_sequence_parallelism):
-        raise ValueError(
-            f"strict_ddp_mode=True with tp_size={a.tp_size}, enable_sequence_parallelism="
-            f"{a.enable_sequence_parallelism}: strict mode is data parallelism only; drop one of them"
-        )
-    if a.placement_policy not in ("static", "auto"):
-        hint = OLD_POLICIES.get(a.placement_policy)
-        raise ValueError(
-            f"placement_policy={a.placement_policy!r}: give 'static' or 'auto'" + (f" ({hint})" if hint else "")
-        )
-    for name in (*STATIC_FRACTIONS, *AUTO_RATIOS):
-        share(name, getattr(a, name))
-    for name in ("tp_size", "extra_dp_size"):
-        whole(name, getattr(a, name), 1, what="a number of ranks")
-    whole("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
-    _sequence_arguments(a)
-    _check_search(a)
-    if a.chunk_config_dict is not None:
-        _check_chunks(a.chunk_config_dict)
-    check_update(a, tp_size=a.tp_size)
-
-
-def _check_search(arguments: GeminiArguments) -> None:
-    a, most = arguments, MOST_NUMEL // 2**20
-    times = f"at most {most} (times 2**20 elements)"
-    number("search_range_m", a.search_range_m, f"[0, {most}]", f"a range >= 0 and {times}")
-    number("min_chunk_size_m", a.min_chunk_size_m, f"(0, {most}]", f"a size > 0 and {times}")
-    if a.hidden_dim is not None:
-        whole("hidden_dim", a.hidden_dim, 1, MOST_NUMEL, "a number of elements")
-    step = a.hidden_dim or DEFAULT_HIDDEN_DIM
-    if a.search_range_m * 2**20 // step >= MOST_SEARCHED:
-        raise ValueError(
-            f"search_range_m={a.search_range_m} in steps of hidden_dim={step} elements: more than {MOST_SEARCHED} "
-            "sizes to try; give a smaller range or larger steps"
-        )
-
-
-def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises:
-    ValueError: no entries, or one that is none; all are looked at, since another number of ranks takes another.
-    """
-    if not config:
-        raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
-    for ranks, entry in config.items():
-        where = f"chunk_config_dict[{ranks!r:.40}]={entry!r:.80}"
-        if not fits(ranks, int) or ranks < 1:
-            raise ValueError(f"{where}: give a number of ranks >= 1 as the key")
-        if not isinstance(entry, Mapping) or "chunk_size" not in entry or set(entry) - {"chunk_size", "keep_gathered"}:
-            raise ValueError(f"{where}: give 'chunk_size' (elements), and optionally 'keep_gathered'")
-        if not fits(entry["chunk_size"], int) or not 1 <= entry["chunk_size"] <= MOST_NUMEL:
-            raise ValueError(f"{where}: give a whole number of elements from 1 to {MOST_NUMEL} as 'chunk_size'")
-        if not fits(entry.get("keep_gathered", False), bool):
-            raise ValueError(f"{where}: give True or False as 'keep_gathered'")
-
-
-def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
-    if arguments.enable_gradient_accumulation and plan.grad.update == "backward":
-        raise ValueError(
-            f"update={arguments.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is "
-            "reduced, so each step is one backward pass; give update='step'"
-        )
-
-
-def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packing, float]:
-    """How parameters are packed, and which share of them may stay gathered, if nothing else is in the way."""
-    a = arguments
-    fraction = 1.0 - a.shard_param_frac
-    if a.chunk_config_dict is None:
-        search = BySearch(
-            search_range_numel=int(a.search_range_m * 2**20),
-            interval_numel=a.hidden_dim or DEFAULT_HIDDEN_DIM,
-            min_chunk_numel=max(1, math.ceil(a.min_chunk_size_m * 2**20)),
-        )
-        return search, fraction
-    entry = None if shard_ranks is None else a.chunk_config_dict.get(shard_ranks)
-    if entry is None:
-        raise ValueError(
-            f"chunk_config_dict has entries for {sorted(a.chunk_config_dict)} ranks, but the model is sharded over "
-            f"{shard_ranks}; add an entry {{{shard_ranks}: {{'chunk_size': ..., 'keep_gathered': ...}}}}"
-        )
-    return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
-
-
-def _tiers(arguments: GeminiArguments) -> TierPlan:
-    a = arguments
-    auto = None
-    if a.placement_policy == "auto":
-        auto = AutoPlan(
-            warmup_non_model_ratio=a.warmup_non_model_data_ratio,
-            steady_capacity_ratio=a.steady_cuda_cap_ratio,
-            margin_ratio=a.gpu_margin_mem_ratio,
-        )
-    param, state = (a.offload_param_frac, a.offload_optim_frac) if auto is None else (0.0, 0.0)
-    host_is_used = auto is not None or param > 0 or state > 0
-    return TierPlan(
-        param_host_fraction=param,
-        param_disk_fraction=0.0,
-        state_host_fraction=state,
-        state_disk_fraction=0.0,
-        device_capacity_bytes=device_bytes(a.device_memory),
-        pin_memory=a.pin_memory or (host_is_used and a.enable_async_reduce),
-        disk=None,
-        auto=auto,
-    )
-
-
-def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
-    """The plan that the arguments mean.
-
-    Args:
-        arguments: already checked by their own constructor.
-        world_size: all ranks; needed only to choose the entry of ``chunk_config_dict``.
-
-    Raises:
-        ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or ranks that
-            ``extra_dp_size`` and ``tp_size`` do not divide.
-    """
-    a = arguments
-    mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size, tp=a.tp_size)
-    sequence = _sequence_arguments(a)
-    shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
-    tiers = _tiers(a)
-    packing, gathered_fraction = _packing(a, shard_ranks)
-    # What is on the host between uses is not on the device then, so it cannot count to what stays gathered.
-    gathered_fraction = 0.0 if tiers.auto is not None else min(gathered_fraction, 1.0 - tiers.param_host_fraction)
-    return Plan(
-        mesh=mesh,
-        shard=ShardPlan(
-            packing=packing,
-            gathered_fraction=gathered_fraction,
-            gathered_budget_bytes=None,
-            prefetch=a.max_prefetch if _nothing_ahead(a) is None else 0,
-            reduce="every",
-        ),
-        precision=precision_plan(
-            a.precision,
-            a,
-            master_weights=a.master_weights,
-            output_dtype=torch.float32 if a.force_outputs_fp32 else None,
-        ),
-        grad=grad_plan(a),
-        comm=replace(usual_exchange(), overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
-        tiers=tiers,
-        verbose=a.verbose,
-        tensor=TensorPlan(sequence=sequence.between_layers),
-    )
-
-
-def _sequence_arguments(arguments: GeminiArguments) -> SequenceArguments:
-    a = arguments
-    return SequenceArguments(
-        enabled=a.enable_sequence_parallelism, overlap=a.enable_sequence_overlap, tp_size=a.tp_size
-    )
-
-
-@two_orders("enable_sequence_overlap")
-class GeminiPlugin(ShardedPlugin, DPPluginBase, GeminiArguments):
-    """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
 
     def plan(self, world_size: int) -> Plan:
         """Raises:
@@ -393,3 +221,189 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase, GeminiArguments):
     def prepare(self, session: Any) -> None:
         if self.placement_policy == "auto" and self._stats is not None:
             session.use_memory_stats(self._stats)
+
+
+def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
+    """Return the arguments without effect, by reason."""
+    a = arguments
+    if a.placement_policy == "auto":
+        kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
+        found: dict[str, tuple[str, ...]] = {
+            "for placement_policy='static' only": STATIC_FRACTIONS,
+            "placement_policy='auto' decides what stays gathered": ("chunk_config_dict",) if kept else (),
+        }
+    else:
+        found = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
+        if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
+            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
+    reason = _nothing_ahead(a)
+    if reason is not None:
+        found[reason] = ("max_prefetch",)
+    return found
+
+
+def _nothing_ahead(arguments: GeminiPlugin) -> str | None:
+    """Why no chunk is gathered ahead, whatever ``max_prefetch`` is; ``None``: they are."""
+    a = arguments
+    if not a.enable_async_reduce:
+        return "nothing is gathered ahead with enable_async_reduce=False"
+    if a.placement_policy == "static" and a.shard_param_frac == a.offload_param_frac == 0.0:
+        return "all parameters stay gathered with shard_param_frac=0.0"
+    return None
+
+
+def _check(arguments: GeminiPlugin) -> None:
+    a = arguments
+    if a.strict_ddp_mode and (a.tp_size > 1 or a.enable_sequence_parallelism):
+        raise ValueError(
+            f"strict_ddp_mode=True with tp_size={a.tp_size}, enable_sequence_parallelism="
+            f"{a.enable_sequence_parallelism}: strict mode is data parallelism only; drop one of them"
+        )
+    if a.placement_policy not in ("static", "auto"):
+        hint = OLD_POLICIES.get(a.placement_policy)
+        raise ValueError(
+            f"placement_policy={a.placement_policy!r}: give 'static' or 'auto'" + (f" ({hint})" if hint else "")
+        )
+    for name in (*STATIC_FRACTIONS, *AUTO_RATIOS):
+        share(name, getattr(a, name))
+    for name in ("tp_size", "extra_dp_size"):
+        whole(name, getattr(a, name), 1, what="a number of ranks")
+    whole("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
+    _sequence_arguments(a)
+    _check_search(a)
+    if a.chunk_config_dict is not None:
+        _check_chunks(a.chunk_config_dict)
+    check_update(a, tp_size=a.tp_size)
+
+
+def _check_search(arguments: GeminiPlugin) -> None:
+    a, most = arguments, MOST_NUMEL // 2**20
+    times = f"at most {most} (times 2**20 elements)"
+    number("search_range_m", a.search_range_m, f"[0, {most}]", f"a range >= 0 and {times}")
+    number("min_chunk_size_m", a.min_chunk_size_m, f"(0, {most}]", f"a size > 0 and {times}")
+    if a.hidden_dim is not None:
+        whole("hidden_dim", a.hidden_dim, 1, MOST_NUMEL, "a number of elements")
+    step = a.hidden_dim or DEFAULT_HIDDEN_DIM
+    if a.search_range_m * 2**20 // step >= MOST_SEARCHED:
+        raise ValueError(
+            f"search_range_m={a.search_range_m} in steps of hidden_dim={step} elements: more than {MOST_SEARCHED} "
+            "sizes to try; give a smaller range or larger steps"
+        )
+
+
+def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises:
+    ValueError: no entries, or one that is none; all are looked at, since another number of ranks takes another.
+    """
+    if not config:
+        raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
+    for ranks, entry in config.items():
+        where = f"chunk_config_dict[{ranks!r:.40}]={entry!r:.80}"
+        if not fits(ranks, int) or ranks < 1:
+            raise ValueError(f"{where}: give a number of ranks >= 1 as the key")
+        if not isinstance(entry, Mapping) or "chunk_size" not in entry or set(entry) - {"chunk_size", "keep_gathered"}:
+            raise ValueError(f"{where}: give 'chunk_size' (elements), and optionally 'keep_gathered'")
+        if not fits(entry["chunk_size"], int) or not 1 <= entry["chunk_size"] <= MOST_NUMEL:
+            raise ValueError(f"{where}: give a whole number of elements from 1 to {MOST_NUMEL} as 'chunk_size'")
+        if not fits(entry.get("keep_gathered", False), bool):
+            raise ValueError(f"{where}: give True or False as 'keep_gathered'")
+
+
+def _check_accumulation(arguments: GeminiPlugin, plan: Plan) -> None:
+    if arguments.enable_gradient_accumulation and plan.grad.update == "backward":
+        raise ValueError(
+            f"update={arguments.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is "
+            "reduced, so each step is one backward pass; give update='step'"
+        )
+
+
+def _packing(arguments: GeminiPlugin, shard_ranks: int | None) -> tuple[Packing, float]:
+    """How parameters are packed, and which share of them may stay gathered, if nothing else is in the way."""
+    a = arguments
+    fraction = 1.0 - a.shard_param_frac
+    if a.chunk_config_dict is None:
+        search = BySearch(
+            search_range_numel=int(a.search_range_m * 2**20),
+            interval_numel=a.hidden_dim or DEFAULT_HIDDEN_DIM,
+            min_chunk_numel=max(1, math.ceil(a.min_chunk_size_m * 2**20)),
+        )
+        return search, fraction
+    entry = None if shard_ranks is None else a.chunk_config_dict.get(shard_ranks)
+    if entry is None:
+        raise ValueError(
+            f"chunk_config_dict has entries for {sorted(a.chunk_config_dict)} ranks, but the model is sharded over "
+            f"{shard_ranks}; add an entry {{{shard_ranks}: {{'chunk_size': ..., 'keep_gathered': ...}}}}"
+        )
+    return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
+
+
+def _tiers(arguments: GeminiPlugin) -> TierPlan:
+    a = arguments
+    auto = None
+    if a.placement_policy == "auto":
+        auto = AutoPlan(
+            warmup_non_model_ratio=a.warmup_non_model_data_ratio,
+            steady_capacity_ratio=a.steady_cuda_cap_ratio,
+            margin_ratio=a.gpu_margin_mem_ratio,
+        )
+    param, state = (a.offload_param_frac, a.offload_optim_frac) if auto is None else (0.0, 0.0)
+    host_is_used = auto is not None or param > 0 or state > 0
+    return TierPlan(
+        param_host_fraction=param,
+        param_disk_fraction=0.0,
+        state_host_fraction=state,
+        state_disk_fraction=0.0,
+        device_capacity_bytes=device_bytes(a.device_memory),
+        pin_memory=a.pin_memory or (host_is_used and a.enable_async_reduce),
+        disk=None,
+        auto=auto,
+    )
+
+
+def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
+    """The plan that the arguments mean.
+
+    Args:
+        arguments: already checked by their own constructor.
+        world_size: all ranks; needed only to choose the entry of ``chunk_config_dict``.
+
+    Raises:
+        ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or ranks that
+            ``extra_dp_size`` and ``tp_size`` do not divide.
+    """
+    a = arguments
+    mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size, tp=a.tp_size)
+    sequence = _sequence_arguments(a)
+    shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
+    tiers = _tiers(a)
+    packing, gathered_fraction = _packing(a, shard_ranks)
+    # What is on the host between uses is not on the device then, so it cannot count to what stays gathered.
+    gathered_fraction = 0.0 if tiers.auto is not None else min(gathered_fraction, 1.0 - tiers.param_host_fraction)
+    return Plan(
+        mesh=mesh,
+        shard=ShardPlan(
+            packing=packing,
+            gathered_fraction=gathered_fraction,
+            gathered_budget_bytes=None,
+            prefetch=a.max_prefetch if _nothing_ahead(a) is None else 0,
+            reduce="every",
+        ),
+        precision=precision_plan(
+            a.precision,
+            a,
+            master_weights=a.master_weights,
+            output_dtype=torch.float32 if a.force_outputs_fp32 else None,
+        ),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
+        comm=replace(usual_exchange(), overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
+        tiers=tiers,
+        verbose=a.verbose,
+        tensor=TensorPlan(sequence=sequence.between_layers),
+    )
+
+
+def _sequence_arguments(arguments: GeminiPlugin) -> SequenceArguments:
+    a = arguments
+    return SequenceArguments(
+        enabled=a.enable_sequence_parallelism, overlap=a.enable_sequence_overlap, tp_size=a.tp_size
+    )

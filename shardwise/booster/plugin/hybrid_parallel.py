@@ -9,28 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types, two_orders
-from shardwise.booster.plugin.axes import RankAxes
-from shardwise.booster.plugin.base import (
-    Boosted,
-    ShardedPlugin,
-    data_parallel_size,
-)
-from shardwise.booster.plugin.engine_arguments import (
+from shardwise.booster.plugin.arguments import (
     DTYPES,
-    EngineArguments,
+    SequenceArguments,
+    check_types,
     check_update,
-    grad_plan,
     precision_plan,
+    warn_unused,
 )
-from shardwise.booster.plugin.scheduler_nodes import orders_of
-from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.compat.published import documented, given_in_vain
+from shardwise.booster.plugin.axes import RankAxes
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
 from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import device_bytes
 from shardwise.plan import (
     ByNumel,
+    GradPlan,
     MeshPlan,
     PipelinePlan,
     Plan,
@@ -44,7 +37,7 @@ from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
 
-__all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
+__all__ = ["HybridParallelPlugin", "to_plan"]
 
 STYLES: tuple[Literal["1f1b", "interleaved", "zbv"], ...] = ("1f1b", "interleaved", "zbv")
 PIPELINE = (
@@ -55,7 +48,6 @@ PIPELINE = (
     "num_layers_per_stage",
     "enable_metadata_cache",
     "overlap_p2p",
-    "scheduler_nodes",
 )
 DDP = (
     "broadcast_buffers",
@@ -68,32 +60,10 @@ DDP = (
 
 
 @dataclass(frozen=True, eq=False)
-class _First:
-    """What is published before the loss scale's: the fields of the last base come first."""
+class HybridParallelPlugin(ShardedPlugin, RankAxes):
+    """Tensor parallelism, pipeline parallelism, and data parallelism or ZeRO over the other ranks.
 
-    tp_size: int
-    pp_size: int
-    sp_size: int | None = None
-    precision: str = "fp16"
-    zero_stage: int = 0
-    enable_all_optimization: bool = False
-    enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
-    enable_jit_fused: bool = False
-    enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
-    enable_sequence_overlap: bool = False
-    parallel_output: bool = True
-    num_microbatches: int | None = None
-    microbatch_size: int | None = None
-
-
-@documented()
-@dataclass(frozen=True, eq=False)
-class HybridParallelArguments(EngineArguments, _First):
-    """The published arguments, as data.
-
-    Attributes:
+    Args:
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         pp_size: ranks that hold the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
         sp_size: ranks that see parts of the same sequences, for ``"all_to_all"`` and ``"ring_attn"``: neighbours among
@@ -117,7 +87,14 @@ class HybridParallelArguments(EngineArguments, _First):
         num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.
         microbatch_size: rows of each part, the last may be smaller; for ``num_microbatches=None``. Where neither is
             given there is a part a stage.
-        norm_type: an extension: any p > 0, ``math.inf`` included.
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         broadcast_buffers: all ranks start with rank 0's buffers; False is not there. For ``zero_stage=0`` only, as the
             five after it.
         ddp_bucket_cap_mb: gradients reduced together, in MiB.
@@ -149,11 +126,39 @@ class HybridParallelArguments(EngineArguments, _First):
         fp8_communication: parameters, gradients and what passes between layers and stages travel in 8 bits.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
-        scheduler_nodes: for ``pp_style="zbv"``: by rank the nodes of a computed schedule, for steps of as many
-            micro-batches as it has; ``None``, and in other steps: that of the paper.
+        norm_type: an extension: any p > 0, ``math.inf`` included.
+        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: what it has, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
+            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
+            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
+            the host or a disk.
+        scheduler_nodes: only ``None``: ``pp_style="zbv"`` makes its own schedule.
     """
 
-    norm_type: float = field(default=2.0, kw_only=True)
+    tp_size: int
+    pp_size: int
+    sp_size: int | None = None
+    precision: str = "fp16"
+    zero_stage: int = 0
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    enable_sequence_overlap: bool = False
+    parallel_output: bool = True
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
     broadcast_buffers: bool = True
     ddp_bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
@@ -177,19 +182,37 @@ class HybridParallelArguments(EngineArguments, _First):
     fp8_communication: bool = False
     use_fp8: bool = False
     inner_ring_size: int | None = None
+    norm_type: float = field(default=2.0, kw_only=True)
+    device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
     scheduler_nodes: list[Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_types(HybridParallelArguments, self, fractions=("zero_bucket_size_in_m",))
+        check_types(self, fractions=("zero_bucket_size_in_m",))
         _check(self)
         scaler_plan(self)  # also where the precision is another
         to_plan(self)
-        for reason, names in given_in_vain(self, _vain(self)).items():
-            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warn_user(f"{given} without effect: {reason}")
+        warn_unused(self, _unused(self))
+
+    def plan(self, world_size: int) -> Plan:
+        """Raises:
+        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
+        """
+        data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
+        return to_plan(self)
+
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
+        division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
+        with changed_model(model, kernels_of(self), self.gradient_checkpoint_config, division):
+            return super().configure(model, optimizer)
+
+    def support_no_sync(self) -> bool:
+        """Stages 0 and 1 keep whole gradients; stage 2 has only the shard after each backward pass."""
+        return self.zero_stage < 2
 
 
-def _check(arguments: HybridParallelArguments) -> None:
+def _check(arguments: HybridParallelPlugin) -> None:
     a = arguments
     for name in ("tp_size", "pp_size"):
         whole(name, getattr(a, name), 1, what="a number of ranks")
@@ -208,11 +231,13 @@ def _check(arguments: HybridParallelArguments) -> None:
     if a.pp_size > 1:
         _check_pipeline(a)
     check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
+    if a.scheduler_nodes is not None:
+        refuse("scheduler_nodes", a.scheduler_nodes, "leave it None: pp_style='zbv' makes its own schedule")
     if a.zero_stage == 0 and not a.broadcast_buffers:
         refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
 
 
-def _check_pipeline(arguments: HybridParallelArguments) -> None:
+def _check_pipeline(arguments: HybridParallelPlugin) -> None:
     a = arguments
     chunks = a.num_model_chunks
     if chunks < 2 if a.pp_style == "interleaved" else chunks != (1 if a.pp_style == "1f1b" else 2):
@@ -220,12 +245,6 @@ def _check_pipeline(arguments: HybridParallelArguments) -> None:
             f"num_model_chunks={chunks} with pp_style={a.pp_style!r}: give 1 for '1f1b', 2 for 'zbv', and at least 2 "
             "for 'interleaved'"
         )
-    if a.scheduler_nodes is not None:
-        if a.pp_style != "zbv":
-            raise ValueError(
-                f"scheduler_nodes={shown(a.scheduler_nodes)} with pp_style={a.pp_style!r}: give None, or pp_style='zbv'"
-            )
-        orders_of(a.scheduler_nodes, a.pp_size)
     layers, stages = a.num_layers_per_stage, a.pp_size * a.num_model_chunks
     if layers is not None:
         for index, count in enumerate(layers):
@@ -237,10 +256,10 @@ def _check_pipeline(arguments: HybridParallelArguments) -> None:
             )
 
 
-def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
+def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
     """The arguments that mean nothing beside the others, by reason."""
     a = arguments
-    found: dict[str, Iterable[str]] = sequence_arguments(a).vain()
+    found: dict[str, Iterable[str]] = sequence_arguments(a).unused()
     if a.pp_size == 1:
         found["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
@@ -254,7 +273,7 @@ def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
     return found
 
 
-def sequence_arguments(arguments: HybridParallelArguments) -> SequenceArguments:
+def sequence_arguments(arguments: HybridParallelPlugin) -> SequenceArguments:
     """Those of sequence parallelism.
 
     Raises:
@@ -272,7 +291,7 @@ def sequence_arguments(arguments: HybridParallelArguments) -> SequenceArguments:
     )
 
 
-def _bucket_numel(arguments: HybridParallelArguments) -> int:
+def _bucket_numel(arguments: HybridParallelPlugin) -> int:
     """Elements that are reduced together."""
     a = arguments
     if a.zero_stage == 0:
@@ -284,7 +303,7 @@ def _bucket_numel(arguments: HybridParallelArguments) -> int:
     return max(1, int(a.zero_bucket_size_in_m * 2**20))
 
 
-def to_plan(arguments: HybridParallelArguments) -> Plan:
+def to_plan(arguments: HybridParallelPlugin) -> Plan:
     """The plan that the arguments mean.
 
     Args:
@@ -324,7 +343,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
             reduce="every" if a.zero_stage == 2 else "last",
         ),
         precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=dtype),
-        grad=grad_plan(a),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
         comm=replace(
             usual_exchange(),
             overlap=a.overlap_communication,
@@ -344,40 +363,16 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
     )
 
 
-def _pipeline_plan(arguments: HybridParallelArguments) -> PipelinePlan:
+def _pipeline_plan(arguments: HybridParallelPlugin) -> PipelinePlan:
     a = arguments
     if a.pp_size == 1:
         return PipelinePlan()
     style: Literal["1f1b", "interleaved", "zbv"] = next(each for each in STYLES if each == a.pp_style)
     return PipelinePlan(
         schedule=style,
-        orders=None if a.scheduler_nodes is None else orders_of(a.scheduler_nodes, a.pp_size),
         chunks=a.num_model_chunks,
         microbatches=a.num_microbatches,
         microbatch_rows=a.microbatch_size if a.num_microbatches is None else None,
         layers=None if a.num_layers_per_stage is None else tuple(a.num_layers_per_stage),
         cache_shapes=a.enable_metadata_cache,
     )
-
-
-@two_orders("enable_sequence_overlap")
-class HybridParallelPlugin(ShardedPlugin, RankAxes, HybridParallelArguments):
-    """Layers cut over ``tp_size`` ranks, stages of the model on ``pp_size`` sets of these, and data parallelism or ZeRO
-    over the others; the arguments are those of :class:`HybridParallelArguments`."""
-
-    def plan(self, world_size: int) -> Plan:
-        """Raises:
-        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
-        """
-        data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
-        return to_plan(self)
-
-    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
-        division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
-        with changed_model(model, kernels_of(self), self.gradient_checkpoint_config, division):
-            return super().configure(model, optimizer)
-
-    def support_no_sync(self) -> bool:
-        """Stages 0 and 1 keep whole gradients; stage 2 has only the shard after each backward pass."""
-        return self.zero_stage < 2
