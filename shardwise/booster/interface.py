@@ -1,8 +1,7 @@
-"""What ``boost`` returns where torch, not our engine, does the work: thin wrappers with the Booster's methods.
+"""The objects that ``boost`` returns: wrappers for torch's own sharding, and the engine's objects with further names.
 
 A boosted model has ``unwrap()``, ``module`` and a full, collective ``state_dict``/``load_state_dict``; a boosted
 optimizer has ``backward``, ``backward_by_grad``, ``clip_grad_by_norm``, ``clip_grad_by_value`` and ``get_grad_norm``.
-The engine's own module and optimizer have the same methods.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.checked import as_tensor
 from shardwise.core.optim.state_form import check_full_state
 from shardwise.late import OptimizerFacade
+from shardwise.session import Session, ShardedModule, ShardedOptimizer
 
 __all__ = [
     "ModelWrapper",
     "OptimizerWrapper",
     "check_state",
+    "give_names",
     "parameters_of",
     "unwrap_model",
     "unwrap_optimizer",
@@ -209,3 +210,31 @@ class OptimizerWrapper(OptimizerFacade):
         """
         check_state(self.optim, state_dict)
         super().load_state_dict(state_dict)
+
+
+class BoostedModule(ShardedModule):
+    """A sharded model that a Booster returned."""
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""
+        return super().unwrap()
+
+    def _force_wait_all_gather(self) -> None:
+        """See :meth:`ShardedModule.wait_for_gathers`; programs call it before ``unwrap().state_dict()``."""
+        self.wait_for_gathers()
+
+
+class BoostedOptimizer(ShardedOptimizer):
+    """A sharded optimizer that a Booster returned."""
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The user's own optimizer."""
+        return self.optimizer
+
+
+def give_names(session: Session) -> None:
+    """Make the session's model and optimizers, the same objects, ones with these names."""
+    session.module.__class__ = BoostedModule
+    for optimizer in session.optimizers:
+        optimizer.__class__ = BoostedOptimizer

@@ -11,7 +11,6 @@ from shardwise.plan import ScalerPlan
 __all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
 
 
-
 class PublishedDefault(float):
     """A default value that can be told from the same number given by the caller."""
 

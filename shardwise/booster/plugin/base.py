@@ -22,6 +22,7 @@ from shardwise.booster.dataloader import (
     distributed_sampler,
     require_map_style,
 )
+from shardwise.booster.interface import give_names
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
 from shardwise.core.base.checked import refuse, share
@@ -248,7 +249,6 @@ class ShardedPlugin(Plugin):
         return self._mesh
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        from shardwise.booster.boosted import give_names
         from shardwise.session import build
 
         mesh = self.mesh()
