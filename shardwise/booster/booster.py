@@ -32,11 +32,7 @@ NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in M
 
 
 class CheckpointIO:
-    """``save_model``, ``load_model`` and so on, as :class:`~shardwise.booster.Booster` has them; under any plugin.
-
-    Args:
-        booster: whose they are.
-    """
+    """``save_model``, ``load_model`` and the other methods of a Booster that save and load, under any plugin."""
 
     def __init__(self, booster: Any) -> None:
         self._booster = booster
@@ -59,7 +55,7 @@ class CheckpointIO:
 
 
 class SaveOptions(TypedDict, total=False):
-    """What :meth:`Booster.save_checkpoint` takes besides the run, all by name.
+    """Keyword arguments of :meth:`Booster.save_checkpoint`.
 
     ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
     data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
@@ -75,7 +71,7 @@ class SaveOptions(TypedDict, total=False):
 
 
 class FitOptions(TypedDict, total=False):
-    """How :meth:`Booster.load_checkpoint` fits a checkpoint to another model; see :meth:`Checkpointer.load`."""
+    """Keyword arguments with which :meth:`Booster.load_checkpoint` fits a checkpoint to another model."""
 
     rename: Mapping[str, str] | None
     """Names in the checkpoint, or regular expressions, and what they are here."""
@@ -122,7 +118,7 @@ class Booster:
         self.mixed_precision = mixed_precision
         self._runs, self._files = Runs(), PortableFiles()
 
-    checkpoint_io = property(CheckpointIO)  # what saves and loads, as an object of its own
+    checkpoint_io = property(CheckpointIO)
 
     # -- training
 
@@ -403,8 +399,8 @@ class Booster:
             checkpoint: a file, a directory, or an index.
             low_cpu_mem_mode: no effect, as in :meth:`load_model`.
             num_threads: no effect; another number than 1 warns.
-            strict: other groups, and the state of another class, are errors. False takes over by name what fits, starts
-                the rest anew, and warns of both on rank 0; where there are no names groups have to be alike.
+            strict: other groups, and the state of another class, are errors. False loads by name what fits,
+                resets the rest, and warns on rank 0; where there are no names the groups must be equal.
             rename, rows: as in :meth:`load_model`; rows that are new have a state of zero.
 
         Returns:

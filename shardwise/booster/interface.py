@@ -111,7 +111,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
 
 
 def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
-    """``[ranks' shards]``, the norms of gradients that are placed alike, on their mesh's device."""
+    """``[ranks' shards]``, the norms of gradients that are with the same placement, on the device of their mesh."""
     mesh, placements = gradients[0].device_mesh, gradients[0].placements
     shards = [gradient.to_local() for gradient in gradients]
     # The largest number of none is an error.
@@ -121,13 +121,13 @@ def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
 
 
 def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
-    """Whether a ``state_dict()`` can be that of ``optimizer``.
+    """Check that ``optimizer`` can load a ``state_dict()``.
 
     Raises:
         ValueError: it has groups of other sizes, or another class made it.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return  # which asks for itself
+        return  # it checks by itself
     theirs, own = full["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in own]:
         raise ValueError(
@@ -199,8 +199,8 @@ class OptimizerWrapper(OptimizerFacade):
         return [parameter.grad for parameter in parameters_of(self.optim) if parameter.grad is not None]
 
     def _all_zero(self) -> bool:
-        """Whether there is no gradient, or none but zeros. Collective where gradients are ``DTensor``."""
-        return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is none
+        """Whether all gradients are zero, or there are none. Collective where gradients are ``DTensor``."""
+        return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is not zero
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
@@ -234,7 +234,7 @@ class BoostedOptimizer(ShardedOptimizer):
 
 
 def give_names(session: Session) -> None:
-    """Make the session's model and optimizers, the same objects, ones with these names."""
+    """Give these names to the model and the optimizers of a session, which stay the same objects."""
     session.module.__class__ = BoostedModule
     for optimizer in session.optimizers:
         optimizer.__class__ = BoostedOptimizer

@@ -191,7 +191,7 @@ def _pack(model: nn.Module, config: Any) -> nn.Module:
             setattr(model.get_submodule(owner), name, _packed(layer, config).to(device))
             packed += 1
     if not packed:
-        raise ValueError(f"quantize=True: {type(model).__name__} has no linear layer to pack beside {left}")
+        raise ValueError(f"quantize=True: {type(model).__name__} has no linear layer to pack, apart from {left}")
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit  # peft asks for them
     return model
 

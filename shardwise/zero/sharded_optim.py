@@ -41,7 +41,7 @@ class ShardedOptimizerV2(OptimizerFront):
         growth_interval: in steps.
         hysteresis: number of overflows tolerated before the scale falls.
         max_scale: the scale never rises above it.
-        keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
+        keep_unsharded: no effect: the state of replicated parameters is sharded too.
         dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
         mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in
             the data-parallel group: whether a step overflowed and the norm of the gradients are agreed with them.
@@ -50,7 +50,7 @@ class ShardedOptimizerV2(OptimizerFront):
         verbose: say when a step is skipped, and why.
 
     Raises:
-        TypeError: the model is none, or the optimizer is sharded already.
+        TypeError: the model is not a ShardedModelV2, or the optimizer is sharded already.
         RuntimeError: ``cpu_offload`` with a model that does not offload; the model has an optimizer already.
         ValueError: an argument out of range, an optimizer with other parameters, or groups that do not fit the model's.
         NotImplementedError: state on a disk (``nvme_offload_fraction``).

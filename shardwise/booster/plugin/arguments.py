@@ -50,7 +50,7 @@ def check_types(arguments: Any, fractions: Collection[str] = (), own: Collection
 
 
 def _same(value: Any, hint: Any) -> Any:
-    """``value``, or the whole number or the switch that is asked for and means the same: 8 for 8.0 and numpy's 8."""
+    """Return ``value`` as the int or bool that ``hint`` asks for, if it is equal to one: 8 for 8.0 and numpy's 8."""
     if hint is bool:
         return bool(value)
     numbers = isinstance(value, Real) and not isinstance(value, bool)
@@ -58,8 +58,7 @@ def _same(value: Any, hint: Any) -> Any:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` may be given where ``hint`` is asked for: 1.0 for a whole number, 0 and 1 for a switch, and any
-    text, since those have names of their own to check."""
+    """Whether ``value`` fits the type ``hint``; 1.0 fits an int, 0 and 1 a bool. Texts are checked elsewhere."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(fits(value, each) for each in get_args(hint))
@@ -127,8 +126,9 @@ def precision_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceArguments:
-    """As they are published, but for ``mode=None``, which is ``"all_to_all"`` with ``sp_size > 1`` and otherwise
-    ``"split_gather"``.
+    """The published arguments of sequence parallelism.
+
+    ``mode=None`` is ``"all_to_all"`` with ``sp_size > 1`` and otherwise ``"split_gather"``.
 
     Attributes:
         enabled: ``enable_sequence_parallelism``.
@@ -138,7 +138,7 @@ class SequenceArguments:
         parallel_output: logits stay cut by the sequence, where the model's own loss allows it.
 
     Raises:
-        ValueError: what is given does not go together.
+        ValueError: the arguments contradict each other.
     """
 
     enabled: bool
@@ -173,17 +173,17 @@ class SequenceArguments:
 
     @property
     def chosen(self) -> str:
-        """The mode that is meant."""
+        """The mode in use."""
         return self.mode or ("all_to_all" if (self.sp_size or 1) > 1 else "split_gather")
 
     @property
     def in_layers(self) -> bool:
-        """Whether it is over the ranks of ``tp_size``."""
+        """Whether sequences are divided over the ranks of ``tp_size``, between layers."""
         return self.enabled and self.chosen in ("split_gather", "ring")
 
     @property
     def sp(self) -> int:
-        """Data-parallel ranks that see parts of the same sequences."""
+        """Data-parallel ranks that share sequences."""
         return 1 if not self.enabled or self.in_layers else self.sp_size or 1
 
     @property
@@ -195,7 +195,7 @@ class SequenceArguments:
 
     @property
     def plan(self) -> SequencePlan:
-        """Of attention over whole sequences."""
+        """The plan of attention over full sequences."""
         if self.sp == 1:
             return SequencePlan()
         return SequencePlan(
@@ -205,7 +205,7 @@ class SequenceArguments:
         )
 
     def unused(self) -> dict[str, Any]:
-        """The arguments that mean nothing beside the others, by reason."""
+        """Return the arguments without effect, by reason."""
         if not self.enabled:
             return {"for enable_sequence_parallelism=True only": ("sequence_parallelism_mode", "inner_ring_size")}
         if self.in_layers:

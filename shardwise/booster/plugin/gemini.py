@@ -60,25 +60,25 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
     Args:
         chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
             It is only read, so one dict serves any number of models.
-        chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
-            on GPUs: the same, and a run whose parameters are all at home on the GPUs is refused.
-        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
-            step is traced, and from then on as much is on the device as its memory allows at each moment.
-        enable_gradient_accumulation: both values work: backward passes before a step always add up. True does not go
-            with ``update="backward"``, where each step is one backward pass.
-        max_prefetch: chunks gathered ahead of their use, once the order is known; none where none is gathered
-            (``shard_param_frac=0.0``), or with ``enable_async_reduce=False``.
+        chunk_init_device: ``None`` or a device where the placement keeps chunks: they are allocated there. The CPU is
+            refused in a run that keeps all parameters on GPUs.
+        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: all starts on the host; the first
+            step is traced, and later steps keep as much on the device as its memory allows at each moment.
+        enable_gradient_accumulation: no effect: backward passes before a step always accumulate. True is refused with
+            ``update="backward"``, where each step is one backward pass.
+        max_prefetch: chunks gathered ahead of their use, once the order is known. No effect if no chunk is gathered
+            (``shard_param_frac=0.0``) or with ``enable_async_reduce=False``.
         shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
             ``"static"`` only, as the two after it.
         offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
-        offload_param_frac: share of parameters that is on the host between uses, and so not gathered then, whatever
-            ``shard_param_frac`` says. It goes with every ``offload_optim_frac``.
+        offload_param_frac: share of parameters that is on the host between uses, and therefore not gathered, whatever
+            ``shard_param_frac`` is. It goes with every ``offload_optim_frac``.
         warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
             model data.
         steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
         precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
         master_weights: keep fp32 copies of 16-bit parameters.
-        pin_memory: page-locked host memory, where something is on the host; ``enable_async_reduce`` implies it.
+        pin_memory: page-locked host memory for offloaded state; ``enable_async_reduce`` implies it.
         force_outputs_fp32: cast floating outputs of the model to fp32.
         strict_ddp_mode: refuse every parallelism but data parallelism.
         search_range_m: chunk sizes are searched over this many units of 2**20 elements.
@@ -97,26 +97,26 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         max_scale: the scale never rises above it.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         norm_type: any p > 0, ``math.inf`` included.
-        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
+        tp_size: consecutive ranks that share the layers (tensor parallelism).
         extra_dp_size: number of replicas of the sharded model.
         enable_all_optimization: fused normalization and flash attention.
         enable_fused_normalization: RMS norms of transformers are torch's own kernel.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
-            (HybridParallelPlugin's ``"split_gather"``).
+        enable_sequence_parallelism: between sharded layers each rank of ``tp_size`` has a part of every sequence
+            (``"split_gather"`` of HybridParallelPlugin).
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
+        enable_sequence_overlap: multiplication overlaps with the communication of sequences.
         enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.
-        fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
-        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
-            ``None``: what it has, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
-            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
-            the host or a disk.
+        fp8_communication: parameters, gradients and activations between sharded layers travel in 8 bits.
+        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: all of it, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
+            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
+            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
+            is in host memory or on a disk.
     """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
@@ -166,11 +166,11 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
     def __post_init__(self) -> None:
         check_types(self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
-        scaler_plan(self)  # also where the precision is another
+        scaler_plan(self)  # checked for every precision
         shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
         ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
         _check_accumulation(self, to_plan(self, ranks))
-        _ = self._stats  # a file that is none is an error here, not at the first boost
+        _ = self._stats  # an unreadable file is an error now, not at the first boost
         warn_unused(self, _unused(self))
 
     @cached_property
@@ -203,7 +203,7 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         return ["fp16", "bf16", "fp32"]
 
     def support_no_sync(self) -> bool:
-        """Chunks are reduced as soon as they are full, so there is never a whole gradient to keep."""
+        """False: chunks are reduced as soon as they are full, so that full gradients are never kept."""
         return False
 
     def check_device(self, device: torch.device) -> None:
@@ -243,7 +243,7 @@ def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
 
 
 def _nothing_ahead(arguments: GeminiPlugin) -> str | None:
-    """Why no chunk is gathered ahead, whatever ``max_prefetch`` is; ``None``: they are."""
+    """Return why chunks are not prefetched, whatever ``max_prefetch`` is; ``None``: they are."""
     a = arguments
     if not a.enable_async_reduce:
         return "nothing is gathered ahead with enable_async_reduce=False"
@@ -293,7 +293,7 @@ def _check_search(arguments: GeminiPlugin) -> None:
 
 def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
     """Raises:
-    ValueError: no entries, or one that is none; all are looked at, since another number of ranks takes another.
+    ValueError: there are no entries, or an invalid one. All are checked: the number of ranks selects one.
     """
     if not config:
         raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
@@ -318,7 +318,7 @@ def _check_accumulation(arguments: GeminiPlugin, plan: Plan) -> None:
 
 
 def _packing(arguments: GeminiPlugin, shard_ranks: int | None) -> tuple[Packing, float]:
-    """How parameters are packed, and which share of them may stay gathered, if nothing else is in the way."""
+    """Return the packing and the share of parameters that may stay gathered."""
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
@@ -361,7 +361,7 @@ def _tiers(arguments: GeminiPlugin) -> TierPlan:
 
 
 def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
-    """The plan that the arguments mean.
+    """Translate the arguments into a plan.
 
     Args:
         arguments: already checked by their own constructor.
@@ -377,7 +377,7 @@ def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
     shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
     tiers = _tiers(a)
     packing, gathered_fraction = _packing(a, shard_ranks)
-    # What is on the host between uses is not on the device then, so it cannot count to what stays gathered.
+    # Offloaded parameters leave the device between uses, so they cannot stay gathered.
     gathered_fraction = 0.0 if tiers.auto is not None else min(gathered_fraction, 1.0 - tiers.param_host_fraction)
     return Plan(
         mesh=mesh,

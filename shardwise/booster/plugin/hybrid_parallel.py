@@ -64,13 +64,13 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
     """Tensor parallelism, pipeline parallelism, and data parallelism or ZeRO over the other ranks.
 
     Args:
-        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
-        pp_size: ranks that hold the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
-        sp_size: ranks that see parts of the same sequences, for ``"all_to_all"`` and ``"ring_attn"``: neighbours among
-            the data-parallel ranks. In the other modes those of ``tp_size`` do.
+        tp_size: consecutive ranks that share the layers (tensor parallelism).
+        pp_size: ranks with the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
+        sp_size: consecutive data-parallel ranks that share sequences, for ``"all_to_all"`` and ``"ring_attn"``. Other
+            modes use the ranks of ``tp_size``.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
-            the data-parallel ranks; 2 also shards gradients as soon as they are computed.
+        zero_stage: 0 replicates masters and optimizer state over the data-parallel ranks; 1 shards them; 2 also shards
+            gradients as soon as they are computed.
         enable_all_optimization: fused normalization and flash attention.
         enable_fused_normalization: RMS norms of transformers are torch's own kernel.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
@@ -81,12 +81,11 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
             are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
             from rank to rank), over those of ``sp_size``: everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``,
             otherwise ``"split_gather"``.
-        enable_sequence_overlap: ``"split_gather"`` multiplies what has come while the rest travels, as ``"ring"`` does.
-        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
-            one either way.
-        num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.
-        microbatch_size: rows of each part, the last may be smaller; for ``num_microbatches=None``. Where neither is
-            given there is a part a stage.
+        enable_sequence_overlap: ``"split_gather"`` overlaps multiplication with communication, as ``"ring"`` does.
+        parallel_output: logits stay sharded by vocabulary if the model's own loss allows it; the loss is the same.
+        num_microbatches: micro-batches of a batch, evenly divided; fewer if the batch has fewer rows.
+        microbatch_size: rows of a micro-batch (the last may be smaller), for ``num_microbatches=None``. Without either
+            there is one micro-batch a stage.
         initial_scale: first loss scale (fp16 only, as the six after it).
         min_scale: the scale never falls below it.
         growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
@@ -95,44 +94,45 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
         hysteresis: number of overflows tolerated before the scale falls.
         max_scale: the scale never rises above it.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        broadcast_buffers: all ranks start with rank 0's buffers; False is not there. For ``zero_stage=0`` only, as the
-            five after it.
+        broadcast_buffers: only True: all ranks start with the buffers of rank 0. For ``zero_stage=0`` only, as the next
+            five.
         ddp_bucket_cap_mb: gradients reduced together, in MiB.
-        find_unused_parameters: both values work: a parameter without a gradient is no error.
-        check_reduction: both values work: the ranks always tell each other what was reduced, at the end of a pass.
-        gradient_as_bucket_view: both values work: gradients are always where they are reduced.
-        static_graph: both values work: nothing is gained by the promise, nor lost without it.
+        find_unused_parameters: no effect: a parameter without a gradient is not an error.
+        check_reduction: no effect: ranks always compare the reduced parameters at the end of a pass.
+        gradient_as_bucket_view: no effect: gradients are always views of the buckets.
+        static_graph: no effect.
         zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
         cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
         communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
         overlap_communication: reduce gradients while backward still runs.
-        custom_policy: what is cut, instead of what is known of the model's classes.
-        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, down the ranks and back
-            up, so that the loss is on the first, and with gradients of weights made where a rank would wait.
+        custom_policy: which layers are sharded, instead of the built-in rules for the model's classes.
+        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` (zero bubble) with two, from the
+            first rank to the last and back, so that the loss is on the first; gradients of weights are computed when a
+            rank would wait.
         num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
         num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
-            rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: as even as can be, with
+            rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: evenly divided, with
             more in the middle.
-        gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers; a share,
-            or numbers, of each stage's.
-        enable_metadata_cache: what passes between stages is described once for each shape of the inputs, not each
-            time.
-        make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it. Files have the
-            model's own number of rows.
-        dp_outside: the stages of one model are on neighbouring ranks; False: ranks with the same stage are neighbours.
-            Both values are the same without a pipeline. Ranks with parts of the same layers are the closest.
-        overlap_p2p: both values are the same: a rank never waits until what it sends has arrived.
+        gradient_checkpoint_config: layers of a model of transformers that are recomputed in backward: a share, or a
+            number for each stage.
+        enable_metadata_cache: stages exchange the shapes of their activations once for each input shape, not for every
+            message.
+        make_vocab_size_divisible_by: the vocabulary rows of each rank are padded to a multiple of it. Files have the
+            original number of rows.
+        dp_outside: the stages of one model are on consecutive ranks; False: the ranks with the same stage are. No
+            effect without a pipeline. Tensor-parallel ranks are always innermost.
+        overlap_p2p: no effect: sends are always asynchronous.
         overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
-        fp8_communication: parameters, gradients and what passes between layers and stages travel in 8 bits.
+        fp8_communication: parameters, gradients and activations between layers and stages travel in 8 bits.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
         norm_type: an extension: any p > 0, ``math.inf`` included.
-        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
-            ``None``: what it has, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
-            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
-            the host or a disk.
+        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: all of it, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
+            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
+            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
+            is in host memory or on a disk.
         scheduler_nodes: only ``None``: ``pp_style="zbv"`` makes its own schedule.
     """
 
@@ -190,7 +190,7 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
     def __post_init__(self) -> None:
         check_types(self, fractions=("zero_bucket_size_in_m",))
         _check(self)
-        scaler_plan(self)  # also where the precision is another
+        scaler_plan(self)  # checked for every precision
         to_plan(self)
         warn_unused(self, _unused(self))
 
@@ -208,7 +208,7 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
             return super().configure(model, optimizer)
 
     def support_no_sync(self) -> bool:
-        """Stages 0 and 1 keep whole gradients; stage 2 has only the shard after each backward pass."""
+        """True at stages 0 and 1, which keep full gradients; stage 2 keeps only the shard after each backward pass."""
         return self.zero_stage < 2
 
 
@@ -257,7 +257,7 @@ def _check_pipeline(arguments: HybridParallelPlugin) -> None:
 
 
 def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
-    """The arguments that mean nothing beside the others, by reason."""
+    """Return the arguments without effect, by reason."""
     a = arguments
     found: dict[str, Iterable[str]] = sequence_arguments(a).unused()
     if a.pp_size == 1:
@@ -304,7 +304,7 @@ def _bucket_numel(arguments: HybridParallelPlugin) -> int:
 
 
 def to_plan(arguments: HybridParallelPlugin) -> Plan:
-    """The plan that the arguments mean.
+    """Translate the arguments into a plan.
 
     Args:
         arguments: already checked by their own constructor.

@@ -44,13 +44,13 @@ class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase):
         cast_inputs: cast floating inputs to the parameters' dtype.
         fp8_communication: gradients and updated parameters travel in 8 bits.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
-        extra_dp_size: number of replicas of what is sharded.
-        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
-            ``None``: what it has, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward, in place: gradients are not kept, and each step is
-            one backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU it is done for what is at home on
-            the host or a disk.
+        extra_dp_size: number of replicas of the sharded state.
+        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: all of it, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
+            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
+            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
+            is in host memory or on a disk.
     """
 
     stage: int = 1
@@ -80,19 +80,19 @@ class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase):
 
     def __post_init__(self) -> None:
         check_types(self, fractions=("reduce_bucket_size_in_m",))
-        scaler_plan(self)  # also where the precision is another
-        to_plan(self)  # every value is checked where it is given, not at the first boost
+        scaler_plan(self)  # checked for every precision
+        to_plan(self)  # checks every value now, not at the first boost
 
     def plan(self, world_size: int) -> Plan:
         return to_plan(self)
 
     def support_no_sync(self) -> bool:
-        """Stage 1 keeps whole gradients; stage 2 has only the shard after each backward pass."""
+        """True at stage 1, which keeps full gradients; stage 2 keeps only the shard after each backward pass."""
         return self.stage == 1
 
 
 def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
-    """The plan that the arguments mean.
+    """Translate the arguments into a plan.
 
     Raises:
         ValueError: a value out of range.

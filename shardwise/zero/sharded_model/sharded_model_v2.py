@@ -36,7 +36,7 @@ def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Se
     """``None``, or a group of just the ``ranks`` that ``owner`` is divided over.
 
     Raises:
-        ValueError: other ranks, or this rank is no member.
+        ValueError: other ranks, or this rank is not a member.
     """
     if group is None:
         return
@@ -76,7 +76,7 @@ class ShardedModelV2(ModelFront):
     Raises:
         ValueError: a parameter was made outside of ``ZeroInitContext``, or parameters are to have different dtypes or
             devices; an argument out of range; a group that this rank does not belong to, or groups that differ.
-        TypeError: the module is sharded already, or ``shard_strategy`` is none.
+        TypeError: the module is sharded already, or ``shard_strategy`` is not a strategy.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class ShardedModelV2(ModelFront):
 
 
 def _trace(session: Session) -> MemStats | None:
-    """What was traced, or where nothing is gathered, the highest moment alone."""
+    """Return the trace; if nothing is gathered, one of the peak only."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
         kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}
