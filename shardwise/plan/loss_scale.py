@@ -10,6 +10,8 @@ from shardwise.plan import ScalerPlan
 
 __all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
 
+START_SCALE = 2.0**16
+
 
 class PublishedDefault(float):
     """A default value that can be told from the same number given by the caller."""
@@ -51,7 +53,7 @@ def scaler_plan(arguments: Any) -> ScalerPlan:
         number(name, getattr(arguments, name), "(-inf, inf)")  # kinds; the plan has the ranges
     start = float(arguments.initial_scale)
     if isinstance(arguments.initial_scale, PublishedDefault):
-        start = min(max(min(start, 2.0**16), float(arguments.min_scale)), float(arguments.max_scale))
+        start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
     return ScalerPlan(
         initial_scale=start,
         min_scale=float(arguments.min_scale),
