@@ -20,29 +20,29 @@ SECTIONS = ("Args:", "Attributes:")
 
 
 def names_of(arguments: type) -> tuple[str, ...]:
-    """The names of a dataclass's fields, in order."""
+    """Return the names of the fields of a dataclass, in order."""
     return tuple(each.name for each in fields(arguments))
 
 
 def picked(arguments: type[A], given: Mapping[str, Any]) -> A:
-    """The dataclass ``arguments`` of those in ``given`` that are its fields; others have their defaults."""
+    """Return the dataclass ``arguments`` with the entries of ``given`` that are its fields."""
     return arguments(**{name: given[name] for name in names_of(arguments) if name in given})
 
 
 def changed(arguments: Any, names: Iterable[str]) -> list[str]:
-    """Those of ``names``, each once, that are other in a dataclass's instance than by default: somebody gave them."""
+    """Return the ``names`` of fields that differ from their defaults, each once."""
     defaults = {each.name: each.default for each in fields(arguments)}
     return [name for name in dict.fromkeys(names) if getattr(arguments, name) != defaults[name]]
 
 
 def given_in_vain(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """Of the arguments that mean nothing beside the others, by reason, those that somebody gave."""
+    """Return the arguments in ``reasons``, by reason, that differ from their defaults."""
     found = {reason: changed(arguments, names) for reason, names in reasons.items()}
     return {reason: names for reason, names in found.items() if names}
 
 
 def listed(arguments: Any, names: Iterable[str]) -> str:
-    """Such as ``"stage=3, pin_memory=True"``."""
+    """Return a text such as ``"stage=3, pin_memory=True"``."""
     return ", ".join(f"{name}={getattr(arguments, name)!r}" for name in names)
 
 

@@ -125,7 +125,7 @@ def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, mas
     chunks = None
     if a.use_chunk and a.chunk_size is not None:
         chunks = {world_size // replicas: {"chunk_size": int(a.chunk_size)}}
-    translated = gemini.GeminiArguments(
+    translated = gemini.GeminiPlugin(
         chunk_config_dict=chunks,
         **placement,
         precision=precision,

@@ -59,7 +59,7 @@ class FabricSaving:
         """Names of the session's optimizers in ``state``, in the session's order: all of them, or none."""
         found = {}
         for name, value in state.items():
-            own = value.sharded if isinstance(value, LateOptimizer) else value
+            own = value.target if isinstance(value, LateOptimizer) else value
             if any(own is each for each in session.optimizers):
                 found[name] = own
             elif isinstance(own, Optimizer) and hasattr(own, "engine"):

@@ -54,7 +54,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
     ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
-    ("booster/checkpoint_io.py", "", "", PROGRAM),
+    ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/disk.py", "", "", DISK),

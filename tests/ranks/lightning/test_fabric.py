@@ -151,7 +151,7 @@ def apart(kind: str) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(made[0], 2, gamma=0.5)
     train(own, model, list(made), schedule, range(3))
     same(model.state_dict(), expected)
-    with pytest.raises(RuntimeError, match=r"SGD came after the first use of the Sequential.*has 2 optimizers"):
+    with pytest.raises(RuntimeError, match=r"SGD was added after the first use of the Sequential.*has 2 optimizers"):
         own.setup_optimizers(torch.optim.SGD(given.parameters(), lr=0.1))
     own.strategy.unshard()
     same(given.state_dict(), expected)

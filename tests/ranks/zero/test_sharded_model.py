@@ -225,7 +225,7 @@ def refusals() -> list[str]:
 def test_refusals() -> None:
     wanted = [
         "RuntimeError: cpu_offload=True",
-        "RuntimeError: the model has the optimizer",
+        "RuntimeError: the model already has an optimizer (",
         "ValueError: parameter 'weight' was made outside of ZeroInitContext",
         "TypeError: module is a ShardedModelV2",
         "ValueError: offload_config={'device': 'nvme'}",

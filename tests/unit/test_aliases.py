@@ -16,9 +16,9 @@ import pytest
 from torch import nn
 
 from shardwise.compat import NotHere, impersonate, mirror
-from shardwise.compat.table import HOMES, parse_world
+from shardwise.compat.table import HOMES, parse_table
 
-WORLD = parse_world(
+TABLE = parse_table(
     "foreignlib",
     "shardwise_of_a_test",
     """
@@ -50,24 +50,24 @@ parts = ["Odd"]
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package of the world, and everything as before after it."""
-    monkeypatch.setitem(HOMES, WORLD.foreign, WORLD.home)  # type: ignore[arg-type]
-    monkeypatch.setattr("shardwise.compat.distribution.read_world", lambda foreign: WORLD)
+    """A home package; everything is restored after the test."""
+    monkeypatch.setitem(HOMES, TABLE.foreign, TABLE.home)  # type: ignore[arg-type]
+    monkeypatch.setattr("shardwise.compat.impersonation.read_world", lambda foreign: TABLE)
     finders, modules = list(sys.meta_path), set(sys.modules)
-    module = ModuleType(WORLD.home)
+    module = ModuleType(TABLE.home)
     module.__path__ = []
-    module.__spec__ = ModuleSpec(WORLD.home, None, is_package=True)
-    sys.modules[WORLD.home] = module
-    module.__getattr__ = mirror(WORLD)  # type: ignore[method-assign]
+    module.__spec__ = ModuleSpec(TABLE.home, None, is_package=True)
+    sys.modules[TABLE.home] = module
+    module.__getattr__ = mirror(TABLE)  # type: ignore[method-assign]
     yield module
     sys.meta_path[:] = finders
     for name in set(sys.modules) - modules:
-        if name.split(".")[0] in (WORLD.home, WORLD.foreign):
+        if name.split(".")[0] in (TABLE.home, TABLE.foreign):
             del sys.modules[name]
 
 
 def test_names_are_ours(home: Any) -> None:
-    layers = importlib.import_module(f"{WORLD.home}.nn.layers")
+    layers = importlib.import_module(f"{TABLE.home}.nn.layers")
     assert layers.Linear is nn.Linear and layers.Wide is nn.Bilinear
     assert home.zeros(2).shape == (2,)
     assert home.nn.layers is layers  # by attributes, as after a plain import of the top
@@ -75,24 +75,24 @@ def test_names_are_ours(home: Any) -> None:
 
 
 def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
-    parts = importlib.import_module(f"{WORLD.home}.parts")
+    parts = importlib.import_module(f"{TABLE.home}.parts")
     assert parts.ReLU is nn.ReLU and parts.deep.GELU is nn.GELU and parts.deep is home.parts.deep
     for name, said in (("Odd", "use ReLU"), ("Anything", "leave it out")):
         with pytest.raises(NotHere, match=f"foreignlib.parts.{name}: {said}"):
             getattr(parts, name)(3)
     assert parts.__all__ == ["Odd", "ReLU"]
     with pytest.raises(ImportError, match="'Anything'"):
-        importlib.import_module(f"{WORLD.home}.parts.deep.Anything")
+        importlib.import_module(f"{TABLE.home}.parts.deep.Anything")
 
 
 def test_a_table_is_read_once(home: Any) -> None:
-    mirror(WORLD)
-    assert sum(type(each).__name__ == "Mirror" and each.world is WORLD for each in sys.meta_path) == 1  # type: ignore[attr-defined]
+    mirror(TABLE)
+    assert sum(type(each).__name__ == "AliasFinder" and each.table is TABLE for each in sys.meta_path) == 1  # type: ignore[attr-defined]
 
 
 def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
     odd = home.nn.layers.Odd
-    deep = importlib.import_module(f"{WORLD.home}.tracing.passes").Anything
+    deep = importlib.import_module(f"{TABLE.home}.tracing.passes").Anything
 
     class Both(nn.Module, odd):  # type: ignore[misc]
         """Programs derive from names on paths that they never take."""
@@ -127,17 +127,15 @@ def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
     ],
 )
 def test_what_is_not_in_the_table_is_named(home: Any, statement: str, error: type[Exception]) -> None:
-    with pytest.raises(
-        error, match=r"foreignlib.* has nothing of the name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port"
-    ):
+    with pytest.raises(error, match=r"foreignlib.* has no name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port"):
         exec(statement, {})
 
 
 def test_a_program_that_is_not_changed(home: Any) -> None:
-    impersonate(WORLD.foreign)
-    impersonate(WORLD.foreign)  # again changes nothing
+    impersonate(TABLE.foreign)
+    impersonate(TABLE.foreign)  # again changes nothing
     layers = importlib.import_module("foreignlib.nn.layers")
-    assert layers is home.nn.layers and layers.__spec__.name == f"{WORLD.home}.nn.layers"
+    assert layers is home.nn.layers and layers.__spec__.name == f"{TABLE.home}.nn.layers"
     assert importlib.import_module("foreignlib") is home
     assert importlib.metadata.version("foreignlib") == "1.2.3"
     assert importlib.util.find_spec("foreignlib") is not None
@@ -150,4 +148,4 @@ def test_a_program_that_is_not_changed(home: Any) -> None:
 def test_the_library_itself_was_first(home: Any) -> None:
     sys.modules["foreignlib"] = ModuleType("foreignlib")
     with pytest.raises(ImportError, match=r"foreignlib is imported already.*first line"):
-        impersonate(WORLD.foreign)
+        impersonate(TABLE.foreign)
