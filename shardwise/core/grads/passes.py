@@ -20,7 +20,6 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.saved_outside import end_graph_at
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["BackwardPasses"]
@@ -138,8 +137,6 @@ class BackwardPasses:
             return
         if not is_transformed(output):  # a transform's own passes give no gradients
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
-            if self._meter is not None:
-                end_graph_at(output)
 
     def _own_scale(self) -> float | None:
         """What gradients of a pass that the program makes are to be divided by; ``None``: it is refused."""
@@ -298,13 +295,11 @@ class BackwardPasses:
         """Backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
-        with self.weighed(tokens, loss_scale, loss) as factor:
+        with self.weighed(tokens, loss_scale) as factor:
             (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def weighed(
-        self, tokens: float | None, loss_scale: float = 1.0, loss: torch.Tensor | None = None
-    ) -> Iterator[float]:
+    def weighed(self, tokens: float | None, loss_scale: float = 1.0) -> Iterator[float]:
         """:meth:`around` a backward pass; gives what its loss, a mean over ``tokens``, is to be multiplied by.
 
         Raises:
@@ -315,19 +310,16 @@ class BackwardPasses:
                 f"backward(tokens={tokens}) under average={self._average!r}: give tokens exactly under 'tokens'"
             )
         weight = None if tokens is None else number("tokens", tokens, "[0, inf)") / TOKEN_UNIT
-        with self.around(loss_scale, weight, loss):
+        with self.around(loss_scale, weight):
             yield loss_scale if weight is None else loss_scale * weight
 
     @contextlib.contextmanager
-    def around(
-        self, loss_scale: float = 1.0, weight: float | None = None, loss: torch.Tensor | None = None
-    ) -> Iterator[None]:
+    def around(self, loss_scale: float = 1.0, weight: float | None = None) -> Iterator[None]:
         """Around ``loss.backward()``.
 
         Args:
             loss_scale: what the loss was multiplied by and gradients must be divided by.
             weight: the pass's weight among those of a step (its tokens), by which the loss was multiplied, too.
-            loss: what the pass begins from, where that is known.
 
         Raises:
             RuntimeError: there is none under ``average="tokens"``.
@@ -340,7 +332,7 @@ class BackwardPasses:
         # From here on peers may wait for a gather of this rank.
         self._around = self._gathering = True
         try:
-            with self._meter.measuring(loss) if self._meter is not None else contextlib.nullcontext():
+            with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
                 yield
             self._finish()
             self._tokens += weight or 0.0

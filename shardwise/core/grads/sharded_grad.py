@@ -20,9 +20,24 @@ from shardwise.core.base.torch_internals import (
     no_own_torch_function,
     wrapper_subclass,
 )
-from shardwise.core.grads.no_memory import NoMemory, without_memory
 
-__all__ = ["GradOwner", "ShardedGrad"]
+__all__ = ["GradOwner", "NoMemory", "ShardedGrad", "without_memory"]
+
+
+class NoMemory(torch.UntypedStorage):
+    """Of no bytes: tools that count, and the compiler, may have it. Its elements are an error, and no empty list."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise RuntimeError(without_memory("the storage", "a gradient of a sharded parameter"))
+
+    tolist = data_ptr = clone = cpu = cuda = copy_ = resize_ = _refuse
+    __getitem__ = __setitem__ = __iter__ = _refuse
+
+
+def without_memory(what: str, of: object) -> str:
+    """What ``what`` says."""
+    return f"{what} of {of}: it has no memory of its own; call clone() on every rank first"
+
 
 aten = torch.ops.aten
 View = Callable[[torch.Tensor], torch.Tensor]

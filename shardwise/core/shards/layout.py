@@ -10,6 +10,7 @@ Where an optimizer needs whole tensors, no parameter crosses from one rank's sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +22,49 @@ from torch import nn
 
 from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
-from shardwise.core.shards.search import search_chunk_numel
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 
-__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
+__all__ = [
+    "ChunkSpec",
+    "Layout",
+    "ParamFact",
+    "Slot",
+    "UnitSpec",
+    "make_layout",
+    "module_units",
+    "search_chunk_numel",
+    "search_report",
+    "waste_numel",
+]
+
+
+def waste_numel(numels: Sequence[int], chunk_numel: int) -> int:
+    """Elements left empty when ``numels`` are packed in order into chunks of ``chunk_numel``; larger ones go alone."""
+    waste = 0
+    used = 0
+    for numel in numels:
+        if numel > chunk_numel:
+            continue
+        if used + numel > chunk_numel:
+            waste += chunk_numel - used
+            used = 0
+        used += numel
+    return waste + (chunk_numel - used if used else 0)
+
+
+def search_chunk_numel(numels: Sequence[int], packing: BySearch) -> int:
+    """The chunk size in elements; ties go to the smaller one. A model below the minimum is one chunk."""
+    total = sum(numels)
+    if total <= packing.min_chunk_numel:
+        return max(total, 1)
+    mean = total / len(numels)
+    sigma = math.sqrt(sum((n - mean) ** 2 for n in numels) / len(numels))
+    largest = max(n for n in numels if n <= mean + 3 * sigma)
+    interval = packing.interval_numel
+    start = math.ceil(max(packing.min_chunk_numel, largest) / interval) * interval
+    candidates = range(start, start + packing.search_range_numel + 1, interval)
+    return min(candidates, key=lambda size: (waste_numel(numels, size), size))
+
 
 MOST_PADDED = 1.25
 """Bins by size are put together until whole tensors fill shards to 4/5."""

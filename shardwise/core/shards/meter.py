@@ -12,14 +12,13 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.core.base.torch_internals import current_graph_task, storage_id
+from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.core.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.core.memory.ledger import REST, Ledger
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase
 from shardwise.core.memory.trace.tracker import Tracker, make_tracker
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.saved_outside import saved_outside
 from shardwise.plan import AutoPlan
 
 __all__ = ["MemoryMeter"]
@@ -76,27 +75,14 @@ class MemoryMeter:
     # ---- during a step
 
     @contextmanager
-    def measuring(self, loss: torch.Tensor | None = None) -> Iterator[None]:
-        """Around a backward pass, of ``loss`` where that is known: what operations make inside is seen."""
+    def measuring(self) -> Iterator[None]:
+        """Measure a backward pass."""
         self.enter()
         try:
-            if loss is not None and not self._tracker.shares_peak:
-                self._count_saved(loss)
             yield
             self._check("in the backward pass")
         finally:
             self.leave()
-
-    @torch.no_grad()
-    def _count_saved(self, loss: torch.Tensor) -> None:
-        """What a loss that the program made after the forward pass keeps is there until backward lets go of it."""
-        pool, known = self._pool, set[int]()
-        if pool is not None:  # weights that the loss was made with, too
-            known = {storage_id(each.full.untyped_storage()) for each in pool.chunks if each.full is not None}
-        for tensor in saved_outside(loss):
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            if plain and storage_id(tensor.untyped_storage()) not in known:
-                self._tracker.include(tensor)
 
     def enter(self) -> None:
         """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left.

@@ -27,7 +27,7 @@ from engine_setup import PLANS, one_mesh, sharded
 from sets import full
 from torch import nn
 
-from shardwise.core.grads import patience
+from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
 from shardwise.testing import run_ranks
