@@ -56,7 +56,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
     ("booster/checkpoint_io.py", "", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
-    ("disk/", "", "", DISK),
+    ("core/memory/disk/", "", "", DISK),
     ("core/optim/disk.py", "", "", DISK),
     ("core/update/states.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.core.grads import reducer
-from shardwise.core.grads.reducer import FIRST_S, LONGEST_S, SHORT_S, WITHOUT_MEMORY_S, WaitPolicy
+from shardwise.core.grads.reducer import DIFFERENT, FIRST_S, LONGEST_S, SHORT_S, WITHOUT_MEMORY_S, WaitPolicy
 
 
 @pytest.fixture
@@ -57,8 +57,18 @@ def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) ->
     waits.waited(FIRST_S, in_vain=True)
     assert waits.limit_s(True) == 0.0 and waits.limit_s(False) == WITHOUT_MEMORY_S
     waits.end_pass()
-    for changes in ({"waited": 3.0, "in_vain": True}, {"same": False}):
+    for passes, changes in ((2, {"waited": 3.0, "in_vain": True}), (DIFFERENT, {"same": False})):
         a_pass(waits, clock, 6.0, **changes)
-        assert waits.limit_s(True) == SHORT_S
-        a_pass(waits, clock, 6.0)
+        for _ in range(passes):
+            assert waits.limit_s(True) == SHORT_S
+            a_pass(waits, clock, 6.0, waited=SHORT_S, in_vain=True)
         assert waits.limit_s(True) == pytest.approx(3.0)
+
+
+def test_waits_in_vain_become_rare(clock: list[float]) -> None:
+    waits, in_vain = WaitPolicy(), 0
+    for _ in range(500):
+        long = waits.limit_s(True) > SHORT_S
+        in_vain += long
+        a_pass(waits, clock, 6.0, waited=3.0 if long else 0.0, in_vain=long)
+    assert 6 <= in_vain <= 10

@@ -257,7 +257,7 @@ class Storage:
         made += group.shards([(s.bounds, s.dtype) for s in joint], joint=True)
         buffers = dict[int, Buffer]()
         for spec, buffer in zip([*full, *apart, *joint], made, strict=True):
-            buffer.bounds, buffers[spec.index] = spec.uneven, buffer
+            buffer.bounds, buffers[spec.index] = spec.shard_offsets, buffer
         staging, secondary = self._staging(), self._secondary_buffers()
         self._reserve_disk_buffers()
         chunks = []
@@ -304,7 +304,7 @@ class Storage:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
             kept = Buffer(self._arena.take(self._own(spec), spec.dtype))
-            kept.bounds = spec.uneven
+            kept.bounds = spec.shard_offsets
             return MemorySource(kept, tier, self._uploads, over)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging, over)

@@ -440,7 +440,7 @@ class BucketPool:
         if self._user[slot] not in (None, state):
             return None
         self._user[slot] = state
-        self._buffers[slot].resize(state.spec.padded_numel, state.spec.uneven)
+        self._buffers[slot].resize(state.spec.padded_numel, state.spec.shard_offsets)
         return self._buffers[slot]
 
     def give(self, state: ChunkGrads) -> None:

@@ -111,6 +111,8 @@ FIRST_S = 0.1  # before any pass has shown how long one takes
 LONGEST_S = 20.0  # far below any time-out of a group
 WITHOUT_MEMORY_S = 10.0  # where private memory would go over the device's capacity
 SLEEP_MAX_S = 0.001
+DIFFERENT = 8  # passes with short waits after one in which ranks used different parameters
+MAX_BACKOFF = 1024
 
 
 # [Note: Why no wait inside backward is without end]
@@ -134,12 +136,12 @@ class WaitPolicy:
     A wait costs nothing if all ranks do the same: a rank that is behind will come, and a step ends with its slowest
     rank. Private memory costs fresh pages, a copy and overlap. But a rank that does not use a chunk, or uses chunks in
     another order, joins the reduction only at the end of its pass, so a wait for it is in vain. Hence the limit is half
-    a backward pass while the ranks use the same parameters and come in time; otherwise it is short, and after one wait
-    in vain there is none in the same pass.
+    a backward pass. After a wait in vain there is none in the same pass, and it is short in the next passes: 2, then 4,
+    and so on. It is short, too, after a pass in which the ranks used different parameters.
     """
 
     def __init__(self) -> None:
-        self._half_pass_s, self._trusts_peers = FIRST_S, True
+        self._half_pass_s, self._short_passes, self._backoff = FIRST_S, 0, 1
         self._began: float | None = None
         self._waited_s, self._in_vain = 0.0, False
 
@@ -154,7 +156,7 @@ class WaitPolicy:
             return WITHOUT_MEMORY_S
         if self._in_vain:
             return 0.0
-        return max(SHORT_S, self._half_pass_s) if self._trusts_peers else SHORT_S
+        return SHORT_S if self._short_passes else max(SHORT_S, self._half_pass_s)
 
     def waited(self, seconds: float, in_vain: bool) -> None:
         """Count a wait that is over."""
@@ -169,7 +171,12 @@ class WaitPolicy:
 
     def compared(self, same: bool) -> None:
         """Note at the end of a reduced pass whether every rank had gradients of the same parameters."""
-        self._trusts_peers = same and not self._in_vain
+        if self._in_vain and not self._short_passes:
+            self._short_passes = self._backoff = min(2 * self._backoff, MAX_BACKOFF)
+        elif self._short_passes:
+            self._short_passes -= 1
+        if not same:
+            self._short_passes = max(self._short_passes, DIFFERENT)
 
     def end_pass(self) -> None:
         """Reset the clock, also after a pass that failed."""
@@ -322,7 +329,7 @@ class Reducer:
         buffers = self._group.buffers(whole)
         if self.keep_whole:
             for state, buffer in zip(self.states, buffers, strict=True):
-                buffer.bounds = state.spec.uneven
+                buffer.bounds = state.spec.shard_offsets
                 state.keep_whole(buffer, self._ledger)
         else:
             self._buckets.fill(buffers)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,13 +34,7 @@ from shardwise.core.shards.policy import AHEAD_BYTES, GatherLimits, Trace, choos
 __all__ = ["ChunkPool", "GatherScopes"]
 
 
-class _HasLock(Protocol):
-    lock: threading.RLock
-
-
-Self = TypeVar("Self", bound=_HasLock)
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 # [Note: Which thread touches what]
@@ -55,15 +49,15 @@ Result = TypeVar("Result")
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
 # * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
 # The first of these never takes the lock, and nothing that holds the lock waits for it.
-def locked(method: Callable[Concatenate[Self, Args], Result]) -> Callable[Concatenate[Self, Args], Result]:
+def locked(method: Method) -> Method:
     """Decorate a method so that it holds its object's ``lock`` and defers Ctrl-C while it runs."""
 
     @wraps(method)
-    def holding(self: Self, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    def holding(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self.lock, deferred_interrupts("a gather"):
             return method(self, *args, **kwargs)
 
-    return holding
+    return cast(Method, holding)
 
 
 @dataclass
@@ -151,6 +145,8 @@ class ChunkPool:
         in_forward: a forward pass has begun and not ended; outside of one, it has failed.
         blocks: the ``gathered()`` scopes that are open.
         followed: the last step used the units in the order of the step before it.
+        training: the order in which steps use units.
+        sizes: gathered bytes of every unit; resident chunks do not count.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
         lock: held by the thread that changes which units are gathered.
     """
@@ -170,8 +166,8 @@ class ChunkPool:
         self.agreement = GatherAgreement(group, ledger, count, party, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
-        self._training, self._evaluation = Trace(), Trace()
-        self.trace = self._training
+        self.training, self._evaluation = Trace(), Trace()
+        self.trace = self.training
         self.gathered_bytes = self.peak_gathered_bytes = 0
         self.copied_bytes = self.peak_copied_bytes = 0  # of own memory, not of mapped views of the ranks' shards
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
@@ -187,8 +183,8 @@ class ChunkPool:
         self._far = self.in_order and not group.starts_together  # a trip between hosts
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
-        self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
-        largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
+        self.sizes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
+        largest, ahead = max(self.sizes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
         self.lock, self._maps, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
@@ -208,30 +204,16 @@ class ChunkPool:
     @property
     def in_training(self) -> bool:
         """Whether units are used for a step, not for an evaluation."""
-        return self.trace is self._training
+        return self.trace is self.training
 
     @property
     def reusable_bytes(self) -> int:
         """Bytes of gathered and of idle arrays: the room that a budget divides."""
         return self.gathered_bytes + self.arrays.idle_bytes()
 
-    @property
-    def expected_order(self) -> Sequence[int]:
-        """The order of use in the last complete step."""
-        return self._training.recorded
-
-    def expect(self, order: Sequence[int]) -> None:
-        """Take ``order`` for that of the next step."""
-        self._training.expect(order)
-
-    @property
-    def sizes(self) -> Mapping[int, int]:
-        """Gathered bytes of every unit; resident chunks do not count."""
-        return self._bytes
-
     def name_of(self, unit: int) -> str:
         """Return the unit's name for messages."""
-        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
+        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self.sizes[unit])})"
 
     # ---- passes
 
@@ -239,7 +221,7 @@ class ChunkPool:
     def begin_forward(self, training: bool) -> None:
         """Begin a forward pass. One without a graph has a trace of its own and does not disturb the step's."""
         self.group.activity.begin_pass()
-        self.trace = self._training if training else self._evaluation
+        self.trace = self.training if training else self._evaluation
         self._looked = 0
         self.in_forward = current_graph_task() == -1 or self.in_forward  # in backward it is part of that
 
@@ -248,7 +230,7 @@ class ChunkPool:
         """End the forward pass that :meth:`begin_forward` began."""
         if self.trace is self._evaluation:
             self._evaluation.end_step()
-            self.trace = self._training
+            self.trace = self.training
         self.in_forward = False
 
     @locked
@@ -284,9 +266,9 @@ class ChunkPool:
         self.issued.wait_made_up(self.arrays)
         self.drop_idle()
         self.agreement.secondary.forget()
-        self._training.restart()
+        self.training.restart()
         self._evaluation.restart()
-        self.trace, self.in_forward = self._training, False
+        self.trace, self.in_forward = self.training, False
         self.issued.restart()
 
     @locked
@@ -296,8 +278,8 @@ class ChunkPool:
         for unit in list(self._held):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_stale(unit)
-        self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
-        self._training.end_step()
+        self.followed = self.training.followed and len(self.training.current) == len(self.training.recorded)
+        self.training.end_step()
         self._looked = 0
         self.arrays.trim()
 
@@ -355,7 +337,7 @@ class ChunkPool:
 
     def _soon(self) -> list[int]:
         """Return the units to prefetch beside the one that is used."""
-        return next_units(self.trace, self.prefetch, self._bytes if self._far else None)
+        return next_units(self.trace, self.prefetch, self.sizes if self._far else None)
 
     def _counts(self, unit: int) -> bool:
         """Whether the unit is gathered, or being gathered, as far as the order of gathers is concerned."""
@@ -374,8 +356,8 @@ class ChunkPool:
         if free is None:
             return ahead
         # The next gather reuses idle arrays, or they are freed for it.
-        free += self.arrays.idle_bytes() - (self._bytes[unit] if unit not in self._held else 0)
-        return first_that_fit(ahead, self._bytes, free)
+        free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._held else 0)
+        return first_that_fit(ahead, self.sizes, free)
 
     # ---- resident chunks that are renewed after an update
 
@@ -400,9 +382,9 @@ class ChunkPool:
     # ---- gathered()
 
     @locked
-    def enter_block(self, holder: object, units: Collection[int] | None = None) -> None:
+    def enter_scope(self, holder: object, units: Collection[int] | None = None) -> None:
         """Gather ``units`` (``None``: all) as copies that views may outlive, and keep them until
-        :meth:`leave_block`."""
+        :meth:`leave_scope`."""
         self.settle()
         self._maps = False
         wanted = [unit for unit in self._transient if units is None or unit in units]
@@ -422,8 +404,8 @@ class ChunkPool:
         self.blocks.mark_ready(holder)
 
     @locked
-    def leave_block(self, holder: object) -> None:
-        """End the scope of :meth:`enter_block`, also one that failed. Scopes may end in any order."""
+    def leave_scope(self, holder: object) -> None:
+        """End the scope of :meth:`enter_scope`, also one that failed. Scopes may end in any order."""
         left = self.blocks.end(holder)
         for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
             chunk.allow_holders()  # lists of parameters that were made inside and are kept
@@ -436,13 +418,13 @@ class ChunkPool:
 
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
         """Evict idle units beyond the budget, with ``unit`` counted and the units of ``soon`` spared."""
-        needed = self._bytes[unit] if unit is not None else 0
+        needed = self.sizes[unit] if unit is not None else 0
         for other in [u for u in self._kept if not (self._pinned(u) or self._is_read(u))]:
             self._evict(other)
         others = [u for u in self._held if u != unit and u not in self._kept]
         evictable = {u for u in others if not self._pinned(u)}
-        pinned = sum([self._bytes[u] for u in others if u not in evictable])
-        idle = sum([self._bytes[u] for u in evictable])
+        pinned = sum([self.sizes[u] for u in others if u not in evictable])
+        idle = sum([self.sizes[u] for u in evictable])
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(self.budget_bytes() - needed - pinned, 0)
         candidates = evictable.difference(soon)
@@ -450,7 +432,7 @@ class ChunkPool:
             victim = choose_victim(self.trace, candidates)
             candidates.discard(victim)
             if self._evict_unread(victim):
-                idle -= self._bytes[victim]
+                idle -= self.sizes[victim]
 
     def _evict_unread(self, unit: int) -> bool:
         """Evict the unit unless something reads it. Return whether it counts as evicted."""
@@ -508,7 +490,7 @@ class ChunkPool:
         self._kept.discard(unit)
         if unit in self._held:
             self._held.discard(unit)
-            self.gathered_bytes -= self._bytes[unit]
+            self.gathered_bytes -= self.sizes[unit]
         self._events.evicted(unit)
 
     # ---- gathers
@@ -562,8 +544,8 @@ class ChunkPool:
         self._events.gather_began(unit)
         # Held and counted before the first array is there, so that _evict undoes it at any point below.
         self._held.add(unit)
-        self.moved_bytes += self._bytes[unit]
-        self.gathered_bytes += self._bytes[unit]
+        self.moved_bytes += self.sizes[unit]
+        self.gathered_bytes += self.sizes[unit]
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
         try:
             for chunk in self._transient[unit]:

@@ -186,7 +186,7 @@ def model_data(session: Session) -> int:
                 for piece in tile.pieces:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
         tensors += [s for (_, tier), s in own._updates._stepper._scratch.items() if tier is Tier.DEVICE]
-    given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._given_up) if s is not None)
+    given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
     return live_bytes(tensors) + given_up
 
 
