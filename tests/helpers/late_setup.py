@@ -29,7 +29,7 @@ from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.secondary import SecondarySource
+from shardwise.core.shards.source import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain

@@ -77,8 +77,8 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
-    ("core/grads/landing.py", "Landings.begin", "popleft().land", BOUND),
-    ("core/grads/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
+    ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
+    ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("core/engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.checks.edits import Edits
-from shardwise.core.comm import Group
+from shardwise.core.comm import Buffer, Group
 from shardwise.core.engine import norms
 from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine.engine import Engine
@@ -203,12 +203,16 @@ def _reads_not_noticed() -> _Patch:
 def _padding_not_zeroed() -> _Patch:
     """What a rank has no gradient for holds whatever was there before."""
 
-    def zero_unfilled(self: ChunkGrads, filled: Collection[int]) -> None:
-        for index, slot in enumerate(self.spec.slots):
-            if index not in filled and self.array is not None:
-                self.array[slot.start : slot.end].fill_(1e-3)
+    def make(real: Any) -> Any:
+        def hand_over(self: ChunkGrads, whole: Buffer, filled: Collection[int]) -> None:
+            real(self, whole, filled)
+            for index, slot in enumerate(self.spec.slots):
+                if index not in filled:
+                    whole.local[slot.start : slot.end].fill_(1e-3)
 
-    return mock.patch.object(ChunkGrads, "zero_unfilled", zero_unfilled)
+        return hand_over
+
+    return _wrap(ChunkGrads, "hand_over", make)
 
 
 def _replicas_drift() -> _Patch:

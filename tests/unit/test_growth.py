@@ -271,7 +271,7 @@ def test_layout_has_no_table_of_ranks() -> None:
     with alike_mesh(PLANS["zero3"], 0, 16384) as (mesh, _):
         session = made(PLANS["zero3"], mesh, BLOCKS)
         for spec in session.engine.layout.chunks:
-            assert sys.getsizeof(spec.bounds) < 100 and spec.uneven is None
+            assert sys.getsizeof(spec.bounds) < 100 and spec.shard_offsets is None
             assert len(spec.bounds) == 16385 and spec.bounds[-1] == spec.padded_numel
         session.close()
 

@@ -19,9 +19,8 @@ from shardwise.core.engine.weak import weakly
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import MemStats
-from shardwise.core.shards.hooks import GatherHooks, trace_hooks
+from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
 from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.transforms import outside_transforms
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine

@@ -25,11 +25,10 @@ from shardwise.core.engine.storage import Storage
 from shardwise.core.engine.used_grads import UsedGrads
 from shardwise.core.engine.values import Values
 from shardwise.core.engine.visible_grads import VisibleGrads
-from shardwise.core.grads.counts import StepCounts
 from shardwise.core.grads.passes import BackwardPasses
-from shardwise.core.grads.reducer import Reducer
+from shardwise.core.grads.reducer import Reducer, StepCounts
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.issued import SameOrder
+from shardwise.core.shards.gather_order import GatherOrderCheck
 from shardwise.core.shards.layout import Layout, make_layout, search_report
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.policy import GatherLimits
@@ -112,7 +111,7 @@ class Engine:
         self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
-            self.reducer.begin_in(self.pool.rounds)
+            self.reducer.begin_in(self.pool.agreement)
         self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events, plan.grad.average)
         self.batches = SameBatches()
@@ -148,7 +147,7 @@ class Engine:
         mesh, pool = self.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
-            self.reducer.riders.append(SameOrder(pool.issued, mesh.world, mesh.replicate.rank, name_of))
+            self.reducer.riders.append(GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of))
         if pool.in_order and mesh.shard.starts_together and self.plan.comm.overlap:
             events.unit_wanted.listen(self._pass_by)
 

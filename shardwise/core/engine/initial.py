@@ -12,7 +12,7 @@ from shardwise.core.engine.division import Division
 from shardwise.core.engine.storage import Storage
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.absent import absent_value
+from shardwise.core.shards.chunk import absent_value
 from shardwise.plan import Plan
 
 __all__ = ["load_initial_values"]

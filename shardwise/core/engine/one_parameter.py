@@ -174,7 +174,7 @@ class OneParameter:
         """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32. Not collective;
         ``None``: there is nothing."""
         grads = self.engine.grads.get(self._chunk.spec.index)
-        found = None if grads is None else grads.arrived(self._chunk.spec.slots.index(self._slot))
+        found = None if grads is None else grads.local_grad(self._chunk.spec.slots.index(self._slot))
         if found is None or not self.engine.passes.unreduced:
             return None
         wide = torch.float64 if found.dtype == torch.float64 else torch.float32

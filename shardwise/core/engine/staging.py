@@ -51,7 +51,7 @@ def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -
 
 def gather_chunk(group: Group, spec: ChunkSpec, shard: torch.Tensor) -> torch.Tensor:
     """All of a chunk, of which each rank has its ``shard`` (1-D, any dtype). A new tensor. Collective."""
-    if spec.uneven is None:
+    if spec.shard_offsets is None:
         return gather_shards(group, shard)
     with ordinary_tensors():
         return _gather_unequal(group, shard, [spec.shard_numel(rank) for rank in range(group.size)])

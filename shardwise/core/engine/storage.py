@@ -24,8 +24,7 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
-from shardwise.core.shards.secondary import SecondarySource
-from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, ShardSource
+from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
 from shardwise.core.update.states import ChunkState
 from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import Plan
@@ -258,7 +257,7 @@ class Storage:
         made += group.shards([(s.bounds, s.dtype) for s in joint], joint=True)
         buffers = dict[int, Buffer]()
         for spec, buffer in zip([*full, *apart, *joint], made, strict=True):
-            buffer.bounds, buffers[spec.index] = spec.uneven, buffer
+            buffer.bounds, buffers[spec.index] = spec.shard_offsets, buffer
         staging, secondary = self._staging(), self._secondary_buffers()
         self._reserve_disk_buffers()
         chunks = []
@@ -305,7 +304,7 @@ class Storage:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
             kept = Buffer(self._arena.take(self._own(spec), spec.dtype))
-            kept.bounds = spec.uneven
+            kept.bounds = spec.shard_offsets
             return MemorySource(kept, tier, self._uploads, over)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging, over)

@@ -127,7 +127,7 @@ class Values:
         holder, opened, kept, writing = _Block(), False, own_state.kept, self._writing
         try:
             with engine.mesh.doing("gathered()"):
-                engine.pool.enter_block(holder, among)
+                engine.pool.enter_scope(holder, among)
                 if places is not None and engine.pool.has_transient:
                     self.compare(places)  # only now: ranks may come from different places of a pass
                 if engine.plan.comm.gather_on_use:
@@ -146,7 +146,7 @@ class Values:
                     self._keep(self._chunks_of(among))
         finally:
             own_state.kept, self._writing = kept, writing
-            engine.pool.leave_block(holder)
+            engine.pool.leave_scope(holder)
             if opened:
                 if write_back:
                     engine.pool.drop_changed(among)  # each rank's copy has what it wrote, and not what the others did

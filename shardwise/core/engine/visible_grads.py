@@ -113,7 +113,7 @@ class VisibleGrads:
         """An outermost pass begins: what was put into ``.grad`` counts, and then nothing is there."""
         self.collect()
         self._changed()
-        if not any(state.touched or state.seen for state in self.engine.grads.values()):
+        if not any(state.touched or state.filled for state in self.engine.grads.values()):
             self.forget()  # of a pass that failed
         self._settle_clip()
         shown = self._shown
@@ -134,7 +134,7 @@ class VisibleGrads:
         self._changed()
         reduced = not self.engine.passes.unreduced
         for state, places in self._by_state:
-            for at in state.touched if reduced else state.touched | state.seen:
+            for at in state.touched if reduced else state.touched | state.filled:
                 place = places[at]
                 if self._in_order[place].grad is self._shown[place]:  # else put there between: reduce_rest()
                     self._in_order[place].grad = self._shown[place] = self._grads[place]
@@ -221,16 +221,16 @@ class VisibleGrads:
         for optimizer in dropped:
             states = [s for s in self.engine.grads.values() if s.spec.optimizer == optimizer]
             for state in states:
-                if not (state.touched or state.seen):
+                if not (state.touched or state.filled):
                     state.clear()
-            if not any(state.touched or state.seen for state in states):
+            if not any(state.touched or state.filled for state in states):
                 self.engine.counts.forget([optimizer])  # as after zero_grad()
                 self.engine.passes.forget_tokens(optimizer)
 
     def _take_over(self, index: int, param: nn.Parameter) -> None:
         given = param.grad
         state, at = self._where[index]
-        held = at in state.touched or at in state.seen
+        held = at in state.touched or at in state.filled
         if isinstance(given, ShardedGrad) and given.owner() is self and given.param_index == index and not given.views:
             if held:
                 self._show(index)  # p.grad = p.grad.detach()
@@ -283,7 +283,7 @@ class VisibleGrads:
     def has(self, index: int) -> bool:
         """Whether a pass has left a gradient that no step has used; the same on every rank."""
         state, at = self._where.get(index, (None, 0))
-        return state is not None and (at in state.touched or at in state.seen)
+        return state is not None and (at in state.touched or at in state.filled)
 
     def replace(self, index: int, value: torch.Tensor) -> None:
         """``value`` (full shape, averaged, unscaled, any float dtype) in place of the gradient. Every rank calls it."""

@@ -23,8 +23,7 @@ from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.secondary import SecondarySource
-from shardwise.core.shards.source import MemorySource
+from shardwise.core.shards.source import MemorySource, SecondarySource
 from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks

@@ -20,7 +20,7 @@ from sets import campaign, full
 from tier_setup import Fault, small_tiles, tiers, with_tiers
 from torch import Tensor, nn
 
-from shardwise.core.grads import patience
+from shardwise.core.grads import reducer as patience
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.mesh import Mesh
