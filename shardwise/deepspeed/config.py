@@ -18,7 +18,8 @@ from shardwise.core.base.checked import shown
 from shardwise.core.base.remarks import warn_user
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 
-__all__ = ["Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
+__all__ = ["AssertedError", "Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
+
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
@@ -413,3 +414,10 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
             "that fit"
         )
     return Batch(train, micro, accumulation)
+
+
+# ---- Errors of what DeepSpeed asserts.
+
+
+class AssertedError(ValueError, AssertionError):
+    """A wrong use or value that DeepSpeed asserts, and programs catch so."""

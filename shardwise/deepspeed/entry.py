@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,32 +12,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.core.base.checked import shown
+from shardwise.core.base.checked import as_kind, shown, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import Settings, load_config, read_config
+from shardwise.deepspeed.config import AssertedError, Settings, load_config, read_config
 from shardwise.deepspeed.config_object import required_batch
-from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
-from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.groups import groups_of, mesh_of, remember_groups
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import Monitor
-from shardwise.deepspeed.optimizer_names import give_names
-from shardwise.deepspeed.optimizers import make_optimizer, wide_states
-from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
-from shardwise.deepspeed.process_groups import remember_groups
+from shardwise.deepspeed.optimizers import give_names, make_optimizer, wide_states
+from shardwise.deepspeed.plan import TENSOR_SIZES, data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
 from shardwise.session import Session, agreed_build, build
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_asked_size"]
+
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
@@ -244,3 +242,50 @@ def _end(session: Session) -> None:
     for name, param in module.named_parameters():
         param.grad = None
         point(param, state[name].to(device, copy=True))
+
+
+# ---- ``tp_model_init``: what a program says of a model's layers before ``initialize`` cuts them.
+
+
+_ASKED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> Any:
+    """``model`` as it is: ``initialize`` cuts its layers.
+
+    Args:
+        model: what ``initialize`` will be given, or what that will wrap.
+        tp_size: neighbouring ranks that hold parts of the same layers: ``tensor_parallel.autotp_size`` where the
+            configuration of ``initialize`` gives none.
+        dtype, config: no effect: ``fp16`` and ``bf16`` of the configuration of ``initialize`` decide.
+        tp_group: not available.
+
+    Raises:
+        NotImplementedError: ``tp_group``.
+    """
+    as_kind("model", model, nn.Module, "the module that initialize will be given")
+    if tp_group is not None:
+        raise NotImplementedError(f"{tp_group=!r:.80}: leave it out: layers are cut between neighbouring ranks")
+    _ASKED[model] = whole("tp_size", tp_size, 1, what="a number of ranks,")
+    return model
+
+
+def with_asked_size(config: Any, model: nn.Module) -> Any:
+    """The configuration with the size that :func:`tp_model_init` was given for ``model`` or what it wraps, if it was.
+
+    Raises:
+        ValueError: it has another one, or modules of ``model`` were given different ones.
+    """
+    sizes = {_ASKED[module] for module in model.modules() if module in _ASKED}
+    if not sizes:
+        return config
+    settings = read_config(config)
+    if any(settings.given(path) for path in TENSOR_SIZES):
+        sizes.add(parallel_sizes(settings)[0])
+    if len(sizes) > 1:
+        raise ValueError(
+            f"tp_size of tp_model_init and tensor_parallel.autotp_size of the configuration are {sorted(sizes)}: give "
+            "the same"
+        )
+    tree = load_config(config)
+    return tree | {"tensor_parallel": {**(tree.get("tensor_parallel") or {}), "autotp_size": sizes.pop()}}

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import Settings
+from shardwise.deepspeed.config import AssertedError, Settings
 from shardwise.session import Session
 
 __all__ = [

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from shardwise.compat.published import documented, names_of, takes
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
-from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.saving import frozen_ones_are_missing
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan

@@ -8,8 +8,7 @@ from typing import Any
 
 from shardwise.core.checkpoint.formats.detect import detect_format
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.deepspeed.frozen import WithoutFrozen
-from shardwise.deepspeed.saving import take_over
+from shardwise.deepspeed.saving import WithoutFrozen, take_over
 from shardwise.session import Session
 from shardwise.strategies.saving import ModelOnly, Saving, outline
 from shardwise.strategies.scheduler_states import check_schedulers

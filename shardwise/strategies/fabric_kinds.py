@@ -17,9 +17,8 @@ from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.deferred import deferred_init
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
-from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.logs import known_level, set_level
-from shardwise.deepspeed.saving import take_over
+from shardwise.deepspeed.saving import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session

@@ -18,10 +18,8 @@ from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint import CheckpointDamage
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import read_config
-from shardwise.deepspeed.cpu_optimizers import FusedLamb
-from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.config import AssertedError, read_config
+from shardwise.deepspeed.optimizers import FusedLamb, make_optimizer
 from shardwise.deepspeed.saving import good_steps
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.schema import BLOCKS
