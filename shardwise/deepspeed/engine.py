@@ -103,10 +103,13 @@ class DeepSpeedEngine(ModeOfModule):
         is_compiled: whether :meth:`compile` was called.
     """
 
+    tput_timer = ThroughputTimer()
+
     def __init__(self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any, monitor: Monitor) -> None:
         super().__init__()
         self.module: nn.Module = session.model
-        self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
+        self.session, self.lr_scheduler = session, lr_scheduler
+        self.optimizer: Any = session.optimizer
         self.report: Report = settings.findings
         self.settings = settings
         session.divide_own_passes(batch.accumulation)
@@ -579,8 +582,6 @@ class DeepSpeedEngine(ModeOfModule):
         vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})
 
     # ---- what it says of itself
-
-    tput_timer = ThroughputTimer()
 
     def gradient_clipping(self) -> float:
         """The largest norm, as ``optimizer.clip_grad`` may have set it; 0 is none."""

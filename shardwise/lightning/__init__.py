@@ -6,9 +6,9 @@ from typing import Any
 
 from shardwise.compat import mirror, read_world
 from shardwise.strategies import registering
+from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.strategies.single_file import convert_zero_checkpoint_to_fp32_state_dict, to_single_file
-from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "ColossalAIPrecisionPlugin",

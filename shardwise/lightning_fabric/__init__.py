@@ -6,9 +6,9 @@ from typing import Any
 
 from shardwise.compat import mirror, read_world
 from shardwise.strategies import registering
+from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.strategies.namespace import LIGHTNING_FABRIC
 from shardwise.strategies.single_file import to_single_file
-from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "ColossalAIStrategy",

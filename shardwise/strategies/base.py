@@ -14,25 +14,24 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.lightning_precision import (
+from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.precision import (
     NumberFormat,
     ShardedPrecision,
     check_replaceable,
     correct_throughput,
 )
-from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.refusals import check_callbacks, check_layer_sync
-from shardwise.strategies.saving import Saving
-from shardwise.strategies.scheduler_states import check_schedulers, fit_schedulers
-from shardwise.strategies.sessions import Live, live_session, shard
-from shardwise.strategies.toggling import Toggling
+from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
+from shardwise.strategies.sessions import Live, Toggling, live_session, shard
 
-__all__ = ["LightningArguments", "ShardedStrategy"]
+__all__ = ["REFUSED", "LightningArguments", "ShardedStrategy", "check_callbacks", "check_layer_sync"]
+
 
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 
@@ -325,3 +324,62 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Optimizer states of a single file."""
         self._saving.load_optimizers(checkpoint)
+
+
+# ---- What would be wrong after a run, or fail within it, refused before: callbacks that change parameters, BatchNorm.
+
+
+REFUSED = {
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": (
+        "it averages and exchanges whole parameters, of which each rank has a part",
+        "average the checkpoints of several epochs afterwards",
+    ),
+    "callbacks.weight_averaging.WeightAveraging": (
+        "it averages and exchanges whole parameters, of which each rank has a part",
+        "average the checkpoints of several epochs afterwards",
+    ),
+    "callbacks.finetuning.BaseFinetuning": (
+        "it unfreezes parameters and adds them to the optimizer during training, and they are packed when it begins",
+        "fit in two runs, with requires_grad set before each",
+    ),
+    "callbacks.pruning.ModelPruning": (
+        "it replaces parameters by masked ones during training",
+        "prune before training, or in an optimizer of your own",
+    ),
+}
+
+
+def check_callbacks(namespace: Namespace, trainer: Any) -> None:
+    """Look at the callbacks of a run that trains.
+
+    Raises:
+        NotImplementedError: one of :data:`REFUSED` is among them; the reason is given.
+    """
+    if trainer.state.fn.value != "fit":
+        return
+    for path, (reason, instead) in REFUSED.items():
+        refused = namespace.find(path)  # not every version has each
+        for callback in trainer.callbacks if refused is not None else ():
+            if isinstance(callback, refused):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} with {type(trainer.strategy).__name__}: {reason}; {instead}"
+                )
+
+
+def check_layer_sync(namespace: Namespace, strategy: Any, module: nn.Module) -> None:
+    """Look at what ``sync_batchnorm=True`` would make of ``module``.
+
+    Raises:
+        NotImplementedError: it has BatchNorm and trains on a CPU, whose tensors torch's SyncBatchNorm does not take.
+    """
+    if strategy.root_device.type != "cpu" or not isinstance(
+        strategy._layer_sync, namespace.load("plugins.layer_sync.TorchSyncBatchNorm")
+    ):
+        return
+    found = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
+    if found:
+        raise NotImplementedError(
+            f"sync_batchnorm=True with {type(strategy).__name__} on the CPU: torch's SyncBatchNorm takes tensors of "
+            f"GPUs only, and the model has BatchNorm at {', '.join(found[:3])}; leave sync_batchnorm out, give the "
+            "Trainer a LayerSync plugin of your own, or use layers that need no other rank, such as GroupNorm"
+        )

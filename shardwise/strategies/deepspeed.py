@@ -6,36 +6,44 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from shardwise.compat.published import documented, names_of, takes
+from shardwise.core.checkpoint.formats.detect import detect_format
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.saving import frozen_ones_are_missing
+from shardwise.deepspeed.saving import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.deepspeed_config import (
+    ACCUMULATION,
     AUTO,
     CLIPPING,
     MICRO,
+    ConfiguredByDeepSpeed,
     DeepSpeedArguments,
     TrainerFacts,
     complete,
     read,
     scale_without_effect,
 )
-from shardwise.strategies.deepspeed_saving import SavingWithoutFrozen, is_of_deepspeed, load_deepspeed
-from shardwise.strategies.deepspeed_settings import ConfiguredByDeepSpeed
+from shardwise.strategies.fabric import Check, FabricArguments, FabricStrategy
+from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
 
-__all__ = ["DeepSpeed"]
+__all__ = ["DeepSpeed", "FabricDeepSpeed", "SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
+
 
 NAMES = names_of(DeepSpeedArguments)
 SCALE = NAMES.index("loss_scale")  # where Lightning has others between them
@@ -301,3 +309,182 @@ def _batch_size(trainer: Any) -> int:
     if size is None and isinstance(loader, DataLoader):
         size = loader.batch_size
     return size if isinstance(size, int) and size > 0 else 1
+
+
+# ---- Checkpoints of ``DeepSpeedStrategy``: those that DeepSpeed wrote, and those without frozen parameters.
+
+
+class SavingWithoutFrozen(Saving):
+    """Leaves parameters that do not require gradients out of what is saved."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._writers: dict[tuple[int, bool], Checkpointer] = {}
+
+    def _writer(self, session: Session, whole: bool) -> Checkpointer:
+        key = (id(session), whole)
+        if key not in self._writers:
+            self.wait_for_saves()
+            self._writers = {key: Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))}
+        self._writers[key].steps = session.checkpoints.steps
+        return self._writers[key]
+
+    def wait_for_saves(self) -> None:
+        """Until nothing is being written any more."""
+        for writer in self._writers.values():
+            writer.wait_for_saves()
+
+
+def is_of_deepspeed(path: str) -> bool:
+    """Whether DeepSpeed itself wrote the directory."""
+    try:
+        return Path(path).is_dir() and detect_format(path) == "deepspeed"
+    except OSError:
+        return False
+
+
+def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
+    """What DeepSpeed wrote under Lightning: values into the strategy's session; its client state is Lightning's."""
+    module = strategy.lightning_module
+    fitting = module.trainer.state.fn.value == "fit"
+    strict, configs = module.strict_loading, strategy.lr_scheduler_configs
+    check = partial(check_schedulers, configs, strict=strict) if fitting else None
+    found = take_over(strategy.session, path, strict, fitting, [], check)
+    state = {"lr_schedulers": [], "epoch": 0, "global_step": 0, **found.client_state}
+    state.setdefault("pytorch-lightning_version", strategy.ns.version)
+    state["state_dict"] = outline(strategy.session)
+    return state
+
+
+@dataclass(frozen=True)
+class FabricDeepSpeedArguments(DeepSpeedArguments):
+    """:class:`DeepSpeedArguments` with the one default that Fabric publishes otherwise."""
+
+    logging_batch_size_per_gpu: str | int | None = None
+
+
+@documented(FabricDeepSpeedArguments, FabricArguments)
+@takes(
+    "accelerator",
+    *NAMES[:SCALE],
+    "config",
+    "logging_level",
+    "parallel_devices",
+    "cluster_environment",
+    *NAMES[SCALE:],
+    "load_full_weights",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "exclude_frozen_parameters",
+    by_name=("checkpoint_io", "start_method"),
+)
+class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
+    """ZeRO as DeepSpeed configurations describe it.
+
+    The arguments are those of Fabric's own strategy; :class:`DeepSpeedArguments` says what each means here. They make
+    a DeepSpeed configuration, which ``config`` (a dict or a path) replaces whole. The program counts batches and steps.
+
+    Args:
+        config: a DeepSpeed configuration; it is never changed.
+        logging_level: of what is logged during its runs.
+        load_full_weights: no effect: single files are read anyway.
+        exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
+
+    Raises:
+        MisconfigurationException: the path of a configuration does not exist, or it contradicts Fabric.
+        ValueError, NotImplementedError: a fault in an argument or in the configuration; it is named.
+    """
+
+    def __init__(
+        self,
+        arguments: FabricDeepSpeedArguments,
+        lightning: FabricArguments,
+        *,
+        config: Any = None,
+        logging_level: int = logging.WARNING,
+        load_full_weights: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        self.arguments = arguments
+        self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
+        self._choose(config)
+        self._check_given()
+        set_level(known_level(logging_level))
+        super().__init__(**vars(lightning))
+
+    def _check_given(self) -> None:
+        """What Fabric does not do for a program.
+
+        Raises:
+            MisconfigurationException: the configuration asks for it.
+        """
+        steps = self._given.get(ACCUMULATION)
+        if steps not in (None, AUTO, 1):
+            raise self._misconfiguration(
+                f"gradient_accumulation_steps={steps!r} in the DeepSpeed config: under Fabric the program counts; "
+                "leave the key out, call fabric.backward(loss / n) n times and then optimizer.step()"
+            )
+        for key in ("optimizer", "scheduler"):
+            if self._given.get(key):
+                raise self._misconfiguration(
+                    f"{key}={self._given[key]!r:.80} in the DeepSpeed config: under Fabric the program makes it; leave "
+                    "the key out, and give yours to fabric.setup"
+                )
+
+    # ---- the plan
+
+    def _read(self) -> Settings:
+        facts = TrainerFacts(accumulation=1, micro_batch=1, clip=0.0, precision=self.format.name)
+        self._take_edits()
+        self._check_given()
+        self._show(complete(self._given, self.arguments, facts, self._misconfiguration))
+        self._settings = read(self.config, self.world_size)
+        return self._settings
+
+    def _plan(self, module: nn.Module) -> Plan:
+        plan, told = self._translated(self._read(), module)
+        if self.is_global_zero:
+            self._tell(told)
+        return plan
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return zero.Init() if self.zero_stage_3 else nullcontext()
+
+    def _built(self, session: Session) -> None:
+        zero.remember(session)
+
+    # ---- steps
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """One step.
+
+        Raises:
+            RuntimeError: it was skipped for overflow at the lowest loss scale.
+        """
+        self._check_edits()
+        with watched_step(getattr(optimizer, "sharded", optimizer), self._settings or self._read()):
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_clipping(self, call: str) -> None:
+        if self._clips_in_step:
+            raise self._misconfiguration(
+                f"{call} beside gradient_clipping={self._given['gradient_clipping']} in the DeepSpeed config, which "
+                "clips in every step: leave one of them out"
+            )
+
+    # ---- checkpoints
+
+    def writer(self, session: Session, whole: bool) -> Checkpointer:
+        """See :meth:`FabricStrategy.writer`; without frozen parameters where that was asked for."""
+        if not self.exclude_frozen_parameters:
+            return super().writer(session, whole)
+        return Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))
+
+    def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
+        """See :meth:`FabricStrategy.restore`; also of a directory that DeepSpeed wrote."""
+        if self.broadcast(is_of_deepspeed(os.fspath(path))):
+            return dict(take_over(session, path, strict, whole, [], check).client_state)
+        if strict and frozen_ones_are_missing(session, path):
+            strict = False
+        return super().restore(session, path, strict, whole, check)

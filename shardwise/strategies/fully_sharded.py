@@ -1,14 +1,16 @@
-"""``DDPFullyShardedStrategy``: FairScale's published arguments as a plan.
+"""``wrap``, ``auto_wrap`` and their policy: which modules are gathered on their own.
 
-Source: ``DDPFullyShardedStrategy`` of Lightning 1.6 to 1.9, whose arguments are FairScale's
-``FullyShardedDataParallel``'s. What differs is in ``docs/lightning.md``.
+Source: the interface of FairScale's ``nn.wrap.auto_wrap``, which models of Lightning 1.x call in their
+``configure_sharded_model``. Nothing is wrapped here: the module itself comes back, marked, and keeps its names.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +36,141 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
-from shardwise.strategies.lightning_precision import NumberFormat
-from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
+from shardwise.strategies.fabric import FabricArguments, FabricStrategy
+from shardwise.strategies.precision import NumberFormat
 
-__all__ = ["FullyShardedArguments", "FullyShardedStrategy", "to_plan"]
+__all__ = [
+    "FabricFullySharded",
+    "FullyShardedArguments",
+    "FullyShardedStrategy",
+    "auto_wrap",
+    "chosen_modules",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "to_plan",
+    "unit_names",
+    "wrap",
+]
+
+
+_MARK = "_shardwise_unit"
+LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
+CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
+
+
+# The policy of the innermost enable_wrap, in a tuple; empty outside of one.
+_ENABLED: ContextVar[tuple[Callable[..., bool] | None, ...]] = ContextVar("enabled", default=())
+
+
+@contextmanager
+def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, :func:`wrap` and :func:`auto_wrap` mark modules. A strategy does so around the model's construction.
+
+    Args:
+        auto_wrap_policy: what :func:`auto_wrap` asks unless told otherwise.
+        wrapper_kwargs: accepted for models that pass FairScale's (``wrapper_cls`` and its arguments). How a unit is
+            sharded is the strategy's, so they have no effect, and all but ``wrapper_cls`` warn.
+    """
+    _warn_of(wrapper_kwargs, "enable_wrap")
+    token = _ENABLED.set((auto_wrap_policy,))
+    try:
+        yield
+    finally:
+        _ENABLED.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module``, which is gathered and reduced as one; outside :func:`enable_wrap` as it is."""
+    _warn_of(wrap_overrides, "wrap")
+    if _ENABLED.get():
+        module.__dict__[_MARK] = True
+    return module
+
+
+def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = None, **kwargs: Any) -> nn.Module:
+    """``module`` with those inside marked that the policy chooses, itself included.
+
+    Args:
+        module: any.
+        auto_wrap_policy: ``f(module, recurse, unwrapped_params, ...) -> bool``; by default that of the context.
+        kwargs: see :func:`wrap`.
+    """
+    _warn_of(kwargs, "auto_wrap")
+    for policy in _ENABLED.get():
+        for each in chosen_modules(module, auto_wrap_policy or policy or default_auto_wrap_policy):
+            each.__dict__[_MARK] = True
+    return module
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    module_is_root: bool = False,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    skip_params_check_for_root: bool = False,
+) -> bool:
+    """Units of at least ``min_num_params`` elements.
+
+    Args:
+        module: the one in question.
+        recurse: whether the question is "look inside?" and not "is it a unit?".
+        unwrapped_params: its elements that no unit holds yet.
+        module_is_root: whether it is the one that ``auto_wrap`` was called with.
+        min_num_params: smallest unit, in elements.
+        force_leaf_modules: classes that are not looked into; by default MultiheadAttention.
+        exclude_wrap_modules: classes that are no units; by default ModuleList and ModuleDict.
+        skip_params_check_for_root: the root is a unit whatever its size.
+    """
+    leaves = tuple(force_leaf_modules) if force_leaf_modules is not None else LEAVES
+    excluded = tuple(exclude_wrap_modules) if exclude_wrap_modules is not None else CONTAINERS
+    large = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
+    return large and not isinstance(module, leaves if recurse else excluded)
+
+
+def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Modules inside ``module``, itself included, that a policy makes units, the innermost first."""
+    found: list[nn.Module] = []
+    _choose(module, policy, True, found)
+    return found
+
+
+def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: list[nn.Module]) -> int:
+    """Elements under ``module`` that are in units now."""
+    takes_root = "module_is_root" in inspect.signature(policy).parameters
+    ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not ask(module=module, recurse=True, unwrapped_params=numel):
+        return 0
+    wrapped = sum(_choose(child, policy, False, found) for child in module.children())
+    if ask(module=module, recurse=False, unwrapped_params=numel - wrapped):
+        found.append(module)
+        return numel
+    return wrapped
+
+
+def unit_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the marked modules of ``model`` that hold parameters, in module order."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name and module.__dict__.get(_MARK) and next(module.parameters(), None) is not None
+    )
+
+
+def _warn_of(arguments: dict[str, Any], what: str) -> None:
+    given = sorted(set(arguments) - {"wrapper_cls"})
+    if given:
+        warn_user(
+            f"{what}({', '.join(given)}): how units are sharded is the strategy's choice; give these to "
+            "DDPFullyShardedStrategy"
+        )
+
+
+# ---- ``DDPFullyShardedStrategy``: FairScale's published arguments as a plan.
+
 
 MIB = 2**20
 
@@ -76,7 +209,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     Args:
         arguments: the published ones.
         number_format: the Trainer's precision.
-        units: names of the modules that :func:`~shardwise.strategies.wrapping.wrap` marked.
+        units: names of the modules that :func:`~shardwise.strategies.fully_sharded.wrap` marked.
 
     Raises:
         ValueError: ``fp32_reduce_scatter`` without mixed precision.
@@ -204,3 +337,50 @@ class FullyShardedStrategy(ShardedStrategy):
         return {
             n: v.to(self.root_device) if isinstance(v, torch.Tensor) and not v.is_meta else v for n, v in state.items()
         }
+
+
+@documented(FullyShardedArguments, FabricArguments)
+@takes(
+    "accelerator",
+    *names_of(FullyShardedArguments),
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision",
+    "process_group_backend",
+    by_name=("timeout", "start_method"),
+)
+class FabricFullySharded(FabricStrategy):
+    """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
+
+    Args:
+        cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
+        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
+        reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
+        move_grads_to_cpu: reduced gradients, masters and optimizer state are on the host, and the optimizer runs there;
+            ``None``: as ``cpu_offload``.
+        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
+        compute_dtype: parameters are gathered and computed with in it; ``None``: what ``precision`` says.
+        bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
+        min_num_params: smallest unit of ``auto_wrap`` inside ``fabric.init_module()``, in elements.
+        state_dict_to_cpu: ``model.state_dict()`` gives tensors on the host, where they are in any case.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, arguments: FullyShardedArguments, lightning: FabricArguments) -> None:
+        self.arguments = arguments
+        super().__init__(**vars(lightning))
+
+    def _plan(self, module: nn.Module) -> Plan:
+        return to_plan(self.arguments, self.format, unit_names(module))
+
+    @contextmanager
+    def _enabled(self) -> Iterator[None]:
+        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
+        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
+            yield
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return self._enabled()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.strategies.colossalai import ColossalAI
-from shardwise.strategies.deepspeed import DeepSpeed
-from shardwise.strategies.fabric_kinds import FabricColossalAI, FabricDeepSpeed, FabricFullySharded
-from shardwise.strategies.fully_sharded import FullyShardedStrategy
-from shardwise.strategies.lightning_precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
+from shardwise.strategies.colossalai import ColossalAI, FabricColossalAI
+from shardwise.strategies.deepspeed import DeepSpeed, FabricDeepSpeed
+from shardwise.strategies.fully_sharded import FabricFullySharded, FullyShardedStrategy
 from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
 from shardwise.strategies.single_file import read_directories
 
 __all__ = ["STAGES", "classes", "fabric_classes", "register", "take_over_deepspeed_names"]

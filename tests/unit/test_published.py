@@ -17,7 +17,7 @@ from shardwise.booster.plugin.hybrid_parallel import HybridParallelArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.compat.published import changed, documented, given_in_vain, listed, names_of, picked, takes
 from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
-from shardwise.strategies.colossalai_arguments import ColossalAIArguments
+from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments
 

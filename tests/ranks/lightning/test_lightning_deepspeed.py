@@ -21,8 +21,8 @@ from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardwise.strategies.lightning_precision import ShardedPrecision
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
+from shardwise.strategies.precision import ShardedPrecision
 from shardwise.testing import run_ranks
 
 # ---- against stock ddp
