@@ -23,13 +23,8 @@ __all__ = [
     "wrap",
 ]
 
-_classes = registering.fabric_classes(FABRIC)
-ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
-DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
-DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
-ShardedPrecision: Any = _classes["ShardedPrecision"]
-
-registering.register(FABRIC)
+_classes: Any = registering.register(FABRIC)
+ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

@@ -25,14 +25,8 @@ __all__ = [
     "wrap",
 ]
 
-_classes = registering.classes(LIGHTNING)
-ColossalAIPrecisionPlugin: Any = _classes["ColossalAIPrecisionPlugin"]
-ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
-DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
-DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
-ShardedPrecision: Any = _classes["ShardedPrecision"]
-
-registering.register(LIGHTNING)
+_classes: Any = registering.register(LIGHTNING)
+ColossalAIPrecisionPlugin, ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

@@ -23,13 +23,8 @@ __all__ = [
     "wrap",
 ]
 
-_classes = registering.fabric_classes(LIGHTNING_FABRIC)
-ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
-DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
-DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
-ShardedPrecision: Any = _classes["ShardedPrecision"]
-
-registering.register(LIGHTNING_FABRIC)
+_classes: Any = registering.register(LIGHTNING_FABRIC)
+ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

@@ -7,16 +7,14 @@ testing or fitting again goes on from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.session import Session
@@ -28,9 +26,9 @@ from shardwise.strategies.precision import (
     correct_throughput,
 )
 from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
-from shardwise.strategies.sessions import Live, Toggling, live_session, shard
+from shardwise.strategies.sessions import Live, live_session, shard
 
-__all__ = ["REFUSED", "LightningArguments", "ShardedStrategy", "check_callbacks", "check_layer_sync"]
+__all__ = ["REFUSED", "LightningArguments", "ShardedStrategy", "check_callbacks"]
 
 
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
@@ -73,7 +71,6 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     def __init__(self, **lightning: Any) -> None:
         self._live: Live | None = None
-        self._told_precision = False
         self._saving = Saving(self)
         super().__init__(**{name: value for name, value in lightning.items() if value is not None})
 
@@ -159,9 +156,6 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn.value == "fit"
         check_callbacks(self.ns, trainer)
-        if fitting:
-            check_layer_sync(self.ns, self, self.lightning_module)
-        self._tell_precision(trainer)
         # Tensors that hooks make in inference mode could not be changed by steps, which are outside of it. The loop
         # that evaluates during training is never in it.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -190,24 +184,12 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self.setup_precision_plugin()
         self.barrier("shardwise.setup")
 
-    def _tell_precision(self, trainer: Any) -> None:
-        """Warn, once, of a precision that Lightning ignores."""
-        asked = getattr(trainer._accelerator_connector, "_precision_flag", None)
-        if asked not in (None, "32-true", self.format.name) and not self._told_precision:
-            self._told_precision = True
-            if self.is_global_zero:
-                warn_user(
-                    f"precision={asked!r} of Trainer is not applied: the precision_plugin that was given has "
-                    f"{self.format.name!r}, and goes before it"
-                )
-
     def _shard(self, module: Any, fitting: bool) -> Live:
         mock = self.ns.load("core.optimizer._MockOptimizer")  # what Lightning takes for "no optimizer"
         real = [each for each in self.optimizers if not isinstance(each, mock)] if fitting else []
         live = shard(module, real, self._plan(module), self.root_device)
         if real:
             self.optimizers = list(live.session.optimizers)
-            Toggling(live.session, module, self.ns.load("LightningModule"))
         return live
 
     def model_to_device(self) -> None:
@@ -249,40 +231,11 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     # ---- passes and steps
 
-    @contextmanager
-    def backward_pass(self) -> Iterator[float]:
-        """Around a backward pass; gives the factor that the loss must be multiplied by."""
-        session = self.session
-        scaler = session.optimizer.scaler if session.optimizer is not None else None
-        scale = scaler.scale if scaler is not None else 1.0
-        with session.backward_pass(scale):
-            yield scale
-
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced."""
         if self._live is not None and self.session.plan.shard.reduce == "last":
             return self.session.no_sync()
         return nullcontext()
-
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        step: Callable[..., Any] = getattr(super(), name)
-        if not torch.is_inference_mode_enabled():
-            return step(*args, **kwargs)
-        # What is gathered now is read by later passes, where inference tensors could not be.
-        with torch.inference_mode(False), torch.no_grad():
-            return step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.validation_step``."""
-        return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.test_step``."""
-        return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.predict_step``."""
-        return self._step("predict_step", *args, **kwargs)
 
     # ---- checkpoints
 
@@ -364,22 +317,3 @@ def check_callbacks(namespace: Namespace, trainer: Any) -> None:
                 raise NotImplementedError(
                     f"{type(callback).__name__} with {type(trainer.strategy).__name__}: {reason}; {instead}"
                 )
-
-
-def check_layer_sync(namespace: Namespace, strategy: Any, module: nn.Module) -> None:
-    """Look at what ``sync_batchnorm=True`` would make of ``module``.
-
-    Raises:
-        NotImplementedError: it has BatchNorm and trains on a CPU, whose tensors torch's SyncBatchNorm does not take.
-    """
-    if strategy.root_device.type != "cpu" or not isinstance(
-        strategy._layer_sync, namespace.load("plugins.layer_sync.TorchSyncBatchNorm")
-    ):
-        return
-    found = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
-    if found:
-        raise NotImplementedError(
-            f"sync_batchnorm=True with {type(strategy).__name__} on the CPU: torch's SyncBatchNorm takes tensors of "
-            f"GPUs only, and the model has BatchNorm at {', '.join(found[:3])}; leave sync_batchnorm out, give the "
-            "Trainer a LayerSync plugin of your own, or use layers that need no other rank, such as GroupNorm"
-        )

@@ -218,7 +218,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
-        self._check_edits()
         settings = self._settings
         if settings is None or not hasattr(optimizer, "scaler"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -462,7 +461,6 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
-        self._check_edits()
         with watched_step(getattr(optimizer, "sharded", optimizer), self._settings or self._read()):
             return super().optimizer_step(optimizer, **kwargs)
 

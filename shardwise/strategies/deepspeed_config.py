@@ -475,14 +475,6 @@ class ConfiguredByDeepSpeed:
             self._given = {name: value for name, value in {**self._given, **edits}.items() if value is not None}
             self._shown = copy.deepcopy(self.config)
 
-    def _check_edits(self) -> None:
-        """Once the model is sharded: a warning for what was changed in ``config`` since."""
-        if self.config != self._shown and (edits := self._edits()):
-            self._warn(
-                f"strategy.config was changed in {', '.join(sorted(edits))} behind the setup of its model, and is not "
-                "read any more: change it before"
-            )
-
     @property
     def _misconfiguration(self) -> type[Exception]:
         found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")

@@ -28,7 +28,7 @@ from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
-from shardwise.strategies.sessions import live_session, shard
+from shardwise.strategies.sessions import live_session, scaled_pass, shard
 
 __all__ = ["Check", "FabricArguments", "FabricSaving", "FabricStrategy", "restored", "writer_of"]
 
@@ -286,12 +286,8 @@ class FabricStrategy(_Base):  # type: ignore[misc]
                 )
             tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return
-        scaler = used[0].optimizer.scaler if used[0].optimizer is not None else None
-        scale = scaler.scale if scaler is not None else 1.0
-        with used[0].backward_pass(scale):
-            if scale != 1.0:
-                tensor = (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor) * scale
-            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with scaled_pass(used[0], tensor) as scaled:
+            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def clip_gradients_norm(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.sessions import scaled_pass
 
 __all__ = [
     "PRECISIONS",
@@ -176,10 +177,8 @@ class ShardedPrecision(CastingPrecision):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """``model.backward`` inside a pass of the engine, with the loss scale."""
-        with model.trainer.strategy.backward_pass() as scale:
-            if scale != 1.0:
-                tensor = (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor) * scale
-            model.backward(tensor, *args, **kwargs)
+        with scaled_pass(model.trainer.strategy.session, tensor) as scaled:
+            model.backward(scaled, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """What ``LightningModule.clip_gradients`` calls."""

@@ -17,7 +17,7 @@ from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session, build
 
-__all__ = ["Live", "Toggling", "live_session", "shard"]
+__all__ = ["Live", "live_session", "scaled_pass", "shard"]
 
 
 _KEY = "_shardwise_live"
@@ -86,7 +86,6 @@ class Live:
         for name, buffer in self.module.named_buffers():
             point(buffer, buffer.detach().to("cpu", self._dtypes.get(name, buffer.dtype)))
         self._widen()
-        Toggling.remove(self.module)
         self.module.__dict__.pop(_KEY, None)
 
     def _widen(self) -> None:
@@ -107,6 +106,15 @@ class Live:
         """Whether a run under ``plan`` that needs no new optimizers can go on with this session."""
         mesh = self.session.mesh
         return self.session.plan == plan and mesh.device == device and mesh is _MESHES.get(_mesh_key(plan, device))
+
+
+@contextmanager
+def scaled_pass(session: Session, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Run one backward pass of the engine inside; yields ``loss`` times the loss scale."""
+    scaler = session.optimizer.scaler if session.optimizer is not None else None
+    scale = scaler.scale if scaler is not None else 1.0
+    with session.backward_pass(scale):
+        yield loss if scale == 1.0 else (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
 
 
 def live_session(module: nn.Module | None) -> Live | None:
@@ -152,57 +160,3 @@ def mesh_for(plan: Plan, device: torch.device) -> Mesh:
             del _MESHES[stale]
         _MESHES[key] = Mesh.create(plan.mesh, device, plan.comm)
     return _MESHES[key]
-
-
-# ---- ``LightningModule.toggle_optimizer`` for a sharded module.
-
-
-NAMES = ("toggle_optimizer", "untoggle_optimizer")
-
-
-class Toggling:
-    """Takes the place of the two methods on one module, unless its class has its own.
-
-    Args:
-        session: the module's.
-        module: a LightningModule.
-        base: Lightning's class.
-    """
-
-    def __init__(self, session: Session, module: nn.Module, base: type) -> None:
-        self._optimizers = session.optimizers
-        self._held = [(p, holder) for p, holder in zip(session.params, session.holders(), strict=True) if holder >= 0]
-        self._before: list[bool] = []
-        for name, own in zip(NAMES, (self.toggle, self.untoggle), strict=True):
-            if getattr(type(module), name) is getattr(base, name):
-                module.__dict__[name] = own
-
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        """Give the module Lightning's methods back, and its parameters what a failed step left toggled."""
-        for name in NAMES:
-            owner = getattr(module.__dict__.pop(name, None), "__self__", None)
-            if isinstance(owner, Toggling):
-                owner.untoggle()
-
-    def toggle(self, optimizer: Any) -> None:
-        """Until :meth:`untoggle` only parameters of ``optimizer`` require gradients, of those that an optimizer has.
-
-        Raises:
-            ValueError: it is none of the module's.
-        """
-        own = getattr(optimizer, "_optimizer", optimizer)
-        found = [index for index, each in enumerate(self._optimizers) if each is own]
-        if not found:
-            raise ValueError(f"toggle_optimizer({optimizer!r:.80}): give one of self.optimizers()")
-        if not self._before:
-            self._before = [param.requires_grad for param, _ in self._held]
-        for (param, holder), before in zip(self._held, self._before, strict=True):
-            param.requires_grad_(before and holder == found[0])
-
-    def untoggle(self, optimizer: Any = None) -> None:
-        """Parameters require gradients as they did before; there is only one set of them, whoever toggled."""
-        if self._before:
-            for (param, _), before in zip(self._held, self._before, strict=True):
-                param.requires_grad_(before)
-            self._before = []

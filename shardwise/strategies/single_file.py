@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ __all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "to
 
 MODEL = "model/"
 VERSION = "pytorch-lightning_version"
-CONVERTER = "convert_zero_checkpoint_to_fp32_state_dict"
 
 
 def to_single_file(
@@ -122,13 +120,9 @@ def _read(value: Any) -> Any:
 def read_directories(namespace: Namespace) -> None:
     """Have ``load_from_checkpoint``, and strategies that read single files, take directories of ours as well.
 
-    Where Lightning opens a file it would fail for a directory; there ours is read, whole, in this process. Its
-    converter of DeepSpeed's directories takes ours as well. All else is read as before.
+    Lightning's function that opens files is replaced by one that reads a directory of ours, whole, in this process,
+    and calls Lightning's own for everything else.
     """
-    converter = namespace.find("utilities.deepspeed")
-    theirs = getattr(converter, CONVERTER, None)
-    if theirs is not None and not isinstance(theirs, _Converter):
-        setattr(converter, CONVERTER, _Converter(theirs))
     for module, optimizers in (
         (namespace.find("core.saving"), False),  # of load_from_checkpoint; Fabric has none
         (namespace.load_fabric("plugins.io.torch_io"), True),
@@ -152,23 +146,6 @@ class _Reader:
         if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves those of the host
             return found
         return {key: _moved(value, torch.device(device)) for key, value in found.items()}
-
-
-class _Converter:
-    """Lightning's ``convert_zero_checkpoint_to_fp32_state_dict``, and of our directories ours."""
-
-    def __init__(self, theirs: Callable[..., Any]) -> None:
-        self._theirs = theirs
-        functools.update_wrapper(self, theirs)
-
-    def __call__(
-        self, checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
-    ) -> dict[str, Any]:
-        place = os.path.join(checkpoint_dir, tag or "")
-        if os.path.isdir(place) and detect_format(place) == "native":
-            return convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_file, tag)
-        found: dict[str, Any] = self._theirs(checkpoint_dir, output_file, tag)
-        return found
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -208,9 +208,6 @@ AROUND: dict[str, tuple[str, ...]] = {
     "evaluation under inference mode left tensors that training could not use": (
         "fully_sharded::test_training_goes_on_after_inference_mode",
     ),
-    "a precision beside a plugin was ignored, silently": (
-        "flags::test_a_precision_that_lightning_ignores_is_told_once",
-    ),
     "spawned training left the main process' model as it was": (
         "launchers::test_popen_spawn_and_torchruns_agent_give_the_same_weights",
     ),
@@ -223,7 +220,6 @@ AROUND: dict[str, tuple[str, ...]] = {
     "built-in names were taken without being asked": ("classes::test_built_in_names_are_taken_over_on_request_only",),
     "toggled optimizers went on collecting gradients": (
         "trainer::test_as_stock_ddp[colossalai-two_optimizers_by_hand]",
-        "trainer::test_a_step_that_fails_leaves_no_parameter_toggled",
     ),
 }
 

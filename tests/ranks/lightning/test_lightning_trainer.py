@@ -275,25 +275,6 @@ def test_as_stock_ddp(kind: str, name: str, oracle: Callable[[str], list[Ended]]
     check_same(run_ranks(RANKS, _play, kind, name), oracle(name))
 
 
-class _Fails(_Adversaries):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.toggle_optimizer(self.optimizers()[0])  # type: ignore[attr-defined]
-        raise ArithmeticError(str([param.requires_grad for param in self.critic.parameters()]))
-
-
-def _toggled() -> list[bool]:
-    made = trainer(strategy("colossalai"))
-    model = toy(body=_Fails)
-    with pytest.raises(ArithmeticError, match="False, False, False, False"):
-        made.fit(model, data(1))
-    close(made)
-    return [param.requires_grad for param in model.parameters()]
-
-
-def test_a_step_that_fails_leaves_no_parameter_toggled() -> None:
-    assert run_ranks(RANKS, _toggled) == [[True] * 10] * RANKS
-
-
 # ---- hooks that build the model
 
 
