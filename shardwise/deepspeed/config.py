@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import math
@@ -111,32 +110,28 @@ class Batch:
 
 
 def load_config(config: Source) -> dict[str, Any]:
-    """The tree of a configuration: a copy, so that nobody's dict is changed.
+    """Return a configuration's tree as a copy; the caller's dict is never changed.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: it is no dict, no file with one JSON or Hjson object, and no such text
-            in base64.
+        FileNotFoundError, TypeError, ValueError: ``config`` is neither a dict nor a file with one JSON or Hjson object.
     """
     if isinstance(config, Mapping):
         return {str(name): _copy(value) for name, value in config.items()}
     if not isinstance(config, str | os.PathLike):
         raise TypeError(f"config={config!r:.80}: give a dict, or the path of a JSON file")
     path = Path(config)
-    encoded = None if _is_file(path) else _decoded(os.fspath(config))
-    if encoded is None and not _is_file(path):
-        raise FileNotFoundError(
-            f"config={str(config)!r:.200}: there is no such file, and it is no configuration in base64; give a dict or "
-            "a JSON file's path"
-        )
-    name = "the configuration in base64" if encoded is not None else str(path)
     try:
-        tree = _parsed(path.read_text("utf-8") if encoded is None else encoded)
+        tree = _parsed(path.read_text("utf-8"))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"config={str(config)!r:.200} is not a readable file; give a dict or a JSON file's path"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     except RecursionError:
-        raise ValueError(f"{name}: its blocks are nested too deeply to be read") from None
+        raise ValueError(f"{path}: its blocks are nested too deeply to be read") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{name} holds {type(tree).__name__}; a JSON object is expected")
+        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
     return tree
 
 
@@ -165,44 +160,27 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a text in base64 is longer than a name may be
-        return False
-
-
-def _decoded(text: str) -> str | None:
-    """What a launcher put into base64, with the alphabet for addresses; ``None``: it is something else."""
-    try:
-        found = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
-    except ValueError:
-        return None
-    return found if "{" in found or ":" in found else None
-
-
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _copy(inner) for name, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Settings:
-    """Read and check a configuration; it is never changed.
+def read_config(config: Source) -> Settings:
+    """Read and check a configuration, without changing it.
+
+    A key that is ``"auto"`` gets its documented default; parameters of optimizers and schedulers have none.
 
     Args:
-        config: a dict, the path of a JSON or Hjson file, or such a text in base64.
-        known: what ``"auto"`` stands for, by dotted path: ``{"train_micro_batch_size_per_gpu": 4,
-            "optimizer.params.lr": 1e-3, "bf16.enabled": True}``. Other keys that are ``"auto"`` get their documented
-            default; parameters of optimizer and scheduler have none.
+        config: a dict, or the path of a JSON or Hjson file.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named), a value out of range, ``"auto"`` that nothing
-            resolves, keys that contradict each other.
-        NotImplementedError: a key that asks for what is not available.
-        FileNotFoundError, TypeError: ``config`` is no configuration.
+        ValueError: an unknown key (the error names the nearest known one), a value out of range, ``"auto"`` without a
+            default, or keys that contradict each other.
+        NotImplementedError: a key asks for something that is not available.
+        FileNotFoundError, TypeError: ``config`` is not a configuration.
     """
-    reader = _Reader(dict(known or {}))
+    reader = _Reader()
     reader.read(load_config(config), "")
     values = reader.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
@@ -211,8 +189,7 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
 
 
 class _Reader:
-    def __init__(self, known: dict[str, Any]) -> None:
-        self.known = known
+    def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.sections: set[str] = set()
         self.findings = Report()
@@ -272,11 +249,8 @@ class _Reader:
 
     def _value(self, path: str, canonical: str, value: Any) -> None:
         key = KEYS[canonical]
-        if value == AUTO:
-            if canonical in self.known:
-                value = self.known[canonical]
-            elif canonical in ("optimizer.type", "scheduler.type"):
-                raise ValueError(f"{path}='auto': name one")
+        if value == AUTO and canonical in ("optimizer.type", "scheduler.type"):
+            raise ValueError(f"{path}={value!r} has no default; name one")
         if value is None or value == AUTO:
             self.findings.use(path)
             return
@@ -301,12 +275,10 @@ class _Reader:
         found = {}
         for name, inner in value.items():
             full = f"{path}.{name}"
-            if inner == AUTO and full in self.known:
-                inner = self.known[full]
-            elif inner == AUTO:
+            if inner == AUTO:
                 inner = _DERIVED.get(full, AUTO)
             if inner == AUTO:
-                raise ValueError(f"{full}='auto': nothing here knows it; give a value")
+                raise ValueError(f"{full}='auto' has no default; give a value")
             for each in inner if isinstance(inner, list) else [inner]:
                 if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
                     raise ValueError(f"{full}={shown(inner)}: give finite numbers")

@@ -75,7 +75,7 @@ class DeepSpeedConfig:
     """A configuration, checked, with batch sizes derived. Every key of the top level is an attribute.
 
     Args:
-        config: a dict, a path, or a text in base64; see :func:`~shardwise.deepspeed.config.load_config`.
+        config: a dict or a path; see :func:`~shardwise.deepspeed.config.load_config`.
         mpu: as for ``initialize``: its data-parallel ranks are those that batches are divided over.
         mesh_device: not available; give ``sequence_parallel_size``.
 

@@ -74,8 +74,7 @@ def initialize(
             agreed.
         dist_init_required: ``False``: the process group exists already, or this is one process.
         collate_fn: of the data loader.
-        config: a dict, which is not changed, the path of a JSON or Hjson file, or its text in base64; ``config_params``
-            is its older name.
+        config: a dict, which is not changed, or the path of a JSON or Hjson file; ``config_params`` is its older name.
         mesh_param: ``(data-parallel ranks, ranks that see parts of the same sequences)``, as the configuration's
             ``data_parallel_size`` and ``sequence_parallel_size``.
         config_params: see ``config``.

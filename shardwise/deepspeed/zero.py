@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.compat import lookup, read_world
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import PeerError, ranks_of
+from shardwise.core.comm import ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
 from shardwise.core.deferred.replay import replay, tape_of
 from shardwise.deepspeed.collectives import init_distributed
@@ -214,8 +214,6 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
-            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
-                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
         finally:
@@ -226,27 +224,6 @@ class GatheredParameters:
         shares = held_by_sessions({id(param) for param in self.params})
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
-    def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
-        """Those of the parameters that no engine has yet."""
-        known = {id(param) for _, own in shares for param in own}
-        return [param for param in self.params if id(param) not in known]
-
-    def _meet(self, error: Exception | None) -> None:
-        """Before values of parameters that no engine has are sent: nobody would notice a rank whose block failed."""
-        alone = self._alone(self._shares())
-        if not alone or not _several():
-            return
-        group = getattr(alone[0], MARK, None)
-        told: list[Any] = [None] * dist.get_world_size(group)
-        with nullcontext() if error is None else suppress(Exception):  # it is raised in any case
-            dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None]
-        if failed and error is None:
-            raise PeerError(
-                f"no changes of GatheredParameters(modifier_rank={self.modifier_rank}) were spread, because the block "
-                f"failed on other ranks: {'; '.join(failed)}"
-            )
-
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         shares = self._shares()
@@ -256,7 +233,8 @@ class GatheredParameters:
             session.take_given()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
-        for param in self._alone(shares):
+        sharded = {id(param) for _, own in shares for param in own}
+        for param in (each for each in self.params if id(each) not in sharded):
             _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
         for session, own in shares:
             session.write_back(own)

@@ -66,8 +66,6 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
     model: Any
     optimizers: Any
     lr_scheduler_configs: Any
-    precisions: ClassVar[tuple[str, ...]] = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
-    """Those that :meth:`_plan` can make a plan of."""
 
     def __init__(self, **lightning: Any) -> None:
         self._live: Live | None = None
@@ -124,15 +122,10 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         if plugin is not None and not isinstance(plugin, ShardedPrecision):
             check_replaceable(self.ns, plugin)
             plugin = self._sharded_precision(plugin.precision)
-        if plugin is not None and plugin.precision not in self.precisions:
-            raise ValueError(
-                f"precision={plugin.precision!r} with {type(self).__name__}: give one of {', '.join(self.precisions)}"
-            )
         self._precision_plugin = plugin
 
     def _sharded_precision(self, precision: Any) -> Any:
-        made = build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")
-        return made(precision)
+        return build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session
+from shardwise.strategies.base import LightningArguments
 from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
@@ -38,28 +38,14 @@ STATE = ("state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True)
-class FabricArguments:
-    """Arguments of Fabric's own strategies, which ours hand on.
+class FabricArguments(LightningArguments):
+    """Arguments that the strategies pass on to Fabric's ``DDPStrategy``.
 
     Attributes:
-        accelerator: as in Fabric's ``DDPStrategy``.
-        parallel_devices: as in Fabric's ``DDPStrategy``.
-        cluster_environment: as in Fabric's ``DDPStrategy``.
-        checkpoint_io: checkpoints become what it writes, single files; ``None``: a directory, each rank its part.
         precision: a precision plugin.
-        process_group_backend: as in Fabric's ``DDPStrategy``.
-        timeout: of the process group.
-        start_method: as in Fabric's ``DDPStrategy``.
     """
 
-    accelerator: Any = None
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: Any = None
-    checkpoint_io: Any = None
     precision: Any = None
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
 
 class _Syncing:

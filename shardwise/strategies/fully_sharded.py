@@ -30,11 +30,11 @@ from shardwise.plan import (
     Packing,
     Plan,
     PrecisionPlan,
-    ScalerPlan,
     ShardPlan,
     on_device,
     usual_exchange,
 )
+from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.fabric import FabricArguments, FabricStrategy
 from shardwise.strategies.precision import NumberFormat
@@ -240,7 +240,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
             accumulate_dtype=None,
             cast_inputs=dtype is not None,
             output_dtype=None,
-            scaler=_scaler() if number_format.scaled and dtype is torch.float16 else None,
+            scaler=TORCH_SCALER if number_format.scaled and dtype is torch.float16 else None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=usual_exchange(),
@@ -254,6 +254,14 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     )
 
 
+@contextmanager
+def _wrapping(arguments: FullyShardedArguments) -> Iterator[None]:
+    """Inside, models have no memory yet and :func:`auto_wrap` marks units of ``min_num_params`` elements."""
+    policy = functools.partial(default_auto_wrap_policy, min_num_params=arguments.min_num_params)
+    with deferred_init(), enable_wrap(auto_wrap_policy=policy):
+        yield
+
+
 def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[str, ...]) -> Packing:
     if not arguments.flatten_parameters:
         return ByTensor(persist_numel=0)
@@ -261,19 +269,6 @@ def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[
     if units:
         return ByModule(unit_classes=(), unit_names=units, rest_numel=bucket if bucket > 0 else None)
     return ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByModule(unit_classes=())
-
-
-def _scaler() -> ScalerPlan:
-    """What torch's ``GradScaler`` does."""
-    return ScalerPlan(
-        initial_scale=2.0**16,
-        min_scale=2.0**-24,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=2000,
-        hysteresis=1,
-        max_scale=2.0**64,
-    )
 
 
 @documented(LightningArguments)
@@ -321,13 +316,7 @@ class FullyShardedStrategy(ShardedStrategy):
             )
 
     def _building(self) -> AbstractContextManager[Any]:
-        return self._enabled()
-
-    @contextmanager
-    def _enabled(self) -> Iterator[None]:
-        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
-        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
-            yield
+        return _wrapping(self.arguments)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state on every rank, fp32 where there are masters; see ``state_dict_to_cpu``. Collective."""
@@ -376,11 +365,5 @@ class FabricFullySharded(FabricStrategy):
     def _plan(self, module: nn.Module) -> Plan:
         return to_plan(self.arguments, self.format, unit_names(module))
 
-    @contextmanager
-    def _enabled(self) -> Iterator[None]:
-        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
-        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
-            yield
-
     def _building(self) -> AbstractContextManager[Any]:
-        return self._enabled()
+        return _wrapping(self.arguments)
