@@ -453,4 +453,4 @@ def test_weight_averaging_is_right_or_refused(kind: str) -> None:
     for said in run_ranks(RANKS, _averages, kind):
         assert "StochasticWeightAveraging" in said
         for path, text in said.items():
-            assert re.match(rf"{path} with .*Strategy: it averages and exchanges whole parameters", text)
+            assert re.match(rf"{path} with .*Strategy: it averages and exchanges unsharded parameters", text)
