@@ -124,7 +124,7 @@ def load_config(config: Source) -> dict[str, Any]:
         tree = _parsed(path.read_text("utf-8"))
     except OSError as error:
         raise FileNotFoundError(
-            f"config={str(config)!r:.200} is not a readable file; give a dict or a JSON file's path"
+            f"config={str(config)!r:.200} cannot be read ({error.strerror}); give a dict or a JSON file's path"
         ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""What ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.session.Session`."""
+"""The engine that ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.session.Session`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ABSENT = {
     "set_data_post_process_func": "give initialize a collate_fn",
     "load_moe_state_dict": "there are no experts on ranks of their own here; load_checkpoint reads whole models",
 }
-"""Of DeepSpeed's engine and not of this one: what to do instead, in the error of who asks for it."""
+"""Attributes of DeepSpeed's engine that this one does not have, with the advice that the error gives."""
 
 _GETTERS = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
@@ -58,11 +58,11 @@ _PREFIXES = {
     "bf16_": ("bf16.bf16_",),
     "torch_autocast_": ("torch_autocast.",),
 }
-"""By the beginning of a getter's name: what its key may begin with."""
+"""By the prefix of a getter's name: possible prefixes of its key."""
 
 
 def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
-    """The engine's method ``name`` where DeepSpeed has it for a key: what was configured, or the key's default."""
+    """Return DeepSpeed's getter ``name`` of a configured value, or ``None`` if no key has that name."""
     paths = [_GETTERS[name]] if name in _GETTERS else []
     for prefix, starts in _PREFIXES.items():
         if name.startswith(prefix):
@@ -76,30 +76,30 @@ def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
 
 
 class ThroughputTimer:
-    """For programs that tell DeepSpeed's timer of their epochs: nothing is timed."""
+    """Stand-in for DeepSpeed's timer; nothing is timed."""
 
     def update_epoch_count(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class DeepSpeedEngine(ModeOfModule):
     """A sharded model, its optimizer and its schedule, stepped every ``gradient_accumulation_steps`` backward passes.
 
     Attributes:
-        module: the user's own model, which is sharded in place. Called by itself it runs; its ``state_dict()`` is this
-            rank's affair at stages 0 to 2 (the compute dtype, as the parameters are), and an error at stage 3.
+        module: the user's model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
+            rank's parameters in the compute dtype at stages 0 to 2, and is an error at stage 3.
         optimizer: the sharded optimizer, or ``None``.
-        lr_scheduler: stepped after every update; none after a step that was skipped for overflow.
-        session: what the engine is a front-end of (plan, memory, traffic).
-        report: what became of each key of the configuration.
-        global_steps: steps so far, skipped ones included.
-        micro_steps: calls of :meth:`step` so far.
-        global_samples: samples of the backward passes of those steps, over all ranks. With
-            ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted: another follows
-            over the same samples.
-        skipped_steps: steps without an update, since a gradient was not finite.
-        monitor: where the numbers of steps go.
-        training_dataloader: that of ``training_data``.
+        lr_scheduler: stepped after every update, but not after a step that was skipped for overflow.
+        session: the session (plan, memory, traffic).
+        report: which keys of the configuration are used or ignored.
+        global_steps: number of steps, including skipped ones.
+        micro_steps: number of calls of :meth:`step`.
+        global_samples: samples of those steps' backward passes, over all ranks. With
+            ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted, because another
+            one over the same samples follows.
+        skipped_steps: steps without an update because a gradient was not finite.
+        monitor: writes the metrics of steps.
+        training_dataloader: the data loader of ``training_data``.
         is_compiled: whether :meth:`compile` was called.
     """
 
@@ -137,7 +137,7 @@ class DeepSpeedEngine(ModeOfModule):
             return attribute_of(super().__getattr__("module"), name, self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's full state on every rank, without a prefix, fp32 where there are masters. Collective."""
+        """Return the model's full state on every rank, in fp32 if there are masters. Collective."""
         return self.session.module.state_dict(*args, **kwargs)
 
     def module_state_dict(
@@ -156,7 +156,7 @@ class DeepSpeedEngine(ModeOfModule):
         return {f"{prefix}{name}": value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
+        """Load a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> Any:
@@ -174,21 +174,21 @@ class DeepSpeedEngine(ModeOfModule):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model on this rank's micro-batch."""
+        """Run the model on this rank's micro-batch."""
         scaled_passes(self.session)
         with self._autocast():
             return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward pass of ``loss`` (a scalar, the mean over the micro-batch), scaled as fp16 needs it.
+        """Run the backward pass of ``loss``, the mean over the micro-batch, times the loss scale of fp16.
 
         Args:
-            loss: divided by ``gradient_accumulation_steps`` where ``scale_wrt_gas``.
+            loss: a scalar; divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
             retain_graph: as in :meth:`torch.Tensor.backward`.
             scale_wrt_gas: see ``loss``.
 
         Returns:
-            The loss so divided.
+            The divided loss.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -205,10 +205,9 @@ class DeepSpeedEngine(ModeOfModule):
         return scaled.detach() if not retain_graph else scaled
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` as ``loss.backward()`` wants it, where the program calls that instead of :meth:`backward`.
+        """Return ``loss`` times the loss scale, for programs that call ``loss.backward()`` themselves.
 
-        It is multiplied by the loss scale. Gradients of such passes are divided by ``gradient_accumulation_steps``, as
-        those of a bare ``loss.backward()`` are. One pass follows.
+        The pass's gradients are divided by ``gradient_accumulation_steps``. Exactly one pass must follow.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -232,19 +231,19 @@ class DeepSpeedEngine(ModeOfModule):
             )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduce what passes under :meth:`no_sync` have kept; :meth:`step` would. Collective.
+        """Reduce the gradients of passes under :meth:`no_sync`, as :meth:`step` would. Collective.
 
         Args:
-            bucket_size: no effect: gradients share chunks.
+            bucket_size: no effect.
         """
         self.session.reduce_rest()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Passes inside exchange nothing until its end; at stages 2 and 3 each its shards. The sums are the same."""
+        """Reduce the passes inside together at the end; at stages 2 and 3 each pass is still reduced."""
         return self._apart.coalesced()
 
     def empty_partition_cache(self) -> None:
-        """Drop gathered parameters that nothing reads, and give their memory back (stage 3)."""
+        """Free gathered parameters that nothing uses (stage 3)."""
         gc.collect()
         self.session.drop_gathered()
 
@@ -255,10 +254,10 @@ class DeepSpeedEngine(ModeOfModule):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` of the model: gathers break its graph between modules. Once.
+        """Compile the model once with ``torch.compile``; gathers break the graph between modules.
 
         Raises:
-            NotImplementedError: a ``schedule`` or compiled autograd, or layers are cut.
+            NotImplementedError: a ``schedule``, compiled autograd, or tensor parallelism.
         """
         if schedule is not None or compiled_autograd_enabled or self.mp_world_size > 1:
             raise NotImplementedError(
@@ -270,7 +269,7 @@ class DeepSpeedEngine(ModeOfModule):
             self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`. No step is in it."""
+        """Run backward passes without reductions (stages 0 and 1); ``step()`` is not allowed inside."""
         return self._apart.no_sync()
 
     # ---- data
@@ -285,11 +284,11 @@ class DeepSpeedEngine(ModeOfModule):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A data loader of micro-batches whose sampler divides ``dataset`` over the ranks.
+        """Return a data loader of micro-batches whose sampler divides ``dataset`` over the ranks.
 
         Args:
-            dataset: an iterable one divides itself.
-            batch_size: a rank's; by default the micro-batch.
+            dataset: an iterable dataset has to divide itself.
+            batch_size: samples per rank; by default the micro-batch.
             route: ``"train"`` shuffles; ``loader.sampler.set_epoch(epoch)`` gives another order.
             pin_memory: see ``DataLoader``.
             data_sampler: instead of ``DistributedSampler``.
@@ -323,24 +322,22 @@ class DeepSpeedEngine(ModeOfModule):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
+        """Save the run as ``save_dir/tag`` in shardwise's format. Collective.
 
-        With an ``mpu`` of several parts each has a directory of its own, ``save_dir/mp_rank_00`` and so on, which
-        ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared before any
-        ``latest`` moves.
+        With a model-parallel ``mpu`` each model-parallel rank has its own directory, ``save_dir/mp_rank_00`` and so on,
+        which ``load_checkpoint(save_dir)`` finds. ``latest`` moves after all directories are complete.
 
         Args:
             save_dir: a directory of checkpoints that all ranks see.
             tag: ``global_step<n>`` if not given.
-            client_state: numbers, texts, tensors, lists and dicts of the program's own; rank 0's are kept.
+            client_state: the program's own numbers, strings, tensors, lists and dicts; rank 0's are saved.
             save_latest: write the tag into ``save_dir/latest``.
-            exclude_frozen_parameters: leave out parameters that do not require gradients. Loading keeps those of the
-                model then.
+            exclude_frozen_parameters: leave out parameters that do not require gradients; loading keeps the model's.
 
         Raises:
-            CheckpointError: on every rank of all parts, when one could not write; earlier checkpoints are as they were.
-                (One of the same tag may have been replaced in other parts; loading says so.)
-            ValueError: no ``save_dir``; another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
+            CheckpointError: on every rank, if one could not write. Earlier checkpoints stay, but one of
+                the same tag may have been replaced in other ``mp_rank`` directories, which loading reports.
+            ValueError: no ``save_dir``, or ranks have different tags with ``checkpoint.tag_validation="FAIL"``.
         """
         if not save_dir:
             raise ValueError(f"{save_dir=}: give a directory for checkpoints")
@@ -364,26 +361,25 @@ class DeepSpeedEngine(ModeOfModule):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint of :meth:`save_checkpoint` or of DeepSpeed, from any stage and number of ranks.
+        """Load a checkpoint of :meth:`save_checkpoint` or of DeepSpeed, from any stage and number of ranks. Collective.
 
         Args:
-            load_dir: what was saved into.
-            tag: by default what ``load_dir/latest`` names, or the newest. Several parts have to name the same
-                checkpoint, of one step.
-            load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer
-                or schedule are errors. Shapes always are. False takes what fits by name, with one warning.
-            load_optimizer_states: also masters' moments and the loss scale.
-            load_lr_scheduler_states: also the schedule.
-            load_module_only: parameters and buffers, and nothing else.
+            load_dir: the ``save_dir`` of the checkpoint.
+            tag: by default the one in ``load_dir/latest``, or the newest.
+            load_module_strict: missing or unexpected names, other param groups, and another class of optimizer or
+                schedule are errors. False loads what fits by name, with one warning; shapes always have to fit.
+            load_optimizer_states: load optimizer state and the loss scale.
+            load_lr_scheduler_states: load the schedule.
+            load_module_only: load parameters and buffers only.
             custom_load_fn: not available.
 
         Returns:
-            The checkpoint's path and its client state; ``(None, None)``, with a warning, where there is none.
+            The checkpoint's path and its client state; ``(None, None)``, with a warning, if there is no checkpoint.
 
         Raises:
-            CheckpointDamage: bytes are missing or wrong; the file is named.
-            CheckpointError: the parts of the model have no such checkpoint in common. Every error is one of all parts.
-            ValueError: names or shapes do not fit; nothing was changed.
+            CheckpointDamage: a file is incomplete or damaged.
+            CheckpointError: model-parallel ranks do not have the same checkpoint.
+            ValueError: names or shapes do not fit; the model is unchanged.
             NotImplementedError: ``custom_load_fn``.
         """
         if custom_load_fn is not None:
@@ -402,10 +398,10 @@ class DeepSpeedEngine(ModeOfModule):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's state in its compute dtype as one torch file. Every rank calls it.
+        """Write the model's state in its compute dtype as one torch file. Collective.
 
         Returns:
-            False, and nothing is written, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
+            False, without writing, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
         """
         wanted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if self.settings.stage == 3 and not self.settings[wanted]:
@@ -419,14 +415,14 @@ class DeepSpeedEngine(ModeOfModule):
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """What :meth:`save_16bit_model` writes, on the first rank; accelerate asks for it by this name. Collective."""
+        """Return what :meth:`save_16bit_model` writes, on rank 0; accelerate calls this. Collective."""
         with self._saving.doing("taking the model's state in its compute dtype"):
             return self._saving.state_16bit(exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def destroy(self) -> None:
-        """Remove the hooks from the model and give back what the engine holds."""
+        """Remove the hooks from the model and free the engine's resources."""
         self._saving.close()
         self.session.close()
         self.session.mesh.close()
@@ -477,8 +473,10 @@ class DeepSpeedEngine(ModeOfModule):
             self._losses.append(loss.detach())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients at stages 0 and 1; sums at 2 and 3 stay, as those of DeepSpeed. Managed counts of passes go
-        on, but after a pass that failed they start anew."""
+        """Drop gradients at stages 0 and 1; at stages 2 and 3 they stay, as in DeepSpeed.
+
+        The count of passes continues, except after a failed pass, which starts the step over.
+        """
         self.session.drop_failed()
         if self.settings.stage < 2:
             self.module.zero_grad()
@@ -487,7 +485,7 @@ class DeepSpeedEngine(ModeOfModule):
     # ---- steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next :meth:`step` updates the parameters."""
+        """Return whether the next :meth:`step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
         if not self.settings["managed_gradient_accumulation"]:
@@ -495,10 +493,10 @@ class DeepSpeedEngine(ModeOfModule):
         return self._passes + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide :meth:`is_gradient_accumulation_boundary` from here on, before the pass that it is about.
+        """Set :meth:`is_gradient_accumulation_boundary` from now on, before the next pass.
 
         Raises:
-            AssertedError: with ``managed_gradient_accumulation=false``, where every step is one.
+            AssertedError: with ``managed_gradient_accumulation=false``, where every step is a boundary.
         """
         if not self.settings["managed_gradient_accumulation"]:
             raise AssertedError(
@@ -508,10 +506,9 @@ class DeepSpeedEngine(ModeOfModule):
 
     @deferred_interrupts("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After every backward pass: updates the parameters at the accumulation boundary. Every rank calls it, and
-        Ctrl-C waits for its end.
+        """Update the parameters if this is the accumulation boundary; call it after every backward pass. Collective.
 
-        One that raised before its update may be called again.
+        Ctrl-C is deferred to its end. If it raises before the update, it may be called again.
 
         Args:
             lr_kwargs: arguments of the schedule's ``step``.
@@ -543,7 +540,7 @@ class DeepSpeedEngine(ModeOfModule):
         self._tell()
 
     def _passes_of_step(self) -> int:
-        """How many passes the step that is due is made of."""
+        """Return the number of passes of the next step."""
         if self._boundary is not None:  # who sets it may call step once for all passes, or after each
             return max(self._passes + 1, self._unmanaged)
         return self._passes + 1 if self.settings["managed_gradient_accumulation"] else self._unmanaged
@@ -571,7 +568,7 @@ class DeepSpeedEngine(ModeOfModule):
         self._losses.clear()
 
     def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the parameters."""
+        """Return whether the last :meth:`step` changed the parameters."""
         return self._applied
 
     def _counters(self) -> dict[str, int]:
@@ -581,42 +578,42 @@ class DeepSpeedEngine(ModeOfModule):
     def _take_counters(self, counters: dict[str, int]) -> None:
         vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})
 
-    # ---- what it says of itself
+    # ---- properties and getters
 
     def gradient_clipping(self) -> float:
-        """The largest norm, as ``optimizer.clip_grad`` may have set it; 0 is none."""
+        """Return the clipping norm, which ``optimizer.clip_grad`` may have changed; 0 means none."""
         return float(self.settings["gradient_clipping"] if self.optimizer is None else self.optimizer.max_norm)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.session.mesh.device
 
     @property
     def global_rank(self) -> int:
-        """Of this process, among all."""
+        """The global rank of this process."""
         mesh = self.session.mesh
         return mesh.ranks[mesh.rank]
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank's GPU; its rank, on a CPU."""
+        """The index of this rank's GPU, or the rank on a CPU."""
         index = self.device.index
         return self.global_rank if index is None else index
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
+        """The number of all ranks."""
         return len(ranks_of("all ranks", None))
 
     @property
     def dp_world_size(self) -> int:
-        """How many see different samples: all, but for tensor and sequence parallelism, and what an ``mpu`` says."""
+        """The number of data-parallel ranks."""
         return self.session.mesh.data_ranks
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values that were given, in their blocks."""
+        """The given values, in their blocks."""
         tree: dict[str, Any] = {}
         for path, value in self.settings.values.items():
             *blocks, name = path.split(".")
@@ -627,42 +624,42 @@ class DeepSpeedEngine(ModeOfModule):
         return tree
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; ``None`` before the first."""
+        """Return the norm of the last step's gradients before clipping; ``None`` before the first step."""
         return self.optimizer.get_grad_norm() if self.optimizer is not None else None
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_lr(self) -> list[float]:
-        """By param group."""
+        """Return the learning rates by param group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Betas, or the momentum of an optimizer without them, by param group."""
+        """Return betas, or the momentum of an optimizer without betas, by param group."""
         betas = self._of_groups("betas")
         return betas if any(betas) else self._of_groups("momentum")
 
     def train_batch_size(self) -> int:
-        """Samples a step, over all ranks."""
+        """Return the samples per step over all ranks."""
         return self._batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a backward pass and rank."""
+        """Return the samples per backward pass and rank."""
         return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Backward passes a step."""
+        """Return the number of backward passes per step."""
         return self._batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """All three of them."""
+        """Return train batch size, micro-batch size and accumulation steps."""
         return self._batch.train, self._batch.micro, self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of backward passes a step.
+        """Change the number of backward passes per step.
 
         Raises:
-            ValueError: it is no multiple of the micro-batch over all ranks.
+            ValueError: the size is not a multiple of the micro-batch over all ranks.
         """
         together = self._batch.micro * self.dp_world_size
         if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
@@ -683,16 +680,16 @@ class DeepSpeedEngine(ModeOfModule):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move masters and optimizer state to host memory, and drop what is gathered, until :meth:`reload_states`.
+        """Move masters and optimizer state to CPU memory until :meth:`reload_states`, and free gathered parameters.
 
-        Masters and state have one home and move together. Parameters stay on the device (``offload_param`` moves these
-        for good), and so do exchange buffers of gradients. Between steps, on every rank.
+        Masters and state move together. Parameter shards and gradient buffers stay on the device. Collective, between
+        steps.
 
         Args:
-            include: of :class:`~shardwise.deepspeed.config_object.OffloadStateTypeEnum`; ``None``: all that can move.
+            include: members of :class:`~shardwise.deepspeed.config_object.OffloadStateTypeEnum`; ``None``: all.
             device: ``"cpu"``; ``"none"`` does nothing.
-            pin_memory: page-lock that memory, and keep it for the next time.
-            non_blocking: no effect: the copies are waited for.
+            pin_memory: use pinned memory, and keep it for the next call.
+            non_blocking: no effect.
 
         Raises:
             NotImplementedError: ``lp_params`` in ``include``, or another device.
@@ -712,55 +709,55 @@ class DeepSpeedEngine(ModeOfModule):
             self.session.drop_gathered()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what :meth:`offload_states` moved; without that nothing happens."""
+        """Undo :meth:`offload_states`."""
         self.session.bring_back()
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that hold parts of the same layers."""
+        """The number of tensor-parallel ranks."""
         mesh = self.session.mesh
         return mesh.joined.size if mesh.joined is not None else mesh.tensor.size
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether anything is sharded."""
         return self.settings.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether each rank keeps a shard of the gradients."""
+        """Return whether gradients are sharded."""
         return self.settings.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether each rank keeps a shard of the parameters."""
+        """Return whether parameters are sharded."""
         return self.settings.stage >= 3
 
     is_first_weights_partition_group = zero_optimization_partition_weights
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Return whether the loss scale is dynamic."""
         return self.settings["fp16.enabled"] and self.settings["fp16.loss_scale"] == 0  # type: ignore[no-any-return]
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """The dtype in which gradients travel; not given: that of the parameters."""
+        """The dtype of gradient reductions; by default the parameters' dtype."""
         given: torch.dtype | None = self.settings["communication_data_type"]
         return given or self.session.plan.precision.param_dtype
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of parameters, and in which gradients add up."""
+        """Return the dtypes of parameters and of gradient accumulation."""
         params = self.session.plan.precision.param_dtype or torch.float32
         return params, self.settings["data_types.grad_accum_dtype"] or params
 
     def optimizer_name(self) -> str | None:
-        """The class of the optimizer that was given to ``initialize``; otherwise ``optimizer.type``."""
+        """Return the class name of the optimizer given to ``initialize``, otherwise ``optimizer.type``."""
         if "optimizer.type" in self.settings.findings.ignored or self.settings["optimizer.type"] is None:
             return None if self.optimizer is None else type(self.optimizer.optimizer).__name__
         return str(self.settings["optimizer.type"])
 
     def _backward_epilogue(self) -> None:
-        """After a pass of outputs of ``module``, where DeepSpeed's engine has to be told: nothing is left to do."""
+        """Do nothing: the engine notices backward passes itself."""
 
     def get_tensor_parallel_rank(self) -> int:
-        """Which part of its layers this rank holds."""
+        """Return this rank's index among the tensor-parallel ranks."""
         mesh = self.session.mesh
         return mesh.joined.rank if mesh.joined is not None else mesh.tensor.rank
 
@@ -769,24 +766,24 @@ class DeepSpeedEngine(ModeOfModule):
     get_sequence_parallel_group = staticmethod(get_sequence_parallel_group)
 
     def get_data_parallel_rank(self) -> int:
-        """Which samples this rank sees."""
+        """Return this rank's index among the data-parallel ranks."""
         return self.session.mesh.data_rank
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that is stepped on the shards."""
+        """The optimizer that steps on the shards."""
         return None if self.optimizer is None else self.optimizer.optimizer
 
     client_optimizer = basic_optimizer
 
 
 class _Autocast:
-    """Of one engine: called around each forward pass.
+    """The ``torch.autocast`` context of one engine's forward passes.
 
     Args:
         settings: the engine's configuration.
-        device: where it computes.
-        speaks: whether this rank is the one that warns.
+        device: the device of this rank.
+        speaks: whether this rank warns.
     """
 
     def __init__(self, settings: Settings, device: torch.device, speaks: bool) -> None:
@@ -794,8 +791,7 @@ class _Autocast:
         self._kind, self._speaks = device.type, speaks
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """``torch.autocast`` as the configuration has it, whatever the program has around the pass: there is none
-        where the configuration has none, as under DeepSpeed, with one warning."""
+        """Return the context: the configuration decides, as in DeepSpeed, and not the program's own autocast."""
         if self.dtype is not None:
             return torch.autocast(self._kind, self.dtype)
         if not torch.is_autocast_enabled(self._kind):
@@ -803,7 +799,7 @@ class _Autocast:
         if self._speaks:
             self._speaks = False
             warn_user(
-                "torch.autocast around a forward pass of the engine has no effect on it, as under DeepSpeed: its "
-                "configuration says what is computed in 16 bits. Give it torch_autocast.enabled, bf16 or fp16"
+                "torch.autocast around a forward pass of the engine has no effect, as in DeepSpeed. Give the "
+                "configuration torch_autocast.enabled, bf16 or fp16"
             )
         return torch.autocast(self._kind, enabled=False)

@@ -429,7 +429,7 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"ds\.json: .*line 1 column 2"):
         to_plan(path, 4)
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(FileNotFoundError, match="No such file"):
         to_plan(tmp_path / "none.json", 4)
     with pytest.raises(TypeError, match="give a dict"):
         to_plan(3, 4)  # type: ignore[arg-type]
