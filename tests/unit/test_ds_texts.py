@@ -58,7 +58,7 @@ def test_texts_by_hand(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"ds.hjson.*{message}"):
             load_config(path)
     for text in ("ds_config.json", "x" * 5000):
-        with pytest.raises(FileNotFoundError, match="cannot be read .*; give a dict"):
+        with pytest.raises(FileNotFoundError, match=r"cannot be read .*; give a dict"):
             load_config(text)
 
 
