@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed configuration: every key is used, listed once as ignored, or an error that says what to do."""
+"""Reading of a DeepSpeed configuration: each key is used, reported as ignored, or an error."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _TEXTS = {"true": True, "false": False}
 
 @dataclass
 class Report:
-    """What became of every key that was given, by its dotted path.
+    """The keys of a configuration that are used or ignored, by dotted path.
 
     Attributes:
-        used: keys that do something, or ask for what happens anyway.
-        ignored: keys without effect, and why.
-        notes: what a reader of the configuration should know besides.
+        used: keys with an effect, or that ask for the default behaviour.
+        ignored: keys without effect, and the reason.
+        notes: further remarks for the user.
     """
 
     used: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Report:
             self.used.append(path)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Also for a key that was taken for used before."""
+        """Report a key as ignored, even if it was reported as used before."""
         if path in self.used:
             self.used.remove(path)
         self.ignored[path] = reason
@@ -68,19 +68,19 @@ class Report:
         return "\n".join([*ignored, *self.notes])
 
     def warn(self) -> None:
-        """One warning with everything that is ignored or noted; none where there is nothing."""
+        """Emit one warning about ignored keys and notes, if there are any."""
         if self.ignored or self.notes:
             warn_user(f"DeepSpeed configuration:\n{self}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration that was read.
+    """A validated configuration.
 
     Attributes:
-        values: what was given, by canonical dotted path; see :mod:`shardwise.deepspeed.schema` for defaults and units.
-        sections: blocks that were given (an empty ``offload_param`` is one).
-        findings: what became of the keys.
+        values: given values by canonical dotted path; see :mod:`shardwise.deepspeed.schema` for defaults and units.
+        sections: given blocks, including empty ones.
+        findings: the report of the keys.
     """
 
     values: Mapping[str, Any]
@@ -91,12 +91,12 @@ class Settings:
         return self.values.get(path, KEYS[path].default)
 
     def given(self, path: str) -> bool:
-        """Whether the configuration has a value for it."""
+        """Return whether the configuration has a value for ``path``."""
         return path in self.values
 
     @property
     def stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return int(self["zero_optimization.stage"])
 
 
@@ -155,7 +155,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name!r} stands twice in one block of the configuration; remove one of them")
+            raise ValueError(f"the key {name!r} occurs twice in one block of the configuration; remove one of them")
         found[name] = value
     return found
 
@@ -304,7 +304,7 @@ def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
-        return f"{message}; {name!r} stands in {inside[0].rpartition('.')[0] or 'the top level'!r}"
+        return f"{message}; {name!r} belongs in {inside[0].rpartition('.')[0] or 'the top level'!r}"
     where = f" of {section!r}" if section else ""
     return f"{message}; " + (f"did you mean {near[0]!r}?" if near else f"known keys{where}: {', '.join(names)}")
 
@@ -321,7 +321,7 @@ def _number(value: Any) -> float | None:
 
 
 def _convert(path: str, key: Key, value: Any) -> Any:
-    """``value`` as ``key`` wants it. Numbers may be written as texts, whole numbers as 5e8."""
+    """Return ``value`` converted to the key's type. Numbers may be strings, and integers may be written as 5e8."""
     if key.kind in ("int", "float"):
         number = _number(value)
         if number == math.inf and path == "steps_per_print" and (isinstance(value, float) or value == "inf"):
@@ -351,7 +351,7 @@ def _convert(path: str, key: Key, value: Any) -> Any:
     if key.kind == "list":
         return list(value) if isinstance(value, list | tuple) else value
     if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"{path}={shown(value)}: give a text")
+        raise ValueError(f"{path}={shown(value)}: give a string")
     text = os.fspath(value)
     for choice in key.choices:
         if text.lower() == choice.lower():
@@ -362,10 +362,10 @@ def _convert(path: str, key: Key, value: Any) -> Any:
 
 
 def batch_of(settings: Settings, ranks: int) -> Batch | None:
-    """The batch sizes, those that were left out derived from the others as DeepSpeed does; ``None`` without any.
+    """Return the batch sizes, with missing ones derived as in DeepSpeed; ``None`` if none is given.
 
     Raises:
-        ValueError: they do not multiply to ``train_batch_size`` for that many ranks.
+        ValueError: their product for ``ranks`` ranks is not ``train_batch_size``.
     """
     train, micro = settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]
     accumulation = settings["gradient_accumulation_steps"]
@@ -392,4 +392,4 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
 
 
 class AssertedError(ValueError, AssertionError):
-    """A wrong use or value that DeepSpeed asserts, and programs catch so."""
+    """An error that is an AssertionError in DeepSpeed, and that programs catch as such."""

@@ -330,7 +330,7 @@ UNKNOWN = [
     ({"zero_optimization": {"stage": 1, "reduce_bucket_sise": 5}}, "did you mean 'reduce_bucket_size'"),
     ({"zero_optimization": {"offload_optimiser": {}}}, "did you mean 'offload_optimizer'"),
     ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean 'device'"),
-    ({"reduce_bucket_size": 5}, "'reduce_bucket_size' stands in 'zero_optimization'"),
+    ({"reduce_bucket_size": 5}, "'reduce_bucket_size' belongs in 'zero_optimization'"),
     ({"fp16": {"enabled": True, "loss_scael": 1}}, "did you mean 'loss_scale'"),
     ({"aio": {"qqq": 1}}, "known keys of 'aio': block_size"),
     ({"optimizer": {"tipe": "Adam"}}, "did you mean 'type'"),
@@ -424,7 +424,7 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     assert to_plan({"gradient_clipping": 0, "zero_optimization": True}, 4)[0] == plan(1)
     assert to_plan({"gradient_clipping": 0, "zero_optimization": {"stage": True}}, 4)[0] == plan(1)
     path.write_text('{"gradient_clipping": 0, "gradient_clipping": 1}')
-    with pytest.raises(ValueError, match="'gradient_clipping' stands twice"):
+    with pytest.raises(ValueError, match="'gradient_clipping' occurs twice"):
         to_plan(path, 4)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"ds\.json: .*line 1 column 2"):

@@ -250,7 +250,7 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
     ("arguments", "error", "message"),
     [
         ({"config": MINIMAL, "model": None}, AssertedError, "model=None"),
-        ({}, ValueError, "configurations given: \\[\\]"),
+        ({}, ValueError, "0 configurations given: \\[\\]"),
         ({"config": {}}, ValueError, "give at least one of them"),
         ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
         ({"config": MINIMAL, "mesh_param": 1}, ValueError, "mesh_param=1: give"),

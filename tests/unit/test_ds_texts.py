@@ -46,7 +46,7 @@ def test_texts_by_hand(tmp_path: Path) -> None:
     path.write_text(HAND.strip().removeprefix("{").removesuffix("}"))
     assert load_config(path) == AS_JSON
     faults = {
-        "a: 1\na: 2": "'a' stands twice",
+        "a: 1\na: 2": "'a' occurs twice",
         "{a: {b: [1, 2}}": "",
         "{a 1}": "",
         "[1,]  #:": "holds list; a JSON object",

@@ -78,7 +78,7 @@ def again(stages: tuple[int, int], half: bool) -> list[str]:
 def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None:
     told, nothing = run_ranks(2, again, stages, half)
     assert nothing == [] and len(told) == 1
-    assert told[0].startswith("initialize of a Net that another engine has: that engine ends here")
+    assert told[0].startswith("initialize() of a Net that already has an engine: that engine and its optimizer state end here")
 
 
 def asked(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:

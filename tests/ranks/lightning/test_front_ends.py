@@ -1,7 +1,7 @@
 """The contract of every front-end: the same program under each one gives the numbers of plain PyTorch in one process.
 
-A front-end is a small adapter with the same methods; a behaviour is a function that gets one. Each test is one behaviour
-under one front-end on two ranks. What only one front-end has is tested in its own folder.
+A front-end is a small adapter with the same methods, and a behaviour is a function that gets one. Each test is one
+behaviour under one front-end on two ranks. Features of one front-end are tested in its own folder.
 """
 
 from __future__ import annotations
