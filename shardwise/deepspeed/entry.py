@@ -141,7 +141,7 @@ def _chosen(args: Any, config: Any, config_params: Any) -> Any:
     places["args.deepscale_config"] = getattr(args, "deepscale_config", None)  # the name before 2020
     given = {name: value for name, value in places.items() if value is not None}
     if len(given) != 1:
-        raise ValueError(f"{len(given)} configurations given: {sorted(given)}; give one, as config= or as args.deepspeed_config")
+        raise ValueError(f"{len(given)} configurations given: {sorted(given)}; give one, as config or in args")
     return next(iter(given.values()))
 
 
