@@ -6,10 +6,8 @@ clips, scales and steps. The session outlives the run, so that saving, testing o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,35 +25,29 @@ from shardwise.strategies.precision import (
 from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
 
-__all__ = ["REFUSED", "LightningArguments", "ShardedStrategy", "check_callbacks"]
+__all__ = ["REFUSED", "ShardedStrategy", "StartMethod", "check_callbacks", "passed_on"]
 
 
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 
 
-@dataclass(frozen=True)
-class LightningArguments:
-    """Arguments that the strategies pass on to Lightning's ``DDPStrategy``.
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+PASSED_ON = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
 
-    Attributes:
-        accelerator: as in Lightning's ``DDPStrategy``.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
-        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
-        precision_plugin: as in Lightning's ``DDPStrategy``.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
-        timeout: timeout of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
-    """
 
-    accelerator: Any = None
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: Any = None
-    checkpoint_io: Any = None
-    precision_plugin: Any = None
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a strategy that Lightning's ``DDPStrategy`` takes, without ``None``."""
+    return {name: values[name] for name in PASSED_ON if values.get(name) is not None}
 
 
 class ShardedStrategy(_Base):  # type: ignore[misc]
@@ -69,7 +61,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
     def __init__(self, **lightning: Any) -> None:
         self._live: Live | None = None
         self._saving = Saving(self)
-        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+        super().__init__(**lightning)
 
     # ---- hooks for subclasses
 

@@ -1,23 +1,24 @@
-"""``ColossalAIStrategy``'s own arguments as data, and the plan that they mean: Gemini under its names of 2022."""
+"""``ColossalAIStrategy``: Gemini's chunks under Lightning's Trainer and Fabric, on CPUs and GPUs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.booster.plugin import gemini
-from shardwise.compat.published import documented, given_in_vain, listed, names_of, takes
+from shardwise.compat.published import given_in_vain, listed, names_of, picked
 from shardwise.core.base.checked import MOST_NUMEL, share, switch, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
 from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
-from shardwise.strategies.base import LightningArguments, ShardedStrategy
-from shardwise.strategies.fabric import FabricArguments, FabricStrategy
+from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
+from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
 
 __all__ = ["ColossalAI", "ColossalAIArguments", "FabricColossalAI", "plan_in", "report", "to_plan", "without_effect"]
@@ -48,29 +49,12 @@ class _First:
     min_chunk_size: int = 32 * MIB
 
 
-@documented()
 @dataclass(frozen=True)
 class ColossalAIArguments(ScalerArguments, _First):
-    """The published arguments of Lightning 1.9's ``ColossalAIStrategy``. Sizes are in elements.
-
-    Attributes:
-        use_chunk: parameters share chunks; ``False``: each has one of its own.
-        chunk_size: elements of a chunk, larger parameters have their own; ``None``: searched. For ``use_chunk`` only.
-        enable_distributed_storage: each rank keeps ``1/N`` of the model; ``False``: each keeps all of it, gathered
-            where it is at home on the device, with its masters and optimizer state.
-        placement_policy: ``"cpu"``: parameters, masters, optimizer state and reduced gradients are on the host between
-            uses. ``"cuda"``: all on the device. ``"auto"``: on the host, and as much on the device as a traced first
-            step shows that its memory allows at each moment.
-        force_outputs_fp32: cast floating outputs of a step to fp32.
-        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
-            moves into after the first step.
-        chunk_search_range: sizes from ``max(min_chunk_size, largest parameter)`` on are searched over this range.
-        chunk_search_n_grids: how many steps the search takes through that range.
-        min_chunk_size: smallest chunk. In elements, which is what ColossalAI compared it with; Lightning's text said
-            bytes.
+    """The arguments of the strategy that describe chunks and the loss scale; see :class:`ColossalAI`.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -156,7 +140,7 @@ NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "
 
 
 def plan_in(arguments: ColossalAIArguments, chosen: NumberFormat, world_size: int) -> Plan:
-    """The plan of the arguments in the number format that Lightning's precision means."""
+    """Return the plan of the arguments in the number format of Lightning's precision."""
     name = NAMES.get(chosen.dtype, "fp32")
     plan = to_plan(arguments, name, world_size, master_weights=chosen.masters)
     if chosen.dtype is torch.float64:
@@ -165,39 +149,68 @@ def plan_in(arguments: ColossalAIArguments, chosen: NumberFormat, world_size: in
 
 
 def report(unused: dict[str, list[str]], arguments: ColossalAIArguments) -> None:
-    """Warn of arguments that mean nothing beside the others, by reason."""
+    """Warn about arguments without effect, by reason."""
     for reason, names in unused.items():
         warn_user(f"{listed(arguments, names)} without effect: {reason}")
 
 
-@documented(ColossalAIArguments, LightningArguments)
-@takes(
-    *names_of(ColossalAIArguments),
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    by_name=("process_group_backend", "timeout", "start_method"),
-)
 class ColossalAI(ShardedStrategy):
     """Chunk-based ZeRO-3 with parameters and optimizer state on the host as memory demands.
 
-    The arguments are those of Lightning 1.9, in its order; :class:`ColossalAIArguments` says what each means here. Its
-    limits are gone: any accelerator and precision, any number of optimizers of any element-wise class, gradient
-    accumulation, clipping by norm and by value, models built anywhere, evaluation before training.
+    The arguments are those of Lightning 1.9, in its order. Any accelerator, any precision, any number of element-wise
+    optimizers, gradient accumulation, clipping by norm and by value, and evaluation before training work.
 
     Args:
+        use_chunk: parameters share chunks; ``False``: each parameter has its own chunk.
+        chunk_size: elements of a chunk; ``None``: search for a size. For ``use_chunk`` only.
+        enable_distributed_storage: each rank keeps ``1/N`` of the model; ``False``: each rank keeps the full model with
+            its masters and optimizer state.
+        placement_policy: ``"cpu"``: parameters, masters, optimizer state and reduced gradients stay in CPU memory
+            between uses. ``"cuda"``: everything stays on the device. ``"auto"``: as much stays on the device as its
+            memory allows, according to a trace of the first step.
+        force_outputs_fp32: cast floating outputs of a step to fp32.
+        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+            after the first step.
+        chunk_search_range: range of the search for a size, above ``max(min_chunk_size, largest parameter)``.
+        chunk_search_n_grids: number of steps through that range.
+        min_chunk_size: smallest chunk, in elements (Lightning's documentation said bytes).
+        initial_scale: first loss scale (fp16 only, as the next six).
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
-    def __init__(self, arguments: ColossalAIArguments, lightning: LightningArguments) -> None:
-        self.arguments = arguments
+    # fmt: off
+    def __init__(
+        self, use_chunk: bool = True, chunk_size: int | None = None, enable_distributed_storage: bool = True,
+        placement_policy: str = "auto", force_outputs_fp32: bool = False, gpu_margin_mem_ratio: float = 0.0,
+        chunk_search_range: int = 64 * MIB, chunk_search_n_grids: int = 4096, min_chunk_size: int = 32 * MIB,
+        initial_scale: float = 2**16, min_scale: float = 1, growth_factor: float = 2, backoff_factor: float = 0.5,
+        growth_interval: int = 1000, hysteresis: int = 2, max_scale: float = 2**32, accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision_plugin: Any = None, *, process_group_backend: str | None = None,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        arguments = self.arguments = picked(ColossalAIArguments, values)
         self._reported_precision = False
         report(without_effect(arguments), arguments)
-        super().__init__(**vars(lightning))
+        super().__init__(**passed_on(values))
 
     # ---- the plan
 
@@ -281,29 +294,59 @@ class ColossalAI(ShardedStrategy):
         return {name: state[name] for name in self.session.module.state_layout() if name in state}
 
 
-@documented(ColossalAIArguments, FabricArguments)
-@takes(
-    *names_of(ColossalAIArguments),
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision",
-    by_name=("process_group_backend", "timeout", "start_method"),
-)
 class FabricColossalAI(FabricStrategy):
     """Chunk-based ZeRO-3 with parameters and optimizer state on the host as memory demands.
 
     Args:
+        use_chunk: parameters share chunks; ``False``: each parameter has its own chunk.
+        chunk_size: elements of a chunk; ``None``: search for a size. For ``use_chunk`` only.
+        enable_distributed_storage: each rank keeps ``1/N`` of the model; ``False``: each rank keeps the full model with
+            its masters and optimizer state.
+        placement_policy: ``"cpu"``: parameters, masters, optimizer state and reduced gradients stay in CPU memory
+            between uses. ``"cuda"``: everything stays on the device. ``"auto"``: as much stays on the device as its
+            memory allows, according to a trace of the first step.
+        force_outputs_fp32: cast floating outputs of a step to fp32.
+        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+            after the first step.
+        chunk_search_range: range of the search for a size, above ``max(min_chunk_size, largest parameter)``.
+        chunk_search_n_grids: number of steps through that range.
+        min_chunk_size: smallest chunk, in elements (Lightning's documentation said bytes).
+        initial_scale: first loss scale (fp16 only, as the next six).
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision: a precision plugin.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
-    def __init__(self, arguments: ColossalAIArguments, lightning: FabricArguments) -> None:
-        self.arguments = arguments
+    # fmt: off
+    def __init__(
+        self, use_chunk: bool = True, chunk_size: int | None = None, enable_distributed_storage: bool = True,
+        placement_policy: str = "auto", force_outputs_fp32: bool = False, gpu_margin_mem_ratio: float = 0.0,
+        chunk_search_range: int = 64 * MIB, chunk_search_n_grids: int = 4096, min_chunk_size: int = 32 * MIB,
+        initial_scale: float = 2**16, min_scale: float = 1, growth_factor: float = 2, backoff_factor: float = 0.5,
+        growth_interval: int = 1000, hysteresis: int = 2, max_scale: float = 2**32, accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision: Any = None, *, process_group_backend: str | None = None,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        arguments = self.arguments = picked(ColossalAIArguments, values)
         report(without_effect(arguments), arguments)
-        super().__init__(**vars(lightning))
+        super().__init__(**passed_on(values))
 
     def _plan(self, module: nn.Module) -> Plan:
         return plan_in(self.arguments, self.format, self.world_size)

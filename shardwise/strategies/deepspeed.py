@@ -7,14 +7,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.compat.published import documented, names_of, takes
+from shardwise.compat.published import picked
 from shardwise.core.checkpoint.formats.detect import detect_format
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.deepspeed import zero
@@ -26,7 +28,7 @@ from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.base import LightningArguments, ShardedStrategy
+from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.deepspeed_config import (
     ACCUMULATION,
     AUTO,
@@ -39,71 +41,112 @@ from shardwise.strategies.deepspeed_config import (
     read,
     scale_without_effect,
 )
-from shardwise.strategies.fabric import Check, FabricArguments, FabricStrategy
+from shardwise.strategies.fabric import Check, FabricStrategy
 from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
 
 __all__ = ["DeepSpeed", "FabricDeepSpeed", "SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
 
 
-NAMES = names_of(DeepSpeedArguments)
-SCALE = NAMES.index("loss_scale")  # where Lightning has others between them
 STEPS_PER_PRINT = 10  # DeepSpeed's own
 
 
-@documented(DeepSpeedArguments, LightningArguments)
-@takes(
-    "accelerator",
-    *NAMES[:SCALE],
-    "config",
-    "logging_level",
-    "parallel_devices",
-    "cluster_environment",
-    *NAMES[SCALE:],
-    "load_full_weights",
-    "precision_plugin",
-    "process_group_backend",
-    by_name=("timeout", "exclude_frozen_parameters", "start_method"),
-)
 class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     """ZeRO as DeepSpeed configurations describe it.
 
-    The arguments are those of Lightning 2.1 to 2.6, in their order; :class:`DeepSpeedArguments` says what each means
-    here. They make a DeepSpeed configuration, which ``config`` (a dict or a path) or the environment variable
-    ``PL_DEEPSPEED_CONFIG_PATH`` replaces whole, in this order; what it leaves open or calls ``"auto"`` comes from
-    Trainer. The limits of DeepSpeed are gone: any accelerator, any number of optimizers of any element-wise class,
-    clipping by norm and by value, accumulation as Lightning counts it, any number of ranks on resume.
+    The arguments are those of Lightning 2.1 to 2.6, in their order. They make a DeepSpeed configuration, which
+    ``config`` (a dict or a path) or else the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` replaces. Missing and
+    ``"auto"`` values come from the Trainer. Any accelerator, any number of element-wise optimizers, clipping by norm
+    and by value, Lightning's accumulation and any number of ranks on resume work. Sizes are in elements,
+    ``block_size`` in bytes.
 
     Args:
-        config: a DeepSpeed configuration; it is never changed.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        zero_optimization: ``False``: stage 0 without offload.
+        stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
+            says so if that is elsewhere.
+        offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
+        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        nvme_path: a directory on the disk.
+        params_buffer_count: CPU buffers for parameters on the disk.
+        params_buffer_size: no effect: buffers are as large as the largest shard.
+        max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        optimizer_buffer_count: CPU buffers for state on the disk.
+        block_size: size of the largest disk request.
+        queue_depth: disk requests in flight per thread.
+        single_submit: submit requests one by one.
+        overlap_events: collect completions while further requests are in flight.
+        thread_count: submitting threads.
+        pin_memory: use pinned memory.
+        sub_group_size: no effect: updates run in tiles of their own size.
+        contiguous_gradients: no effect: gradients always share buffers.
+        overlap_comm: reduce during backward and gather ahead.
+        allgather_partitions: no effect: updated parameters are always all-gathered.
+        reduce_scatter: no effect: an all-reduce would give the same sums.
+        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        reduce_bucket_size: see ``allgather_bucket_size``.
+        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
+        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
+        config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
         logging_level: of what is logged during its runs (``logging.INFO`` shows progress).
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        loss_scale: 0 is dynamic (fp16 only, as the next four).
+        initial_scale_power: the first scale is ``2**initial_scale_power``.
+        loss_scale_window: good steps before the scale doubles.
+        hysteresis: overflows before the scale is halved.
+        min_loss_scale: an overflow at this scale is an error.
+        partition_activations: no effect, with a warning: torch keeps the activations.
+        cpu_checkpointing: no effect, with a warning.
+        contiguous_memory_optimization: no effect, with a warning.
+        synchronize_checkpoint_boundary: no effect, with a warning.
         load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
-        exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
-        ValueError, NotImplementedError: a fault in an argument or in the configuration; it is named.
+        ValueError, NotImplementedError: an invalid argument or configuration.
     """
 
     strategy_name = "deepspeed"
 
+    # fmt: off
     def __init__(
-        self,
-        arguments: DeepSpeedArguments,
-        lightning: LightningArguments,
-        *,
-        config: Any = None,
-        logging_level: int = logging.WARNING,
-        load_full_weights: bool = False,
-        exclude_frozen_parameters: bool = False,
+        self, accelerator: Any = None, zero_optimization: bool = True, stage: int = 2,
+        remote_device: str | None = None, offload_optimizer: bool = False, offload_parameters: bool = False,
+        offload_params_device: str = "cpu", nvme_path: str = "/local_nvme", params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000, max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu", optimizer_buffer_count: int = 4, block_size: int = 1048576,
+        queue_depth: int = 8, single_submit: bool = False, overlap_events: bool = True, thread_count: int = 1,
+        pin_memory: bool = False, sub_group_size: int = 1_000_000_000_000, contiguous_gradients: bool = True,
+        overlap_comm: bool = True, allgather_partitions: bool = True, reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000, reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True, logging_batch_size_per_gpu: str | int | None = "auto",
+        config: Any = None, logging_level: int = logging.WARNING, parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None, loss_scale: float = 0, initial_scale_power: int = 16,
+        loss_scale_window: int = 1000, hysteresis: int = 2, min_loss_scale: int = 1,
+        partition_activations: bool = False, cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False, synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False, precision_plugin: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, exclude_frozen_parameters: bool = False,
+        start_method: StartMethod = "popen",
     ) -> None:
-        self.arguments = arguments
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(DeepSpeedArguments, values)
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
         self._steps = 0
         self._lacks_states = False
         self._logging_level = known_level(logging_level)
         self._level_outside: int | None = None
-        super().__init__(**vars(lightning))
+        super().__init__(**passed_on(values))
         if exclude_frozen_parameters:
             self._saving = SavingWithoutFrozen(self)
 
@@ -362,55 +405,97 @@ class FabricDeepSpeedArguments(DeepSpeedArguments):
     logging_batch_size_per_gpu: str | int | None = None
 
 
-@documented(FabricDeepSpeedArguments, FabricArguments)
-@takes(
-    "accelerator",
-    *NAMES[:SCALE],
-    "config",
-    "logging_level",
-    "parallel_devices",
-    "cluster_environment",
-    *NAMES[SCALE:],
-    "load_full_weights",
-    "precision",
-    "process_group_backend",
-    "timeout",
-    "exclude_frozen_parameters",
-    by_name=("checkpoint_io", "start_method"),
-)
 class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     """ZeRO as DeepSpeed configurations describe it.
 
-    The arguments are those of Fabric's own strategy; :class:`DeepSpeedArguments` says what each means here. They make
-    a DeepSpeed configuration, which ``config`` (a dict or a path) replaces whole. The program counts batches and steps.
+    The arguments are those of Fabric's own strategy. They make a DeepSpeed configuration, which ``config`` (a dict or a
+    path) replaces. The program counts batches and steps. Sizes are in elements, ``block_size`` in bytes.
 
     Args:
-        config: a DeepSpeed configuration; it is never changed.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        zero_optimization: ``False``: stage 0 without offload.
+        stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
+            says so if that is elsewhere.
+        offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
+        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        nvme_path: a directory on the disk.
+        params_buffer_count: CPU buffers for parameters on the disk.
+        params_buffer_size: no effect: buffers are as large as the largest shard.
+        max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        optimizer_buffer_count: CPU buffers for state on the disk.
+        block_size: size of the largest disk request.
+        queue_depth: disk requests in flight per thread.
+        single_submit: submit requests one by one.
+        overlap_events: collect completions while further requests are in flight.
+        thread_count: submitting threads.
+        pin_memory: use pinned memory.
+        sub_group_size: no effect: updates run in tiles of their own size.
+        contiguous_gradients: no effect: gradients always share buffers.
+        overlap_comm: reduce during backward and gather ahead.
+        allgather_partitions: no effect: updated parameters are always all-gathered.
+        reduce_scatter: no effect: an all-reduce would give the same sums.
+        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        reduce_bucket_size: see ``allgather_bucket_size``.
+        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
+        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
+        config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
         logging_level: of what is logged during its runs.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        loss_scale: 0 is dynamic (fp16 only, as the next four).
+        initial_scale_power: the first scale is ``2**initial_scale_power``.
+        loss_scale_window: good steps before the scale doubles.
+        hysteresis: overflows before the scale is halved.
+        min_loss_scale: an overflow at this scale is an error.
+        partition_activations: no effect, with a warning: torch keeps the activations.
+        cpu_checkpointing: no effect, with a warning.
+        contiguous_memory_optimization: no effect, with a warning.
+        synchronize_checkpoint_boundary: no effect, with a warning.
         load_full_weights: no effect: single files are read anyway.
-        exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
+        precision: a precision plugin.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Fabric.
-        ValueError, NotImplementedError: a fault in an argument or in the configuration; it is named.
+        ValueError, NotImplementedError: an invalid argument or configuration.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        arguments: FabricDeepSpeedArguments,
-        lightning: FabricArguments,
-        *,
-        config: Any = None,
-        logging_level: int = logging.WARNING,
-        load_full_weights: bool = False,
-        exclude_frozen_parameters: bool = False,
+        self, accelerator: Any = None, zero_optimization: bool = True, stage: int = 2,
+        remote_device: str | None = None, offload_optimizer: bool = False, offload_parameters: bool = False,
+        offload_params_device: str = "cpu", nvme_path: str = "/local_nvme", params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000, max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu", optimizer_buffer_count: int = 4, block_size: int = 1048576,
+        queue_depth: int = 8, single_submit: bool = False, overlap_events: bool = True, thread_count: int = 1,
+        pin_memory: bool = False, sub_group_size: int = 1_000_000_000_000, contiguous_gradients: bool = True,
+        overlap_comm: bool = True, allgather_partitions: bool = True, reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000, reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True, logging_batch_size_per_gpu: str | int | None = None,
+        config: Any = None, logging_level: int = logging.WARNING, parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None, loss_scale: float = 0, initial_scale_power: int = 16,
+        loss_scale_window: int = 1000, hysteresis: int = 2, min_loss_scale: int = 1,
+        partition_activations: bool = False, cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False, synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False, precision: Any = None, process_group_backend: str | None = None,
+        timeout: timedelta | None = None, exclude_frozen_parameters: bool = False, *, checkpoint_io: Any = None,
+        start_method: StartMethod = "popen",
     ) -> None:
-        self.arguments = arguments
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FabricDeepSpeedArguments, values)
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
         self._check_given()
         set_level(known_level(logging_level))
-        super().__init__(**vars(lightning))
+        super().__init__(**passed_on(values))
 
     def _check_given(self) -> None:
         """What Fabric does not do for a program.

@@ -82,52 +82,13 @@ OF_PARAM = {
 
 @dataclass(frozen=True)
 class DeepSpeedArguments:
-    """The published arguments of Lightning's ``DeepSpeedStrategy`` that describe the training, in their order.
+    """The arguments of the strategy that make a DeepSpeed configuration; see :class:`~.deepspeed.DeepSpeed`.
 
     Sizes and ``max_in_cpu`` are in elements, ``block_size`` in bytes.
 
-    Attributes:
-        zero_optimization: ``False``: stage 0, and nothing is offloaded.
-        stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 parameters too.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
-            says so if that is elsewhere.
-        offload_optimizer: masters and optimizer state go to ``offload_optimizer_device``.
-        offload_parameters: at stage 3 parameters go to ``offload_params_device``.
-        offload_params_device: ``"cpu"`` or ``"nvme"``.
-        nvme_path: a directory on the disk that both may use.
-        params_buffer_count: host buffers for parameters on the disk.
-        params_buffer_size: no effect: buffers are as large as the largest shard.
-        max_in_cpu: elements of parameters that a rank keeps in host memory when the others go to the disk.
-        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
-        optimizer_buffer_count: host buffers for state on the disk.
-        block_size: largest single request to the disk.
-        queue_depth: requests in flight for each thread.
-        single_submit: submit requests one by one.
-        overlap_events: collect completions while further requests are in flight.
-        thread_count: submitting threads.
-        pin_memory: page-lock host memory.
-        sub_group_size: no effect: updates run in tiles of their own size.
-        contiguous_gradients: no effect: they always share one array.
-        overlap_comm: reduce during backward and gather ahead.
-        allgather_partitions: no effect: updated parameters always travel by all-gather.
-        reduce_scatter: no effect: an all-reduce would give the same sums.
-        allgather_bucket_size: stages 0 to 2: parameters share chunks of the smaller of the two.
-        reduce_bucket_size: see ``allgather_bucket_size``.
-        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
-        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
-        loss_scale: 0 is dynamic (fp16 only, as the four after it).
-        initial_scale_power: the first scale is ``2**initial_scale_power``.
-        loss_scale_window: good steps until the scale doubles.
-        hysteresis: overflows until it is halved.
-        min_loss_scale: an overflow at this scale is an error.
-        partition_activations: no effect, with a warning: torch keeps the activations.
-        cpu_checkpointing: no effect, with a warning.
-        contiguous_memory_optimization: no effect, with a warning.
-        synchronize_checkpoint_boundary: no effect, with a warning.
-
     Raises:
-        TypeError: a number or a switch that is none.
-        ValueError: a value out of range.
+        TypeError: a number or a switch has another type.
+        ValueError: a value is out of range.
     """
 
     zero_optimization: bool = True

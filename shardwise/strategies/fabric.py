@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,29 +22,17 @@ from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.base import LightningArguments
 from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
 
-__all__ = ["Check", "FabricArguments", "FabricSaving", "FabricStrategy", "restored", "writer_of"]
+__all__ = ["Check", "FabricSaving", "FabricStrategy", "restored", "writer_of"]
 
 
 _Base: Any = object  # Fabric's DDPStrategy, once built for a namespace
 STATE = ("state_dict", "load_state_dict")
-
-
-@dataclass(frozen=True)
-class FabricArguments(LightningArguments):
-    """Arguments that the strategies pass on to Fabric's ``DDPStrategy``.
-
-    Attributes:
-        precision: a precision plugin.
-    """
-
-    precision: Any = None
 
 
 class _Syncing:
@@ -71,7 +58,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     def __init__(self, **lightning: Any) -> None:
         self._known: list[weakref.ref[LateSession]] = []  # a model that is gone takes its session along
         self._saving = FabricSaving(self)
-        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+        super().__init__(**lightning)
         self._backward_sync_control = _Syncing(self)
 
     # ---- what a concrete strategy decides

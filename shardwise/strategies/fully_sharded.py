@@ -1,7 +1,7 @@
-"""``wrap``, ``auto_wrap`` and their policy: which modules are gathered on their own.
+"""``DDPFullyShardedStrategy`` for Lightning's Trainer and Fabric, with FairScale's arguments, and ``wrap``.
 
-Source: the interface of FairScale's ``nn.wrap.auto_wrap``, which models of Lightning 1.x call in their
-``configure_sharded_model``. Nothing is wrapped here: the module itself comes back, marked, and keeps its names.
+Models of Lightning 1.x call ``wrap`` and ``auto_wrap`` in ``configure_sharded_model``. They return the module itself,
+marked as a unit that is gathered and reduced at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.compat.published import documented, names_of, takes
+from shardwise.compat.published import picked
 from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, switch, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.deferred import deferred_init
@@ -35,8 +36,8 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.plan.loss_scale import TORCH_SCALER
-from shardwise.strategies.base import LightningArguments, ShardedStrategy
-from shardwise.strategies.fabric import FabricArguments, FabricStrategy
+from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
+from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
 
 __all__ = [
@@ -271,39 +272,47 @@ def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[
     return ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByModule(unit_classes=())
 
 
-@documented(LightningArguments)
-@takes(
-    "accelerator",
-    *names_of(FullyShardedArguments),
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    by_name=("timeout", "start_method"),
-)
 class FullyShardedStrategy(ShardedStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
 
     Args:
-        cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
-        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
-        reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
-        move_grads_to_cpu: reduced gradients, masters and optimizer state are on the host, and the optimizer runs there;
-            ``None``: as ``cpu_offload``.
-        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
-        compute_dtype: parameters are gathered and computed with in it; ``None``: what ``precision`` says.
-        bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
+        flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
+        reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
+        move_grads_to_cpu: keep reduced gradients, masters and optimizer state in CPU memory and step there; ``None``:
+            as ``cpu_offload``.
+        fp32_reduce_scatter: reduce gradients in fp32, with mixed precision.
+        compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
+        bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap``, in elements.
         state_dict_to_cpu: :meth:`lightning_module_state_dict` gives tensors on the host; ``False``: on the device.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: a value is out of range.
     """
 
-    def __init__(self, arguments: FullyShardedArguments, lightning: LightningArguments) -> None:
-        self.arguments = arguments
-        super().__init__(**vars(lightning))
+    # fmt: off
+    def __init__(
+        self, accelerator: Any = None, cpu_offload: bool = False, flatten_parameters: bool = True,
+        reshard_after_forward: bool = True, move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None, compute_dtype: torch.dtype | None = None, bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000, state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision_plugin: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FullyShardedArguments, values)
+        super().__init__(**passed_on(values))
 
     def _plan(self, module: nn.Module) -> Plan:
         return to_plan(self.arguments, self.format, unit_names(module))
@@ -328,39 +337,47 @@ class FullyShardedStrategy(ShardedStrategy):
         }
 
 
-@documented(FullyShardedArguments, FabricArguments)
-@takes(
-    "accelerator",
-    *names_of(FullyShardedArguments),
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision",
-    "process_group_backend",
-    by_name=("timeout", "start_method"),
-)
 class FabricFullySharded(FabricStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
 
     Args:
-        cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
-        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
-        reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
-        move_grads_to_cpu: reduced gradients, masters and optimizer state are on the host, and the optimizer runs there;
-            ``None``: as ``cpu_offload``.
-        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
-        compute_dtype: parameters are gathered and computed with in it; ``None``: what ``precision`` says.
-        bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
+        flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
+        reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
+        move_grads_to_cpu: keep reduced gradients, masters and optimizer state in CPU memory and step there; ``None``:
+            as ``cpu_offload``.
+        fp32_reduce_scatter: reduce gradients in fp32, with mixed precision.
+        compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
+        bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap`` inside ``fabric.init_module()``, in elements.
         state_dict_to_cpu: ``model.state_dict()`` gives tensors on the host, where they are in any case.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision: a precision plugin.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: a value is out of range.
     """
 
-    def __init__(self, arguments: FullyShardedArguments, lightning: FabricArguments) -> None:
-        self.arguments = arguments
-        super().__init__(**vars(lightning))
+    # fmt: off
+    def __init__(
+        self, accelerator: Any = None, cpu_offload: bool = False, flatten_parameters: bool = True,
+        reshard_after_forward: bool = True, move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None, compute_dtype: torch.dtype | None = None, bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000, state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FullyShardedArguments, values)
+        super().__init__(**passed_on(values))
 
     def _plan(self, module: nn.Module) -> Plan:
         return to_plan(self.arguments, self.format, unit_names(module))

@@ -17,7 +17,6 @@ from shardwise.booster.plugin.hybrid_parallel import HybridParallelArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.compat.published import changed, documented, given_in_vain, listed, names_of, picked, takes
 from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
-from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments
 
@@ -26,7 +25,6 @@ SHOWN: tuple[type, ...] = (
     HybridParallelArguments,
     LowLevelZeroArguments,
     ShardedOptimizerV2,
-    ColossalAIArguments,
     *(
         getattr(package, f"{name}Strategy")
         for package in (shardwise.lightning, shardwise.pytorch_lightning)
@@ -58,7 +56,7 @@ def test_annotations_are_known(cls: Any) -> None:
         assert not isinstance(parameter.annotation, str) and parameter.annotation is not parameter.empty, parameter
 
 
-@pytest.mark.parametrize("arguments", [GeminiArguments, LowLevelZeroArguments, OptimizerArguments, ColossalAIArguments])
+@pytest.mark.parametrize("arguments", [GeminiArguments, LowLevelZeroArguments, OptimizerArguments])
 def test_the_loss_scale_is_one_mix_in(arguments: type) -> None:
     assert issubclass(arguments, ScalerArguments)
     assert set(names_of(ScalerArguments)) < set(names_of(arguments))
