@@ -1,7 +1,4 @@
-"""Everything that a Trainer does, with each strategy beside Lightning's own ``ddp``.
-
-``tests/unit/test_lightning_faults.py`` says which fault of the old strategies has its test where.
-"""
+"""Everything that a Trainer does, with each strategy and with Lightning's own ``ddp``."""
 
 from __future__ import annotations
 
