@@ -1,4 +1,4 @@
-"""The ranks that ``mpu`` and ``zero.Init`` name: what the model is divided over, and those with its other parts."""
+"""Process groups: those of ``mpu`` and ``zero.Init``, and the names of ``deepspeed.utils.groups``."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ OTHER_AXES = (
     "get_sequence_parallel_world_size",
     "get_context_parallel_world_size",
 )
-"""Of an ``mpu``; more than 1 of any changes which gradients belong together."""
+"""Methods of an ``mpu`` whose size has to be 1."""
 
 
 def data_parallel_group(mpu: Any) -> dist.ProcessGroup:
-    """That of ``mpu``.
+    """Return the data-parallel group of ``mpu``.
 
     Raises:
-        ValueError: it has none, or this rank is no member.
-        NotImplementedError: it has pipeline or sequence parallelism.
+        ValueError: ``mpu`` has none, or this rank is not a member.
+        NotImplementedError: ``mpu`` has pipeline or sequence parallelism.
     """
     if not hasattr(mpu, DATA):
-        raise ValueError(f"mpu={mpu!r:.80} has no {DATA}(): give an object that has, or leave it out")
+        raise ValueError(f"mpu={mpu!r:.80} has no {DATA}(); give an object that has this method, or leave mpu out")
     for name in OTHER_AXES:
         size = getattr(mpu, name)() if hasattr(mpu, name) else 1
         if size > 1:
             raise NotImplementedError(
-                f"mpu.{name}()={size} is not available: of an mpu beside data only tensor parallelism is; give an mpu "
-                "without it (sequence_parallel_size in the configuration needs none)"
+                f"mpu.{name}()={size} is not available: an mpu may have data and tensor parallelism only. For sequence "
+                "parallelism give sequence_parallel_size in the configuration"
             )
     group: dist.ProcessGroup = getattr(mpu, DATA)()
     ranks_of(f"mpu.{DATA}()", group)
@@ -70,11 +70,11 @@ def data_parallel_group(mpu: Any) -> dist.ProcessGroup:
 
 
 def groups_of(mpu: Any, model: nn.Module) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The data-parallel group of ``mpu``, or of the ``zero.Init`` that the model was built in; ``None``: all ranks. And
-    the model-parallel one of ``mpu``, where it has several ranks.
+    """Return the data-parallel group of ``mpu`` or of the model's ``zero.Init`` (``None``: all ranks), and the
+    model-parallel group of ``mpu`` if it has several ranks.
 
     Raises:
-        ValueError: the two name different ranks; see also :func:`data_parallel_group`.
+        ValueError: ``mpu`` and ``zero.Init`` have different ranks; see also :func:`data_parallel_group`.
     """
     group = data_parallel_group(mpu) if mpu is not None else None
     origin = f"mpu.{DATA}()"
@@ -99,7 +99,7 @@ def groups_of(mpu: Any, model: nn.Module) -> tuple[dist.ProcessGroup | None, dis
 def mesh_of(
     plan: Plan, device: torch.device, group: dist.ProcessGroup | None, others: dist.ProcessGroup | None
 ) -> Mesh:
-    """The mesh of these groups. Collective over both."""
+    """Return the mesh of these groups. Collective over both."""
     mesh = Mesh.create(plan.mesh, device, plan.comm, group)
     try:
         if others is not None:
@@ -112,7 +112,7 @@ def mesh_of(
 
 @contextmanager
 def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Parameters that modules get inside are given to ``mark``, each as often as it is registered."""
+    """Call ``mark`` with each parameter that is registered in a module inside."""
 
     def note(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
         if value is not None:
@@ -132,7 +132,7 @@ _last: list[tuple[weakref.ref[Session], Any]] = []
 
 
 def remember_groups(session: Session, mpu: Any) -> None:
-    """Those of ``session``, and of the ``mpu`` that it was made with, count from here on."""
+    """Make the functions below answer for ``session`` and its ``mpu``."""
     _last[:] = [(weakref.ref(session), mpu)]
 
 
@@ -146,7 +146,7 @@ def _mpu() -> Any:
 
 
 def get_data_parallel_group() -> ProcessGroup:
-    """The ranks that see different data, and share the shards of what this one has a part of."""
+    """Return the group of data-parallel ranks."""
     mpu, mesh = _mpu(), _mesh()
     if mpu is not None:
         return getattr(mpu, DATA)()  # type: ignore[no-any-return]
@@ -161,7 +161,7 @@ def get_data_parallel_group() -> ProcessGroup:
 
 
 def get_data_parallel_world_size() -> int:
-    """How many see different data, ranks that share sequences counted each by itself."""
+    """Return the number of data-parallel ranks, including sequence-parallel ones."""
     mpu, mesh = _mpu(), _mesh()
     if mpu is not None or mesh is None:
         return get_world_size(get_data_parallel_group() if mpu is not None else None)
@@ -169,7 +169,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's number among them."""
+    """Return this rank's index among the data-parallel ranks."""
     mpu, mesh = _mpu(), _mesh()
     if mpu is not None or mesh is None:
         return get_rank(get_data_parallel_group() if mpu is not None else None)
@@ -177,7 +177,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks with other parts of the same layers; ``None`` where each has all of them."""
+    """Return the group of tensor-parallel ranks; ``None`` without tensor parallelism."""
     mpu, mesh = _mpu(), _mesh()
     for name in MODEL if mpu is not None else ():
         if hasattr(mpu, name):
@@ -188,44 +188,44 @@ def get_model_parallel_group() -> ProcessGroup | None:
 
 
 def get_model_parallel_world_size() -> int:
-    """How many ranks hold one model together."""
+    """Return the number of tensor-parallel ranks."""
     group = get_model_parallel_group()
     return 1 if group is None else get_world_size(group)
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's number among them."""
+    """Return this rank's index among the tensor-parallel ranks."""
     group = get_model_parallel_group()
     return 0 if group is None else get_rank(group)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them, among all processes."""
+    """Return the global rank of the first tensor-parallel rank."""
     group = get_model_parallel_group()
     return get_rank() if group is None else get_global_rank(group, 0)
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many ranks see parts of the same sequences."""
+    """Return the number of sequence-parallel ranks."""
     mesh = _mesh()
     return 1 if mesh is None else mesh.sequence.size
 
 
 def get_sequence_parallel_rank() -> int:
-    """This rank's number among them."""
+    """Return this rank's index among the sequence-parallel ranks."""
     mesh = _mesh()
     return 0 if mesh is None else mesh.sequence.rank
 
 
 def get_sequence_parallel_group() -> ProcessGroup | None:
-    """``None`` where none share sequences.
+    """Return ``None`` without sequence parallelism.
 
     Raises:
-        NotImplementedError: some do: the exchange is the engine's, and torch has no group of them.
+        NotImplementedError: there is sequence parallelism, for which torch has no process group.
     """
     if get_sequence_parallel_world_size() == 1:
         return None
     raise NotImplementedError(
-        f"a torch group of the {get_sequence_parallel_world_size()} ranks that share sequences: the model exchanges by "
-        "itself what they need; make one with torch.distributed.new_group for anything else"
+        f"there is no process group of the {get_sequence_parallel_world_size()} sequence-parallel ranks: the engine "
+        "exchanges their data itself. Create one with torch.distributed.new_group for other uses"
     )

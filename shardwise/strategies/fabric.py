@@ -1,7 +1,7 @@
-"""What Fabric's strategies have in common: a session for each model that ``fabric.setup`` is given.
+"""The base class of the strategies for Fabric, with one session per model, and Fabric's checkpoints.
 
-``setup(model, *optimizers)`` shards at once. After ``setup_module(model)`` optimizers may follow
-(``setup_optimizers``), so the model is sharded at its first use; see :mod:`shardwise.late`.
+``setup(model, *optimizers)`` shards at once. After ``setup_module(model)``, ``setup_optimizers`` may follow, so the
+model is sharded at its first use; see :mod:`shardwise.late`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ STATE = ("state_dict", "load_state_dict")
 
 
 class _Syncing:
-    """What ``fabric.no_backward_sync`` asks."""
+    """The implementation of ``fabric.no_backward_sync``."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced, which
-        gives the same sums."""
+        """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
         if not enabled:
             return nullcontext()
         session = self._strategy.late(module).session
@@ -51,33 +50,33 @@ class _Syncing:
 
 
 class FabricStrategy(_Base):  # type: ignore[misc]
-    """To be built by :func:`shardwise.strategies.namespace.build`; a concrete strategy overrides :meth:`_plan`."""
+    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
 
     ns: ClassVar[Namespace]
 
     def __init__(self, **lightning: Any) -> None:
-        self._known: list[weakref.ref[LateSession]] = []  # a model that is gone takes its session along
+        self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model
         self._saving = FabricSaving(self)
         super().__init__(**lightning)
         self._backward_sync_control = _Syncing(self)
 
-    # ---- what a concrete strategy decides
+    # ---- hooks for subclasses
 
     def _plan(self, module: nn.Module) -> Plan:
-        """The plan for ``module``, ``self.format`` and ``self.world_size``."""
+        """Return the plan for ``module``."""
         raise NotImplementedError(f"{type(self).__name__} has no _plan: override it")
 
     def _built(self, session: Session) -> None:
-        """A session was made."""
+        """Called with each new session."""
 
     def _building(self) -> AbstractContextManager[Any]:
-        """Around the construction of a model, in ``init_module``."""
+        """Return the context of ``init_module``."""
         return deferred_init()
 
     def _check_clipping(self, call: str) -> None:
-        """Whether the program may clip."""
+        """Raise an error if the program may not clip."""
 
-    # ---- facts
+    # ---- properties
 
     @property
     def _late(self) -> list[LateSession]:
@@ -85,7 +84,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Of the models that were set up, in that order; those that were not used yet are sharded here (collective)."""
+        """The sessions of all models, in the order of setup; shards models that are not sharded yet (collective)."""
         return tuple(late.session for late in self._late)
 
     @property
@@ -93,18 +92,18 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         """The session of the one model.
 
         Raises:
-            RuntimeError: there is none, or there are several.
+            RuntimeError: there is no model, or there are several.
         """
         late = self._late
         if len(late) != 1:
-            raise RuntimeError(f"session of {len(late)} models: set one up first, or read sessions")
+            raise RuntimeError(f"session of {len(late)} models: set up exactly one model, or use sessions")
         return late[0].session
 
     def late(self, module: nn.Module) -> LateSession:
-        """That of a model, as :meth:`setup_module` returned it.
+        """Return the :class:`LateSession` of a model that ``fabric.setup`` returned.
 
         Raises:
-            ValueError: it is none of ours.
+            ValueError: the model was not set up by this Fabric.
         """
         for late in self._late:
             if module is late.module or getattr(module, "module", None) is late.module:
@@ -113,13 +112,13 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @property
     def format(self) -> NumberFormat:
-        """Number formats."""
+        """Number format of the precision."""
         found: NumberFormat = self.precision.format
         return found
 
     @property
     def precision(self) -> Any:
-        """Always a :class:`~shardwise.strategies.precision.CastingPrecision`."""
+        """The precision plugin, always a :class:`~shardwise.strategies.precision.CastingPrecision`."""
         return self._precision if self._precision is not None else self._casting("32-true")
 
     @precision.setter
@@ -136,15 +135,15 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @contextmanager
     def module_sharded_context(self) -> Iterator[None]:
-        """Models built inside have no memory until they are sharded."""
+        """Build models without memory until they are sharded."""
         with self._building():
             yield
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """What ``fabric.init_module`` enters: no memory until the model is sharded, dtypes of the ``true`` precisions.
+        """Return the context of ``fabric.init_module``: models have no memory until they are sharded.
 
         Args:
-            empty_init: ``True``: values are left out, for a checkpoint that fills them.
+            empty_init: do not initialize values, because a checkpoint will be loaded.
         """
         stack = ExitStack()
         stack.enter_context(self.ns.load("utilities.init._EmptyInit")(enabled=bool(empty_init)))
@@ -153,24 +152,24 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Sharding moves a model. What has no parameters (a loss, a metric) is moved here."""
+        """Move a module without parameters, such as a loss or a metric; sharding moves models."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """A model alone; it is sharded at its first use, with the optimizers that came until then.
+        """Set up a model; it is sharded at its first use, with the optimizers that were set up until then.
 
         Raises:
-            ValueError: it was set up before.
+            ValueError: the model was set up before.
         """
         return LateModule(self._set_up(module))
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> LateOptimizer:
-        """An optimizer of parameters of one model that was set up before.
+        """Set up an optimizer of one model that was set up before.
 
         Raises:
-            ValueError: it has parameters of none, or of several.
-            RuntimeError: the model is sharded with other optimizers already.
+            ValueError: the optimizer has parameters of no model, or of several.
+            RuntimeError: the model is already sharded with other optimizers.
         """
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owners = [late for late in self._late if any(id(param) in held for param in late.module.parameters())]
@@ -184,13 +183,13 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
-        """A model with all its optimizers, sharded at once. Collective."""
+        """Shard a model with all its optimizers. Collective."""
         late = self._set_up(module)
         try:
             for optimizer in optimizers:
                 late.add(optimizer)
             session = late.session
-        except BaseException:  # so that it can be tried again
+        except BaseException:  # so that setup can be repeated
             late.close()
             self._forget(late)
             raise
@@ -229,7 +228,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
             live.unshard()
 
     def unshard(self) -> None:
-        """The models become ordinary ones, whole, on the host of every rank. Collective."""
+        """Turn the models into ordinary ones with full parameters on the host of every rank. Collective."""
         for late in self._late:
             if late.built:
                 self._undo(late.session)
@@ -238,15 +237,15 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     # ---- passes and steps
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward pass from ``tensor``, times the loss scale; gradients are reduced meanwhile.
+        """Run the backward pass of ``tensor`` times the loss scale.
 
         Args:
             tensor: a loss.
-            module: the model that it was made with, where there are several under a loss scale.
-            args: of :meth:`torch.Tensor.backward`, as ``kwargs``.
+            module: its model, if several models have loss scales.
+            args: arguments of :meth:`torch.Tensor.backward`, as ``kwargs``.
 
         Raises:
-            ValueError: several models have loss scales, and ``module`` does not say which one counts.
+            ValueError: several models have loss scales, and ``module`` is missing.
         """
         used = [late.session for late in self._late if late.built]
         if module is not None:
@@ -288,30 +287,30 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     # ---- checkpoints
 
     def writer(self, session: Session, whole: bool) -> Checkpointer:
-        """What writes a directory; ``whole``: with the optimizers."""
+        """Return the writer of a directory; ``whole``: with the optimizers."""
         return writer_of(session, whole)
 
     def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
-        """A directory into a session, ``whole``: with its optimizers; what else is in it. Collective."""
+        """Load a directory into a session, ``whole``: with its optimizers; return the other entries. Collective."""
         return restored(session, path, strict, whole, check)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state on the host of every rank, fp32 where there are masters. Collective."""
+        """Return the full state on the host of every rank, in fp32 if there are masters. Collective."""
         return module.state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Take over a full state; every rank gives it. Collective."""
+        """Load a full state, which every rank has. Collective."""
         module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state on every rank, as plain torch has it. Collective."""
+        """Return the full state on every rank in torch's format. Collective."""
         found: dict[str, Any] = optimizer.state_dict()
         return found
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write a directory, each rank its part; one file where a ``checkpoint_io`` was given. Collective."""
+        """Write a directory of shards, or one file if a ``checkpoint_io`` was given. Collective."""
         self._saving.save(path, state, storage_options, filter, super().save_checkpoint)
 
     def load_checkpoint(
@@ -322,7 +321,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
 
 class _OfSession:
-    """``state_dict`` or ``load_state_dict`` of a module whose parameters are sharded, or will be."""
+    """``state_dict`` or ``load_state_dict`` of a module that is sharded, or will be."""
 
     def __init__(self, late: LateSession, name: str) -> None:
         self._late, self._name = late, name

@@ -386,7 +386,7 @@ def test_checkpoints_of_deepspeed_are_read(case: str, tmp_path: Path) -> None:
 def zero_contexts() -> None:
     rank = torch.distributed.get_rank()
     some = [torch.distributed.new_group([each]) for each in range(RANKS)][rank]
-    with pytest.raises(NotImplementedError, match="zero_hpz_partition_size stands for"):
+    with pytest.raises(NotImplementedError, match=r"no argument for zero_optimization\.zero_hpz_partition_size"):
         deepspeed.zero.Init(zero_param_parallel_group=some)
     everyone = torch.distributed.group.WORLD
     with deepspeed.zero.Init(data_parallel_group=everyone, config_dict_or_path=config(3)):
