@@ -1,4 +1,4 @@
-"""The strategies' classes for one of Lightning's packages, and the names under which its Trainer finds them."""
+"""The strategies' classes for each of Lightning's packages, and their registered names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True, **_NVME},
     ),
 }
-"""DeepSpeed's names after their prefix, with what they mean."""
+"""DeepSpeed's strategy names without prefix, with their description and arguments."""
 
 
 _DDP, _PRECISION = "strategies.ddp.DDPStrategy", "plugins.precision.precision.Precision"
