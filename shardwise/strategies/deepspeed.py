@@ -1,4 +1,4 @@
-"""``DeepSpeedStrategy``: ZeRO stages 0 to 3 and their offloads under Lightning's Trainer, on CPUs and GPUs."""
+"""``DeepSpeedStrategy`` for Lightning's Trainer and Fabric: ZeRO stages 0 to 3 and offload, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         return read(self._completed(trainer), self.world_size)
 
     def _settled(self, trainer: Any) -> Settings:
-        """What the configuration says now, with what was changed in it, and with Trainer's part shown in it."""
+        """Return the settings of the configuration with the program's changes and the Trainer's values."""
         self._take_edits()
         self._show(self._completed(trainer))
         self._settings = read(self.config, self.world_size)
@@ -204,8 +204,8 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """See :meth:`ShardedStrategy.model_sharded_context`. What a module builds may depend on the configuration
-        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``), so that is complete by now."""
+        """See :meth:`ShardedStrategy.model_sharded_context`. ``config`` is complete inside, because modules may use it
+        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``)."""
         self._take_edits()
         self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
@@ -222,12 +222,12 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     # ---- optimizer and schedule of the configuration
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Those of ``configure_optimizers``, unless the configuration names an optimizer: then it is not called.
+        """Make the configuration's optimizer, or else call ``configure_optimizers``.
 
-        A scheduler of the configuration is used where the module gives none; it is stepped after every step.
+        The configuration's scheduler is used if the module has none; it steps after every optimizer step.
 
         Raises:
-            ValueError: a scheduler for several optimizers, an unknown name or parameter.
+            ValueError: one scheduler for several optimizers, or an unknown name or parameter.
         """
         settings = self._settings or self._read(trainer)
         name, schedule = settings["optimizer.type"], settings["scheduler.type"]
@@ -277,7 +277,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         return f"step={self._steps}, lr={rates}{scale}"
 
     def on_train_start(self) -> None:
-        """The first step begins; by now the data loader is known."""
+        """Complete the configuration with the data loader's batch size before the first step."""
         super().on_train_start()
         trainer = self.lightning_module.trainer
         if self._given.get(MICRO) in (None, AUTO):
@@ -289,7 +289,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning hands over optimizer states: those of a single file that has some."""
+        """Whether Lightning restores optimizer states: only from a single file that has them."""
         if not super().lightning_restore_optimizer:
             return False
         if self.load_full_weights and self._lacks_states:
@@ -322,7 +322,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @contextmanager
     def _lenient(self, path: str) -> Iterator[None]:
-        """Frozen parameters that a checkpoint was saved without stay as they are."""
+        """Keep frozen parameters that the checkpoint does not have."""
         module = self.lightning_module
         strict = module.strict_loading
         if strict and Path(path).is_dir() and frozen_ones_are_missing(self.session, path):
@@ -343,7 +343,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
 
 def _batch_size(trainer: Any) -> int:
-    """Samples of a rank's training batch, as far as the data loader shows; else 1."""
+    """Return the batch size of the training data loader, or 1 if it is unknown."""
     loader = trainer.train_dataloader
     if loader is None:
         loader = trainer.fit_loop._data_source.instance  # the loader itself, or who makes it when training begins
@@ -357,7 +357,7 @@ def _batch_size(trainer: Any) -> int:
 
 
 class SavingWithoutFrozen(Saving):
-    """Leaves parameters that do not require gradients out of what is saved."""
+    """Saves checkpoints without frozen parameters."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
@@ -372,13 +372,13 @@ class SavingWithoutFrozen(Saving):
         return self._writers[key]
 
     def wait_for_saves(self) -> None:
-        """Until nothing is being written any more."""
+        """Wait for unfinished saves."""
         for writer in self._writers.values():
             writer.wait_for_saves()
 
 
 def is_of_deepspeed(path: str) -> bool:
-    """Whether DeepSpeed itself wrote the directory."""
+    """Return whether DeepSpeed itself wrote the directory."""
     try:
         return Path(path).is_dir() and detect_format(path) == "deepspeed"
     except OSError:
@@ -386,7 +386,7 @@ def is_of_deepspeed(path: str) -> bool:
 
 
 def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
-    """What DeepSpeed wrote under Lightning: values into the strategy's session; its client state is Lightning's."""
+    """Load a checkpoint that DeepSpeed wrote under Lightning; return Lightning's entries, its client state."""
     module = strategy.lightning_module
     fitting = module.trainer.state.fn.value == "fit"
     strict, configs = module.strict_loading, strategy.lr_scheduler_configs
@@ -498,10 +498,10 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         super().__init__(**passed_on(values))
 
     def _check_given(self) -> None:
-        """What Fabric does not do for a program.
+        """Check the configuration for keys that the program has to handle under Fabric.
 
         Raises:
-            MisconfigurationException: the configuration asks for it.
+            MisconfigurationException: the configuration has such a key.
         """
         steps = self._given.get(ACCUMULATION)
         if steps not in (None, AUTO, 1):
@@ -559,13 +559,13 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     # ---- checkpoints
 
     def writer(self, session: Session, whole: bool) -> Checkpointer:
-        """See :meth:`FabricStrategy.writer`; without frozen parameters where that was asked for."""
+        """See :meth:`FabricStrategy.writer`; without frozen parameters if ``exclude_frozen_parameters``."""
         if not self.exclude_frozen_parameters:
             return super().writer(session, whole)
         return Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))
 
     def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
-        """See :meth:`FabricStrategy.restore`; also of a directory that DeepSpeed wrote."""
+        """See :meth:`FabricStrategy.restore`; also reads directories that DeepSpeed wrote."""
         if self.broadcast(is_of_deepspeed(os.fspath(path))):
             return dict(take_over(session, path, strict, whole, [], check).client_state)
         if strict and frozen_ones_are_missing(session, path):

@@ -1,4 +1,4 @@
-"""``DeepSpeedStrategy``'s arguments -> the DeepSpeed configuration that they mean -> completed by what Trainer says."""
+"""The DeepSpeed configuration of ``DeepSpeedStrategy``: from its arguments, completed by the Trainer's values."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DeepSpeedArguments:
         self.check()
 
     def check(self) -> None:
-        """What the configuration says to the rest.
+        """Check the arguments that become configuration keys.
 
         Raises:
             ValueError: a value out of range; the key is named.
@@ -151,11 +151,11 @@ class DeepSpeedArguments:
         plan_of(read_config(tree), 1)
 
     def fp16(self) -> dict[str, Any]:
-        """The block of the loss scale."""
+        """Return the block ``fp16`` of the configuration."""
         return {"enabled": True, **{name: getattr(self, name) for name in FP16}}
 
     def to_config(self) -> dict[str, Any]:
-        """The DeepSpeed configuration without what comes from Trainer."""
+        """Return the DeepSpeed configuration without the Trainer's values."""
         tree: dict[str, Any] = {}
         if self.logging_batch_size_per_gpu not in (None, AUTO):
             tree[MICRO] = self.logging_batch_size_per_gpu
@@ -172,7 +172,7 @@ class DeepSpeedArguments:
 
 
 def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
-    """Dotted paths of the configuration whose arguments were left at their defaults: nobody asked for them."""
+    """Return the paths of keys whose arguments have their defaults, about which there is no warning."""
     given = set(changed(arguments, names_of(DeepSpeedArguments)))
     places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
     places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
@@ -188,7 +188,7 @@ NEW_NAME = "intra_op_parallelism"  # what DeepSpeed calls thread_count since 0.1
 def chosen_config(
     config: Any, from_environment: str | None, variable: str, error: type[Exception]
 ) -> dict[str, Any] | None:
-    """The configuration that was given: the argument, else the file that the environment names; a copy.
+    """Return a copy of the configuration: the argument, or else the file that the environment variable names.
 
     Args:
         config: a dict, a path, or ``None``.
@@ -216,7 +216,7 @@ def chosen_config(
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """What ``Trainer`` knows and a configuration may leave open.
+    """Values of the Trainer for keys that a configuration leaves out.
 
     Attributes:
         accumulation: its ``accumulate_grad_batches``.
@@ -234,7 +234,7 @@ class TrainerFacts:
 def complete(
     tree: Mapping[str, Any], arguments: DeepSpeedArguments, facts: TrainerFacts, error: type[Exception]
 ) -> dict[str, Any]:
-    """``tree`` with the batch, clipping and number format of Trainer where it has none; ``tree`` is not changed.
+    """Return a copy of ``tree`` with the Trainer's batch size, clipping and precision for missing keys.
 
     Args:
         tree: the configuration.
@@ -286,7 +286,7 @@ def _enabled(block: Any) -> bool:
 
 
 def read_given(tree: Source) -> Settings:
-    """A configuration, read and checked, as far as Lightning can have it.
+    """Read and check a configuration for Lightning.
 
     Raises:
         NotImplementedError: ``torch_autocast``, whose forward passes the engine would make.
@@ -301,7 +301,7 @@ def read_given(tree: Source) -> Settings:
 
 
 def read(tree: Mapping[str, Any], world_size: int) -> Settings:
-    """A completed configuration, read and checked.
+    """Read and check a completed configuration.
 
     ``train_batch_size`` is no more than a number in the log here, since the data loader decides: one that does not fit
     is left out, and a note says so.
@@ -323,7 +323,7 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
 
 
 def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside: bool) -> tuple[Plan, Report]:
-    """The plan of a configuration that :func:`read` read.
+    """Return the plan and the report of settings from :func:`read`.
 
     Args:
         settings: what was read.
@@ -337,7 +337,7 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
 
 
 def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Arguments that differ from their defaults and mean nothing beside the others, by reason.
+    """Return changed arguments without effect, by reason.
 
     What only the number format or the stage of a configuration makes meaningless is in the report of :func:`to_plan`.
 
@@ -378,7 +378,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
-    """Arguments of the loss scale that differ from their defaults, where ``completed`` did not take them."""
+    """Return the changed arguments of the loss scale that ``completed`` does not use."""
     if completed.get("fp16") == arguments.fp16():
         return ""
     return listed(arguments, changed(arguments, FP16))
@@ -388,12 +388,11 @@ def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, 
 
 
 # [Note: Edits of a configuration]
-# Lightning hands `strategy.config` itself to DeepSpeed, so programs change it between the strategy and the run. But it
-# also shows what came from Trainer, and what the next run takes from Trainer is not what a former one took. So what was
-# given is kept apart, and a key of `config` that is no longer what was shown there counts as given. Keys are taken
-# whole: a block that was completed (fp16, of a precision) is one with its change.
+# Lightning passes `strategy.config` itself to DeepSpeed, so programs change it before the run. It also shows values of
+# the Trainer, which may differ in the next run. So the given configuration is kept separately, and a top-level key of
+# `config` that differs from what was shown counts as given, with its whole block.
 class ConfiguredByDeepSpeed:
-    """Which configuration a strategy has, and the plan that it means. See [Note: Edits of a configuration].
+    """The configuration of a strategy and its plan; see [Note: Edits of a configuration].
 
     Attributes:
         config: the configuration, with what came from Lightning once it is in use. A program may change it until its
@@ -409,7 +408,7 @@ class ConfiguredByDeepSpeed:
     config: dict[str, Any]
 
     def _choose(self, config: Any) -> None:
-        """Which configuration, and a warning for arguments that mean nothing beside it."""
+        """Choose the configuration, and warn about arguments without effect."""
         from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
         chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
         self._config_given = chosen is not None
@@ -425,12 +424,12 @@ class ConfiguredByDeepSpeed:
         self.config, self._shown = copy.deepcopy(dict(tree)), copy.deepcopy(dict(tree))
 
     def _edits(self) -> dict[str, Any]:
-        """By key what a program has changed in ``config``; ``None``: taken out, as such a key is an absent one."""
+        """Return what a program has changed in ``config``, by key; ``None``: the key was removed."""
         now, shown = load_config(self.config), self._shown
         return {name: now.get(name) for name in [*now, *(shown.keys() - now)] if now.get(name) != shown.get(name)}
 
     def _take_edits(self) -> None:
-        """What was changed in ``config`` so far counts as given."""
+        """Take over the changes of ``config`` into the given configuration."""
         edits = self._edits()
         if edits:
             self._given = {name: value for name, value in {**self._given, **edits}.items() if value is not None}
@@ -448,10 +447,10 @@ class ConfiguredByDeepSpeed:
 
     @property
     def deepspeed_engine(self) -> Any:
-        """Not here.
+        """Not available.
 
         Raises:
-            AttributeError: always, with what to ask instead.
+            AttributeError: always; the error names replacements.
         """
         raise AttributeError(
             f"{type(self).__name__} has no DeepSpeed engine: strategy.session is what trains. Its optimizer."
@@ -466,20 +465,19 @@ class ConfiguredByDeepSpeed:
 
     @property
     def zero_stage_3(self) -> bool:
-        """Whether parameters are sharded."""
+        """Whether the configuration has stage 3."""
         return read_config(self.config).stage == 3
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For Lightning's ``DistributedSampler``: ranks that hold one model together see the same samples, and so do
-        those with parts of the same sequences."""
+        """Arguments of Lightning's ``DistributedSampler``: tensor- and sequence-parallel ranks get the same samples."""
         settings = self._settings or read_config(self.config)
         rank, ranks = data_parallel(settings, self.global_rank, self.world_size)
         return {"num_replicas": ranks, "rank": rank}
 
     @property
     def _clips_in_step(self) -> bool:
-        """Whether the configuration has a norm to clip to, which goes before Trainer's."""
+        """Whether the configuration has a clipping norm, which replaces the Trainer's."""
         return self._given.get(CLIPPING) not in (None, AUTO)
 
     def _translated(self, settings: Settings, module: Any) -> tuple[Plan, Report]:
