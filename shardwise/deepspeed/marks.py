@@ -43,8 +43,8 @@ class ZeroParamStatus(Enum):
 # An autograd function of a program (TRL's SFTTrainer has one) that saves a parameter gets the parameter back in plain
 # PyTorch. Here it gets a tensor with the full value, and reads `ds_status` of it. Autograd creates the tensor object
 # again, so an attribute of one object is not enough: the class `Tensor` answers, but only during backward passes. When
-# torch's compiler reads the attribute from the class, it is a plain value, because a descriptor with `__set__` would not
-# let parameters have their own status.
+# torch's compiler reads the attribute from the class, it is a plain value, because with a descriptor that has `__set__`
+# parameters could not have their own status.
 class _OfSaved:
     """``ds_status`` of tensors that do not have their own."""
 

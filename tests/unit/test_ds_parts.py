@@ -346,8 +346,8 @@ INIT_WARNS: list[tuple[Tree, str]] = [
     ({}, ""),
     ({"config": HALF, "dtype": torch.bfloat16, "remote_device": "cpu", "pin_memory": True}, ""),
     ({"config": HALF, "dtype": torch.float16, "enabled": False}, ""),
-    ({"config": HALF, "dtype": torch.float16}, "dtype=torch.float16.*says torch.bfloat16"),
-    ({"config_dict_or_path": {}, "dtype": torch.float16}, "dtype=torch.float16.*says torch.float32"),
+    ({"config": HALF, "dtype": torch.float16}, "dtype=torch.float16.*has torch.bfloat16"),
+    ({"config_dict_or_path": {}, "dtype": torch.float16}, "dtype=torch.float16.*has torch.float32"),
 ]
 
 
