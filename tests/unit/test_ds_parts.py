@@ -326,7 +326,11 @@ INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
     ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' without torch.distributed"),
     ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
-    ({"zero_param_parallel_group": "some"}, NotImplementedError, "no argument for zero_optimization.zero_hpz_partition_size"),
+    (
+        {"zero_param_parallel_group": "some"},
+        NotImplementedError,
+        "no argument for zero_optimization.zero_hpz_partition_size",
+    ),
     ({"zero_quantized_weights": True}, NotImplementedError, "no argument for zero_optimization.zero_quantized_weights"),
     ({"zero_quantized_nontrainable_weights": True}, NotImplementedError, "give that key in the configuration"),
 ]
