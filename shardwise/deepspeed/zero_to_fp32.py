@@ -39,6 +39,7 @@ __all__ = [
     "FROZEN",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "enable_universal_checkpoint",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file",
     "get_model_state_files",
@@ -47,6 +48,7 @@ __all__ = [
     "main",
     "write_program",
 ]
+
 
 FROZEN = "frozen"
 """Of what an engine saves beside the values: names of parameters that nobody trains."""
@@ -277,3 +279,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ---- DeepSpeed's universal checkpoints: they are read here as any other, and none is written.
+
+
+def enable_universal_checkpoint(param_list: Iterable[Any]) -> None:
+    """Nothing: engines load whatever checkpoint there is, into parameters as they are."""

@@ -8,9 +8,19 @@ from typing import Any
 from shardwise.core.base.checked import number, whole
 from shardwise.plan import ScalerPlan
 
-__all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
+__all__ = ["TORCH_SCALER", "PublishedDefault", "ScalerArguments", "scaler_plan"]
 
 START_SCALE = 2.0**16
+TORCH_SCALER = ScalerPlan(
+    initial_scale=2.0**16,
+    min_scale=2.0**-24,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    hysteresis=1,
+    max_scale=2.0**64,
+)
+"""The defaults of ``torch.amp.GradScaler``."""
 
 
 class PublishedDefault(float):

@@ -28,7 +28,7 @@ from shardwise.plan import (
     Plan,
     zero,
 )
-from shardwise.strategies.colossalai_arguments import ColossalAIArguments
+from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments
 from shardwise.strategies.fully_sharded import FullyShardedArguments
 from shardwise.zero.arguments import ModelArguments, OptimizerArguments

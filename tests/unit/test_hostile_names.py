@@ -20,7 +20,7 @@ from shardwise.core.checkpoint.match_schedulers import fitting_state
 from shardwise.core.checkpoint.schedulers import read_lr_scheduler
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.core.checkpoint.write import agree
-from shardwise.deepspeed.parts import _place as parts_place
+from shardwise.deepspeed.saving import _place as parts_place
 from tests.faults.fuzz.changes import apply_change
 from tests.unit.formats_setup import odd_source
 

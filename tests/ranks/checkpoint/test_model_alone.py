@@ -17,7 +17,7 @@ from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.engine.fragments import Held, TensorShape
-from shardwise.deepspeed.frozen import WithoutFrozen
+from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks

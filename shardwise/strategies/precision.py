@@ -1,4 +1,4 @@
-"""Precision: Lightning's words for number formats, and the plugin through which it clips and runs backward passes."""
+"""Lightning's precisions as number formats, and the precision plugins for the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.sessions import scaled_pass
 
 __all__ = [
     "PRECISIONS",
@@ -25,13 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """What a precision means.
+    """The number format of a precision.
 
     Attributes:
-        name: Lightning's.
-        dtype: in which is computed; ``None`` for each parameter's own.
-        masters: whether fp32 copies of the parameters are updated.
-        scaled: whether losses need a scale.
+        name: Lightning's name.
+        dtype: compute dtype; ``None``: each parameter's own.
+        masters: whether the optimizer updates fp32 copies of the parameters.
+        scaled: whether losses are scaled.
     """
 
     name: str
@@ -55,10 +56,10 @@ _SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixe
 
 
 def format_of(precision: Any) -> NumberFormat:
-    """What ``precision`` means; the short forms of Lightning 1.x (``16``, ``"bf16"``) included.
+    """Return the number format of ``precision``, which may be a short form of Lightning 1.x (``16``, ``"bf16"``).
 
     Raises:
-        ValueError: it is none of :data:`PRECISIONS`.
+        ValueError: ``precision`` is not in :data:`PRECISIONS`.
     """
     name = str(precision)
     found = PRECISIONS.get(_SHORT.get(name, name))
@@ -71,11 +72,11 @@ REPLACEABLE = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 
 def check_replaceable(namespace: Namespace, plugin: Any) -> None:
-    """Whether :class:`ShardedPrecision` does what ``plugin`` would: those that Lightning chooses itself.
+    """Check that :class:`ShardedPrecision` can replace ``plugin``, which Lightning chose.
 
     Raises:
-        TypeError: it is another; what it does would be lost.
-        ValueError: it has a loss scale with settings of its own.
+        TypeError: it is another class, whose effect would be lost.
+        ValueError: it has a loss scale with its own settings.
     """
     known = [namespace.find(f"plugins.precision.{name}") for name in REPLACEABLE]
     if type(plugin) not in known:
@@ -100,9 +101,9 @@ def check_replaceable(namespace: Namespace, plugin: Any) -> None:
 
 
 def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -> None:
-    """Have ``ThroughputMonitor`` count by the operations a second of ``dtype``.
+    """Make ``ThroughputMonitor`` use the peak throughput of ``dtype``.
 
-    It looks the dtype up by the plugin's class, and takes ours for fp32. Its hook ran before.
+    The monitor derives the dtype from the plugin's class and assumes fp32 for ours.
     """
     monitor = namespace.find("callbacks.throughput_monitor.ThroughputMonitor")
     for callback in trainer.callbacks if monitor is not None else ():
@@ -122,14 +123,14 @@ _Precision: Any = object  # Lightning's Precision, once built for a namespace
 
 
 class CastingPrecision(_Precision):  # type: ignore[misc]
-    """A plugin for number formats that the engine takes care of.
+    """A precision plugin whose casts the engine makes.
 
-    The engine casts parameters and inputs, keeps fp32 masters and scales losses; so "mixed" is no autocast here: the
-    model computes in 16 bits, as it does with DeepSpeed and FairScale.
+    The engine casts parameters and inputs, keeps fp32 masters and scales losses. "mixed" does not mean autocast: the
+    model computes in 16 bits, as with DeepSpeed and FairScale.
 
     Args:
-        precision: one of :data:`PRECISIONS`. Given to a strategy as its precision plugin it also gives fp16 on a CPU,
-            where Lightning makes bf16 of ``precision="16-mixed"``.
+        precision: one of :data:`PRECISIONS`. As a strategy's precision plugin it allows fp16 on a CPU, where Lightning
+            changes ``precision="16-mixed"`` to bf16.
     """
 
     def __init__(self, precision: Any = "32-true") -> None:
@@ -138,7 +139,7 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
         self.precision = self.format.name
 
     def convert_module(self, module: Any) -> Any:
-        """The engine casts."""
+        """Return ``module``; the engine casts."""
         return module
 
     @property
@@ -155,7 +156,7 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
             torch.set_default_dtype(before)
 
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Tensors made inside have the dtype of the ``true`` precisions."""
+        """Create tensors inside in the dtype of the ``true`` precisions."""
         return self._default_dtype() if self._half is not None else nullcontext()
 
     module_init_context = tensor_init_context
@@ -163,7 +164,7 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
 
 
 class ShardedPrecision(CastingPrecision):
-    """Replaces the plugin that Lightning's Trainer chooses for a sharded strategy.
+    """The precision plugin of sharded strategies for the Trainer.
 
     Args:
         precision: see :class:`CastingPrecision`.
@@ -172,34 +173,32 @@ class ShardedPrecision(CastingPrecision):
     def __init__(self, precision: Any = "32-true") -> None:
         super().__init__(precision)
         self.clips: Callable[[float, str], bool] = _always
-        """Whether a clipping by the Trainer is done, by value and algorithm; the strategy may have its own."""
+        """Returns whether to apply the Trainer's clipping, by value and algorithm."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """``model.backward`` inside a pass of the engine, with the loss scale."""
-        with model.trainer.strategy.backward_pass() as scale:
-            if scale != 1.0:
-                tensor = (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor) * scale
-            model.backward(tensor, *args, **kwargs)
+        """Run ``model.backward`` with the loss scale."""
+        with scaled_pass(model.trainer.strategy.session, tensor) as scaled:
+            model.backward(scaled, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """What ``LightningModule.clip_gradients`` calls."""
+        """Clip gradients, as ``LightningModule.clip_gradients`` asks."""
         algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if clip_val > 0 and self.clips(float(clip_val), algorithm):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Of all ranks' averaged, unscaled gradients of ``optimizer``; torch's factor."""
+        """Clip the averaged, unscaled gradients of ``optimizer`` by their global norm."""
         if hasattr(optimizer, "clip_grad_by_norm"):
             optimizer.clip_grad_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Each element of the averaged, unscaled gradients."""
+        """Clip each element of the averaged, unscaled gradients."""
         if hasattr(optimizer, "clip_grad_by_value"):
             optimizer.clip_grad_by_value(float(clip_val))
 
 
 class ColossalAIPrecision(ShardedPrecision):
-    """``ColossalAIPrecisionPlugin``, which is for fp16 with a loss scale where nothing else is said.
+    """``ColossalAIPrecisionPlugin``, whose default is fp16 with a loss scale.
 
     Args:
         precision: see :class:`CastingPrecision`; the published one takes ``"16-mixed"`` alone.
