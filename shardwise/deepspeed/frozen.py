@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
-from shardwise.core.checkpoint.frozen import TrainedOnly
 from shardwise.core.checkpoint.match import Match, Wanted
+from shardwise.core.checkpoint.run import TrainedOnly
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.deepspeed.parts import PartRun
 from shardwise.session import Session
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST, scan
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.checkpoint.write import agree
 
 __all__ = ["PartRun"]

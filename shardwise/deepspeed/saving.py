@@ -14,19 +14,16 @@ from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.find import opening
 from shardwise.core.checkpoint.format import MANIFEST
-from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE
-from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
+from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.formats.param_groups import group_options
 from shardwise.core.checkpoint.match import Match, Wanted
-from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.core.checkpoint.options import fitting
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.restore import put_back, read_others
-from shardwise.core.checkpoint.schedulers import SavedScheduler
+from shardwise.core.checkpoint.restore import opening, put_back, read_others
+from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerMatch, saved_schedulers
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import StateTensors
 from shardwise.core.checkpoint.write import agree

@@ -21,7 +21,6 @@ from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, whole
 from shardwise.core.checkpoint.formats.output import (
@@ -33,7 +32,7 @@ from shardwise.core.checkpoint.formats.output import (
     write_torch,
 )
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.core.checkpoint.source import OpenSource
+from shardwise.core.checkpoint.source import CheckpointError, OpenSource
 
 __all__ = [
     "FROZEN",

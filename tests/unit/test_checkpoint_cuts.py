@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from shardwise.core.checkpoint import read
-from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
     PIECE_BYTES,
     Head,
     Manifest,
+    PieceFile,
+    PieceLayout,
     decode_manifest,
     encode_manifest,
     hexadecimal,
@@ -26,7 +28,6 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.pieces import PieceFile, PieceLayout
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.core.engine.fragments import Fragment, split

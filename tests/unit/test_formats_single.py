@@ -16,9 +16,8 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 
 class Net(nn.Module):

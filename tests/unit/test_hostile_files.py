@@ -20,13 +20,12 @@ from sets import full
 from shardwise.cli.main import main
 from shardwise.core.checkpoint import format as native
 from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.single import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import load_value
 from shardwise.core.checkpoint.read import NativeSource, verify
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles
@@ -61,9 +60,9 @@ def test_an_index_changes_no_class_of_any_library(tmp_path: Path, module: str, n
 
 @pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
 def test_stand_ins_cannot_be_changed_either(tmp_path: Path, name: str) -> None:
-    from shardwise.core.checkpoint.formats import dcp_index
+    from shardwise.core.checkpoint.formats import dcp
 
-    stand_in = dcp_index.STAND_INS["torch.distributed.checkpoint.metadata", name]
+    stand_in = dcp.STAND_INS["torch.distributed.checkpoint.metadata", name]
     before = dict(vars(stand_in))
     code = op_global("torch.distributed.checkpoint.metadata", name) + b"N}\x8c\x04evilK\x01s\x86b"
     with pytest.raises(CheckpointError):

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from shardwise.core.checkpoint.bounds import checked_name, reading
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.deepspeed import find_step
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle
-from shardwise.core.checkpoint.match_schedulers import fitting_state
-from shardwise.core.checkpoint.schedulers import read_lr_scheduler
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.schedulers import fitting_state, read_lr_scheduler
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.checkpoint.write import agree
 from shardwise.deepspeed.parts import _place as parts_place
 from tests.faults.fuzz.changes import apply_change

@@ -18,8 +18,7 @@ from torch.optim import lr_scheduler as plain
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.checkpoint import write_lr_scheduler
-from shardwise.core.checkpoint.match_schedulers import fitting_state, why_no_step
-from shardwise.core.checkpoint.schedulers import SavedScheduler, regrouped
+from shardwise.core.checkpoint.schedulers import SavedScheduler, fitting_state, regrouped, why_no_step
 from shardwise.nn import lr_scheduler as own
 
 TOTAL, WARM, STEPS = 20, 4, 26

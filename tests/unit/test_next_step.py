@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from shardwise.core.checkpoint.match_schedulers import fitting_state, why_no_step
+from shardwise.core.checkpoint.schedulers import fitting_state, why_no_step
 from shardwise.deepspeed.schedules import WarmupDecayLR
 from shardwise.nn import lr_scheduler as own
 

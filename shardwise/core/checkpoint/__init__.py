@@ -10,15 +10,13 @@ Tensors are global here, by name. Which part of one a rank holds, in which tier,
 
 from __future__ import annotations
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.ranks import Ranks
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.restore import Restored
-from shardwise.core.checkpoint.run import EngineRun, Run
+from shardwise.core.checkpoint.run import EngineRun, Ranks, Run
 from shardwise.core.checkpoint.schedulers import SavedScheduler, read_lr_scheduler, write_lr_scheduler
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorFact
 from shardwise.core.checkpoint.torch_run import TorchRun
 
 __all__ = [

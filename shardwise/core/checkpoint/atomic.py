@@ -4,24 +4,230 @@
 where the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. Directories of other formats
 have ``output-saving`` and ``output-replaced``: they may stand among the checkpoints of a run, whose saves leave them
 alone. A killed process may leave any of these; the next writer calls :func:`settle_leftovers`. Files of
-another origin in a directory that is replaced are taken along: see :mod:`shardwise.core.checkpoint.foreign`.
+another origin in a directory that is replaced are taken along: see :mod:`shardwise.core.checkpoint.atomic`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno as codes
+import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.checkpoint.file_system import DISK, sync_tree
-from shardwise.core.checkpoint.foreign import settle, take_along
+from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.memory.disk.errors import explain
 
-__all__ = ["HIDDEN", "AtomicDirectory", "Owned", "atomic_directory", "hidden_name", "settle_leftovers"]
+__all__ = [
+    "DISK",
+    "HIDDEN",
+    "AtomicDirectory",
+    "FileSystem",
+    "Ours",
+    "Owned",
+    "atomic_directory",
+    "hidden_name",
+    "settle",
+    "settle_leftovers",
+    "sync_path",
+    "sync_tree",
+    "take_along",
+]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_REFUSED = (codes.ENOSYS, codes.EINVAL, codes.EOPNOTSUPP, codes.EPERM)
+
+
+def _c_function(name: str) -> Callable[..., int] | None:
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)  # type: ignore[no-any-return]
+    except (AttributeError, OSError):
+        return None
+
+
+class FileSystem:
+    """The operating system's own. All methods raise ``OSError``."""
+
+    def __init__(self) -> None:
+        self._renameat2 = _c_function("renameat2")
+        self._sync_file_range = _c_function("sync_file_range")
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def create(self, path: str) -> int:
+        """A descriptor of a new, empty file; what had that name (a link, say, to somewhere else) is removed first."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o644)
+        except FileExistsError:
+            self.remove(path)
+            return os.open(path, flags, 0o644)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Take the space now, so that a full disk is found before anything is written."""
+        if nbytes:
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of ``data`` (bytes) at ``offset``."""
+        while len(data):
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """The disk may begin; so that it works while the next bytes are prepared. Only a hint."""
+        if self._sync_file_range is not None:
+            place = (ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+            self._sync_file_range(*place, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Names in it survive a power failure from here on. File systems that cannot do that are left alone."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Two directories take each other's names in one step; False where the system cannot do that."""
+        if self._renameat2 is None:
+            return False
+        done = self._renameat2(
+            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+        )
+        if done == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in _REFUSED:
+            return False
+        raise OSError(number, os.strerror(number), one)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def lock_directory(self, path: str) -> int | None:
+        """A descriptor that holds a lock on it until it is closed; ``None``: another process has it."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            pass  # no locks there (some network file systems)
+        return fd
+
+    def write_file(self, path: str, content: bytes) -> None:
+        """A new file with this content, on the disk when it returns."""
+        fd = self.create(path)
+        try:
+            self.write(fd, memoryview(content), 0)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def list_directory(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def link(self, path: str, place: str) -> None:
+        """``place`` is the same file (or symbolic link) as ``path``, or a copy where the file system has no such."""
+        try:
+            os.link(path, place, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copy2(path, place, follow_symlinks=False)
+
+    def copy_attributes(self, path: str, place: str) -> None:
+        """Mode, times and owner of a directory, as far as this user may."""
+        with contextlib.suppress(OSError):
+            shutil.copystat(path, place)
+            there = os.lstat(path)
+            os.chown(place, there.st_uid, there.st_gid)
+
+    def open_up(self, path: str) -> None:
+        """Let this user remove what is in a directory, as far as possible."""
+        with contextlib.suppress(OSError):
+            if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                os.chmod(path, 0o700)
+
+    def remove_tree(self, path: str) -> None:
+        """What is at ``path``, with all that is in it, as far as possible; what remains is for the next save to remove.
+
+        Of a link only the name is removed.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.islink(path) or not os.path.isdir(path):
+                self.remove(path)
+                return
+            self.open_up(path)
+            for name in os.listdir(path):
+                self.remove_tree(os.path.join(path, name))
+            self.remove_directory(path)
+
+    def remove_empty(self, path: str) -> None:
+        """A directory, if nothing is in it."""
+        with contextlib.suppress(OSError):
+            self.remove_directory(path)
+
+
+DISK: Any = FileSystem()
+"""What is used unless a test gives another one."""
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Flush a file or directory; a file system that cannot flush directories is left alone.
+
+    Raises:
+        OSError: what was written may not survive a power failure.
+    """
+    if os.path.isdir(path):
+        DISK.sync_directory(os.fspath(path))
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        DISK.sync(handle)
+    finally:
+        DISK.close(handle)
+
+
+def sync_tree(directory: str | os.PathLike[str]) -> None:
+    """The same of a directory with all that is in it."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for file in (os.path.join(place, name) for name in names):
+            if not os.path.islink(file):
+                sync_path(file)
+        sync_path(place)
+
 
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{16}")
 """What belongs to checkpoints of a run."""
@@ -219,3 +425,113 @@ def _settle(files: Any, replaced: str, final: str, owned: Owned) -> None:
 def _by_path(owned: Owned) -> Callable[[str], bool]:
     """The same of a path; a folder of such a name is somebody else's."""
     return lambda path: owned(os.path.basename(path)) and (os.path.islink(path) or not os.path.isdir(path))
+
+
+Ours = Callable[[str], bool]
+"""Whether what is at a path (in the directory itself, not in a folder of it) belongs to the checkpoint."""
+
+
+def take_along(files: Any, old: str, fresh: str, ours: Ours) -> None:
+    """Everything in ``old`` that is not ours is in ``fresh`` too: files and links as the same file (a copy where the
+    file system has no hard links), folders as new ones. What ``fresh`` has already wins, except over a folder.
+
+    Raises:
+        CheckpointError: something can be neither linked nor copied, or a folder stands where a file has to be. ``old``
+            is as it was.
+    """
+    for name in sorted(files.list_directory(old)):
+        path, place = os.path.join(old, name), os.path.join(fresh, name)
+        if ours(path):
+            continue
+        try:
+            _take(files, path, place)
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                raise
+        except OSError as error:
+            where = error.filename or path
+            raise CheckpointError(
+                f"{where} is not the checkpoint's and cannot be taken along: {explain(error.errno or 0)}. Move it out "
+                f"of {old}, or save elsewhere"
+            ) from error
+
+
+def _take(files: Any, path: str, place: str) -> None:
+    folder = _is_folder(path)
+    if os.path.lexists(place):
+        if folder and not _is_folder(place):
+            raise CheckpointError(f"{path} is a folder where the checkpoint has a file of its own: rename the folder")
+        return
+    if not folder:
+        files.link(path, place)
+        return
+    files.make_directory(place)
+    for name in sorted(files.list_directory(path)):
+        inner = os.path.join(path, name)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            _take(files, inner, os.path.join(place, name))
+    files.copy_attributes(path, place)
+    files.sync_directory(place)
+
+
+def settle(files: Any, old: str, new: str, ours: Ours) -> None:
+    """``new`` took the place of ``old`` (it may be read at once): what is in ``old`` and not ours moves over where
+    ``new`` does not have it or has an earlier state of it, and ``old`` is removed. What cannot be removed stays for the
+    next save.
+
+    Raises:
+        CheckpointError: something could not be moved over; it is still there.
+    """
+    try:
+        # Ours last: a directory that has them is known as one that was replaced, should this be interrupted.
+        names = sorted(files.list_directory(old), key=lambda name: (ours(os.path.join(old, name)), name))
+    except OSError:
+        return
+    files.open_up(old)
+    moved = False
+    for name in names:
+        path, place = os.path.join(old, name), os.path.join(new, name)
+        if ours(path):
+            files.remove_tree(path)
+        elif _is_folder(path) and _is_folder(place):
+            settle(files, path, place, lambda _: False)
+        elif not os.path.lexists(place):
+            moved = _move(files, path, place) or moved
+        elif _is_folder(path) or _is_folder(place):
+            continue  # somebody made one where the other was, just now
+        elif _is_known(path, place):
+            files.remove_tree(path)
+        else:
+            moved = _move(files, path, place) or moved
+    if moved:
+        files.sync_directory(new)
+    files.remove_empty(old)
+
+
+def _move(files: Any, path: str, place: str) -> bool:
+    try:
+        files.rename(path, place)
+    except FileNotFoundError:
+        if os.path.lexists(path):
+            raise
+        return False
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not the checkpoint's and could not be moved to {place}: {explain(error.errno or 0)}. Move it "
+            "yourself"
+        ) from error
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _is_known(path: str, place: str) -> bool:
+    """Whether ``place`` is the same file as ``path``, an unchanged copy of it, or newer."""
+    try:
+        mine, there = os.lstat(path), os.lstat(place)
+    except OSError:
+        return False
+    unchanged = (mine.st_mtime_ns, mine.st_size) == (there.st_mtime_ns, there.st_size)
+    return os.path.samestat(mine, there) or unchanged or there.st_mtime_ns > mine.st_mtime_ns

@@ -9,8 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.core.checkpoint.atomic import HIDDEN, AtomicDirectory, hidden_name, settle_leftovers
-from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.atomic import DISK, HIDDEN, AtomicDirectory, hidden_name, settle_leftovers
 from shardwise.core.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.core.checkpoint.source import CheckpointDamage
 

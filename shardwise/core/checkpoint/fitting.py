@@ -3,20 +3,27 @@ of rows, as of a vocabulary that grew."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of
-from shardwise.core.checkpoint.formats.renamed import renamed
-from shardwise.core.checkpoint.numbered import named_like
+from shardwise.core.checkpoint.formats.optimizer_state import match_by_shape
 from shardwise.core.checkpoint.run import Holding
 from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
 
-__all__ = ["Fit", "Rows"]
+__all__ = [
+    "Fit",
+    "Rows",
+    "named_like",
+    "renamed",
+    "with_names",
+]
 
 Rows = Literal["keep", "zero", "mean"]
 SHOWN = 4
@@ -27,7 +34,7 @@ class Fit:
     """How a checkpoint is made to fit.
 
     Attributes:
-        rename: see :func:`shardwise.core.checkpoint.formats.renamed.renamed`.
+        rename: see :func:`shardwise.core.checkpoint.fitting.renamed`.
         rows: by the name of a parameter here, what rows get that the checkpoint does not have: ``"keep"``: the values
             that they have; ``"zero"``; ``"mean"``: the mean of the checkpoint's rows. Their optimizer state is zero;
             where it is not by elements (Adafactor's factors) that of the whole parameter starts anew. Rows that are no
@@ -184,3 +191,143 @@ def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tu
             "differ in more than the number of rows"
         )
     return names, stored, _Change(there[stored], here, how)
+
+
+Shape = tuple[int, ...]
+
+
+def named_like(source: CheckpointSource, held: Holding) -> CheckpointSource:
+    """``source`` with the names of ``held`` where it has numbers.
+
+    As torch loads a state: the n-th parameter of a group is the n-th of the same group here. Where the groups are
+    others the shapes decide, if they leave only one possibility; otherwise the numbers stay, and nothing fits them.
+    """
+    saved, names = source.state().get("optimizers", []), dict[int, dict[str, str]]()
+    shapes = {name: tuple(each.shape) for name, each in held.model_shapes().items()}
+    for each in held.optimizers:
+        theirs = [list(group["params"]) for group in saved[each.index]["groups"]] if each.index < len(saved) else []
+        if not any(name.startswith("#") for group in theirs for name in group):
+            continue
+        ours = held.group_names(each)
+        # Of state in other shapes (rows and columns) none is known to be the parameter's; what fits is seen later.
+        whole = getattr(held, "other_shapes", False)
+        there = {} if whole else _shapes_of(source, each.index, [name for group in theirs for name in group])
+        found = _in_order(theirs, ours, there, shapes)
+        if not found:
+            trained = {name for group in ours for name in group}
+            in_model = {own[0]: shapes[own[0]] for own in held.names if own[0] in trained}
+            found = match_by_shape([[(name, there.get(name)) for name in group] for group in theirs], in_model)
+        if found:
+            names[each.index] = found
+    return with_names(source, names) if names else source
+
+
+def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
+    """Of the parameters whose state is element-wise, as far as can be told."""
+    found: dict[str, set[Shape]] = {name: set() for name in names}
+    start = f"optimizer/{index}/"
+    for full, fact in source.tensors().items():
+        if full.startswith(start):
+            found.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(fact.shape)
+    return {name: next(iter(shapes)) for name, shapes in found.items() if len(shapes) == 1}
+
+
+def _in_order(
+    theirs: Sequence[Sequence[str]],
+    ours: Sequence[Sequence[str]],
+    there: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+) -> dict[str, str]:
+    if [len(group) for group in theirs] != [len(group) for group in ours]:
+        return {}
+    pairs = [pair for their, our in zip(theirs, ours, strict=True) for pair in zip(their, our, strict=True)]
+    return {} if any(there.get(one, shapes[own]) != shapes[own] for one, own in pairs) else dict(pairs)
+
+
+def with_names(source: CheckpointSource, names: Mapping[int, Mapping[str, str]]) -> LazySource:
+    """``source`` with other names of parameters in the optimizers ``names`` (by index)."""
+    return _under(source, lambda name: name, lambda index, name: names.get(index, {}).get(name, name))
+
+
+def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
+    """``source`` with other names of parameters and buffers, in the model and in the optimizers.
+
+    Args:
+        source: any checkpoint.
+        rules: old to new. An old name that the checkpoint has stands for that tensor alone; any other is a regular
+            expression, whose every match in every name is replaced (``re.sub``: ``^`` and ``$`` are its ends, the new
+            one may have ``\\1``). They are applied in order.
+
+    Raises:
+        ValueError: a rule fits no name or is no regular expression, or two tensors would get one name.
+    """
+    old = _names(source)
+    names = dict.fromkeys(old, "")
+    names.update((name, name) for name in old)
+    for rule, new in rules.items():
+        changed = dict(names)
+        for name, now in names.items():
+            if rule in old:
+                changed[name] = new if name == rule else now
+            else:
+                changed[name] = _replaced(rule, new, now)
+        if changed == names and rule not in old:
+            listed = ", ".join(list(old)[:SHOWN])
+            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint fits it; there are {listed}, ...")
+        names = changed
+    taken: dict[str, str] = {}
+    for name, now in names.items():
+        if not now or taken.setdefault(now, name) != name:
+            raise ValueError(f"rename makes {name!r} into {now!r}, which {taken.get(now, 'nothing')!r} becomes too")
+    return _under(source, lambda name: names.get(name, name), lambda _, name: names.get(name, name))
+
+
+def _replaced(rule: str, new: str, name: str) -> str:
+    try:
+        return re.sub(rule, new, name)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"rename {rule!r} to {new!r}: {error}; give a name or a regular expression") from error
+
+
+def _names(source: CheckpointSource) -> dict[str, None]:
+    state = source.state()
+    found = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
+    found += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    for record in state.get("optimizers", []):
+        found += [name for group in record["groups"] for name in group["params"]]
+    found += [name for pair in state.get("aliases", {}).items() for name in pair]
+    found += list(state.get("extra", {}))
+    return dict.fromkeys(found)
+
+
+def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Callable[[int, str], str]) -> LazySource:
+    """``source`` with the names that ``new`` returns in the model, and ``in_optimizer(index, name)`` in optimizers."""
+    entries: dict[str, Entry] = {}
+    for full, entry in entries_of(source).items():
+        if full.startswith("model/"):
+            full = f"model/{new(full.removeprefix('model/'))}"
+        elif full.startswith("optimizer/"):
+            _, index, path = full.split("/", 2)
+            name, _, key = path.rpartition("/")
+            full = f"optimizer/{index}/{in_optimizer(int(index), name)}/{key}"
+        entries[full] = entry
+    state = dict(source.state())
+    if "optimizers" in state:
+        state["optimizers"] = [
+            _record(record, partial(in_optimizer, index)) for index, record in enumerate(state["optimizers"])
+        ]
+    if "aliases" in state:
+        state["aliases"] = {new(other): new(name) for other, name in state["aliases"].items()}
+    for key in ("extra", "compute_dtype"):
+        if key in state:
+            state[key] = {new(name): value for name, value in state[key].items()}
+    if "buffers" in state:  # by rank, where ranks differ
+        state["buffers"] = [{new(name): path for name, path in own.items()} for own in state["buffers"]]
+    return LazySource(
+        str(getattr(source, "format", "native")), entries, state, getattr(source, "notes", ()), source.close
+    )
+
+
+def _record(record: Mapping[str, Any], new: Callable[[str], str]) -> dict[str, Any]:
+    groups = [{**group, "params": [new(name) for name in group["params"]]} for group in record["groups"]]
+    return {**record, "groups": groups, "small": {new(name): value for name, value in record["small"].items()}}

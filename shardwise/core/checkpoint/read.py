@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from shardwise.core.checkpoint.bounds import open_regular
-from shardwise.core.checkpoint.format import FileFact, Manifest, PieceFact, hexadecimal, read_manifest
-from shardwise.core.checkpoint.pieces import Bytes, as_bytes
+from shardwise.core.checkpoint.format import Bytes, FileFact, Manifest, PieceFact, as_bytes, hexadecimal, read_manifest
 from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor import Part as TensorPart

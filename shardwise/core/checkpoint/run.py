@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.checks.unfinished import PARAMETERS, state_of
-from shardwise.core.comm import Members
+from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
+from shardwise.core.comm.control import Control
+from shardwise.core.comm.open_files import make_room
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.fragments import Fill, Fragment, Held, TensorShape
+from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, Held, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.mesh import Mesh
 
-__all__ = ["EngineRun", "Holding", "Plan", "Reader", "Run", "Scaler", "Trained", "Trainer", "as_run"]
+__all__ = [
+    "EngineRun",
+    "Holding",
+    "Plan",
+    "Ranks",
+    "Reader",
+    "Run",
+    "Scaler",
+    "Trained",
+    "TrainedOnly",
+    "Trainer",
+    "as_run",
+]
 
 
 class Trained(Protocol):
@@ -231,3 +249,104 @@ class EngineRun:
 def as_run(session: Any) -> Run:
     """A :class:`Run` itself, or that of an engine's session."""
     return session if hasattr(session, "taken_over") else EngineRun(session)
+
+
+class TrainedOnly(Held):
+    """What the engine holds but for parameters that do not require gradients (those that an optimizer has stay).
+
+    Attributes:
+        left_out: their names.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        super().__init__(engine, optimizers)
+        self.left_out = set()
+        for chunk in engine.chunks:
+            if chunk.spec.index not in self._positions:
+                frozen = (slot.param for slot in chunk.spec.slots if not engine.params[slot.param].requires_grad)
+                self.left_out |= {self.names[param][0] for param in frozen}
+
+    def aliases(self) -> dict[str, str]:
+        return {other: name for other, name in super().aliases().items() if name not in self.left_out}
+
+    def model_shapes(self) -> dict[str, TensorShape]:
+        return {name: shape for name, shape in super().model_shapes().items() if name not in self.left_out}
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, dtype in super().compute_dtypes().items() if name not in self.left_out}
+
+    def _blocks(self) -> Iterator[FragmentBlock]:
+        names = {f"model/{name}" for name in self.left_out}
+        for block in super()._blocks():
+            yield replace(block, parts=tuple(part for part in block.parts if part[0].name not in names))
+
+
+class Ranks:
+    """Exchanges JSON and bytes between all ranks, or those of one process group. Collective over them to make.
+
+    Ranks wait for each other (for the slowest to have written) as long as that group's time-out says.
+
+    Args:
+        own: a communicator of its own, for a thread beside training. Otherwise the group's serves where it takes
+            tensors of the host.
+        members: the group of the run's mesh; ``None``: all ranks.
+        activity: what this rank is doing, for messages.
+    """
+
+    def __init__(self, own: bool, members: Members | None = None, activity: Activity | None = None) -> None:
+        self.activity = activity or Activity()
+        self._closed = False
+        self._control: Control | None = None
+        self._group: Any = None
+        self._own: list[dist.ProcessGroup] = []
+        self._all = members is None
+        self.rank, self.size = 0, 1
+        group = None if members is None else members.process_group
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        made = own or "gloo" not in str(dist.get_backend(group))
+        if not made:
+            self._group = group or dist.group.WORLD
+        elif members is not None:
+            self._group = members.new_group("beside", members.ranks, "gloo")
+        else:
+            make_room(self.size)
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))
+        if made:
+            self._own.append(self._group)
+            let_go_with(self, self._own)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether they were closed, or are not all ranks any more: the process group may be made after a first save or
+        load."""
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return self._closed or (self._all and self.size != size)
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective.
+
+        Raises:
+            PeerError: a peer died, or did not come in time.
+        """
+        if self._group is None:
+            return [json.loads(json.dumps(value))]
+        if self._control is None:
+            self._control = Control("ranks of a checkpoint", self._group, self.activity)
+        return self._control.exchange_object(value)[0]
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """A contiguous tensor of the host to ``rank``, which calls :meth:`receive`."""
+        dist.send(tensor, group=self._group, group_dst=rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """What ``rank`` sends, into ``tensor``."""
+        dist.recv(tensor, group=self._group, group_src=rank)
+        return tensor
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice."""
+        self._group = self._control = None
+        self._closed = True
+        destroy(self._own)

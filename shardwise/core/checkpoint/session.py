@@ -9,16 +9,14 @@ from typing import Any
 import torch
 
 from shardwise.core.base.checked import MOST_STEP, as_path, switch, whole
-from shardwise.core.checkpoint.contents import Contents, Given, Scheduler
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
-from shardwise.core.checkpoint.file_system import DISK
 from shardwise.core.checkpoint.fitting import Fit, Rows
-from shardwise.core.checkpoint.format import Head
-from shardwise.core.checkpoint.pieces import as_bytes
+from shardwise.core.checkpoint.format import Head, as_bytes
 from shardwise.core.checkpoint.restore import Check, Restored, restore
 from shardwise.core.checkpoint.run import Run, Trained, as_run
 from shardwise.core.checkpoint.snapshot import Lane
-from shardwise.core.checkpoint.write import SaveJob, begin
+from shardwise.core.checkpoint.write import Contents, Given, SaveJob, Scheduler, begin
 
 __all__ = ["Checkpointer"]
 
@@ -175,7 +173,7 @@ class Checkpointer:
                 and warns, on rank 0, of what optimizers leave out or start anew with, and where no name fits.
             lr_schedulers: as many as were saved, in the same order, or none.
             rename: names in the checkpoint, or regular expressions, and what they are here; see
-                :func:`~shardwise.core.checkpoint.formats.renamed.renamed`.
+                :func:`~shardwise.core.checkpoint.fitting.renamed`.
             rows: parameters that may have another number of rows here, and what new ones get (``"keep"``, ``"zero"``,
                 ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
             check: called on every rank with what was given as ``user_state``, before anything is changed. What it

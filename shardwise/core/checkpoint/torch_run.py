@@ -27,8 +27,7 @@ from shardwise.core.base.names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import offset_of_part
-from shardwise.core.checkpoint.ranks import Ranks
-from shardwise.core.checkpoint.run import Scaler
+from shardwise.core.checkpoint.run import Ranks, Scaler
 from shardwise.core.comm import Activity
 from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.core.mesh.mesh import CALLS

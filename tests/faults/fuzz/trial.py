@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from shardwise.cli.main import main as command
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats import dcp_index, open_checkpoint
+from shardwise.core.checkpoint.formats import dcp, open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import blocks
+from shardwise.core.checkpoint.source import CheckpointError
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject
@@ -151,7 +151,7 @@ class Trials:
     @staticmethod
     def _libraries() -> list[Any]:
         classes = [pathlib.PurePosixPath, pathlib.PosixPath, torch.Size, collections.OrderedDict]
-        classes += sorted(set(dcp_index.STAND_INS.values()), key=repr)
+        classes += sorted(set(dcp.STAND_INS.values()), key=repr)
         return [{k: id(v) for k, v in vars(each).items() if k not in ("__doc__", "_abc_impl")} for each in classes]
 
     def _clean(self) -> None:

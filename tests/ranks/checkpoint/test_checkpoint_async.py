@@ -14,11 +14,11 @@ from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.core.checkpoint import restore
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory, sync_path
 from shardwise.core.checkpoint.directory import CheckpointRoot, scan
-from shardwise.core.checkpoint.file_system import FileSystem, sync_path
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.read import verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import build
@@ -301,7 +300,7 @@ def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypa
         return sync
 
     for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
-        monkeypatch.setattr("shardwise.core.checkpoint.file_system.os.fsync", failing(number))
+        monkeypatch.setattr("shardwise.core.checkpoint.atomic.os.fsync", failing(number))
         refused = number in (errno.EIO, errno.ENOSPC)
         with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
             sync_path(tmp_path)

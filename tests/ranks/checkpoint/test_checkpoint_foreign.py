@@ -18,14 +18,13 @@ from launching import forked, start
 from sets import full
 from torch import nn
 
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.read import verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import Session, build
 

@@ -16,10 +16,10 @@ from sets import full
 from torch import nn
 
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import build

@@ -13,9 +13,9 @@ from engine_setup import adam, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.engine.fragments import Held, TensorShape
 from shardwise.deepspeed.frozen import WithoutFrozen
 from shardwise.plan import zero

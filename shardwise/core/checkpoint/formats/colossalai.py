@@ -22,8 +22,6 @@ import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import checked_name
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import HEADER, extra_entries, named_entries
 from shardwise.core.checkpoint.formats.huggingface import as_dict
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
@@ -36,9 +34,14 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     to_numbered,
 )
 from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text, write_torch
-from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.core.checkpoint.formats.safetensors_file import (
+    HEADER,
+    extra_entries,
+    named_entries,
+    write_safetensors_stream,
+)
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import tensors_of
 
 __all__ = ["OPTIMIZER_INDEX", "find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]

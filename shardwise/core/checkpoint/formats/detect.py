@@ -2,19 +2,272 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardwise.core.checkpoint.bounds import checked_names, checked_total, reading
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.huggingface import INDEX
-from shardwise.core.checkpoint.formats.known import Given, formats_at, known_formats, loose_files
-from shardwise.core.checkpoint.formats.renamed import renamed
-from shardwise.core.checkpoint.formats.trainer import find_latest
-from shardwise.core.checkpoint.source import OpenSource
-from shardwise.core.checkpoint.state_check import check_state
+import torch
 
-__all__ = ["detect_format", "located", "open_checkpoint"]
+from shardwise.core.checkpoint.bounds import check_state, checked_names, checked_total, reading
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.fitting import renamed
+from shardwise.core.checkpoint.format import MANIFEST, has_pieces
+from shardwise.core.checkpoint.formats.colossalai import (
+    find_parts,
+    open_colossalai,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+)
+from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
+from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
+from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.indexed import read_index
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
+from shardwise.core.checkpoint.formats.single import open_single, write_single
+from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
+from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
+
+__all__ = [
+    "Format",
+    "Given",
+    "detect_format",
+    "formats_at",
+    "known_formats",
+    "located",
+    "loose_files",
+    "open_checkpoint",
+    "register_format",
+    "write_checkpoint",
+]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller says beside the path.
+
+    Attributes:
+        optimizer: the optimizer's own directory.
+        parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+    """
+
+    optimizer: str | Path | None = None
+    parameter_names: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format that checkpoints come in.
+
+    Attributes:
+        name: as ``open_checkpoint(format=...)`` has it.
+        is_at: whether a directory holds one, or whether a file is one where :attr:`of_file` says so. It opens as little
+            as it can, and raises nothing where there is none.
+        open: a source of what is there, which executes nothing of it; raises ``CheckpointError`` and
+            ``CheckpointDamage`` for what cannot be read.
+        takes: which attributes of :class:`Given` mean something to it; others are refused where they are given.
+        of_run: a directory with a model of another format among its files.
+        of_file: it is one file; ``is_at`` is asked of files, and never of a directory.
+        needs: the file that a directory of it has, for the message where none is found.
+        write: puts a source at a path, whole or not at all; ``None``: it is read only.
+        options: the keyword arguments that ``write`` takes.
+    """
+
+    name: str
+    is_at: Callable[[Path], bool]
+    open: Callable[[Path, Given], OpenSource]
+    takes: frozenset[str] = frozenset()
+    of_run: bool = False
+    of_file: bool = False
+    needs: str = ""
+    write: Callable[..., object] | None = None
+    options: frozenset[str] = frozenset({"dtype"})
+
+
+def _is_native(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or has_pieces(str(path)) or bool(scan(str(path)))
+
+
+def _is_dcp(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def _model_index(path: Path) -> Path | None:
+    return next((path / name for name in INDEX if (path / name).is_file()), None)
+
+
+def _is_colossalai(path: Path) -> bool:
+    model, optimizer = find_parts(path)
+    if optimizer is not None or (model is not None and (model.parent != path or model.name not in INDEX)):
+        return True
+    # Hugging Face numbers its shards "-00001-of-00002", ColossalAI "-00001".
+    return model is not None and not any("-of-" in file for file in read_index(model)[1].values())
+
+
+def _is_huggingface(path: Path) -> bool:
+    if any((path / name).is_file() for name in WHOLE):
+        return True
+    index = _model_index(path)
+    return index is not None and not _is_colossalai(path)
+
+
+def loose_files(path: Path) -> list[Path]:
+    """Files of a directory that could be a checkpoint by themselves."""
+    known = (".safetensors", *TORCH_SUFFIXES)
+    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
+
+
+def _native_directory(path: Path) -> Path:
+    if (path / MANIFEST).is_file() or has_pieces(str(path)):
+        return path
+    newest = next(iter(scan(str(path))), None)
+    if newest is None:
+        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+    if newest.head is None:  # which one is the newest cannot be said
+        raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
+    return Path(newest.path)
+
+
+def _open_native(path: Path, given: Given) -> OpenSource:
+    return NativeSource(_native_directory(path))
+
+
+def _open_run(path: Path, given: Given) -> OpenSource:
+    return open_trainer(path, given.parameter_names)
+
+
+def _write_colossalai(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 1024.0,
+    safetensors: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The model in ``path``; beside an optimizer, in two directories below it."""
+    optimizers = source.state().get("optimizers") or []
+    has_optimizer = any(group["params"] for each in optimizers[:1] for group in each.get("groups", []))
+    place = Path(path, "model") if has_optimizer else Path(path)
+    write_colossalai_model(source, place, size_per_shard, None, safetensors, dtype)
+    if has_optimizer:
+        write_colossalai_optimizer(source, Path(path, "optimizer"), size_per_shard)
+
+
+NUMBERED = frozenset({"parameter_names"})
+_FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        Format("native", _is_native, _open_native, needs=MANIFEST, write=write_native),
+        Format(
+            "dcp",
+            _is_dcp,
+            lambda path, given: open_dcp(path),
+            needs=".metadata",
+            write=write_dcp,
+            options=frozenset({"dtype", "layout"}),
+        ),
+        Format(
+            "peft",
+            lambda path: (path / CONFIG).is_file(),
+            lambda path, given: open_peft(path),
+            needs=CONFIG,
+            write=write_peft,
+            options=frozenset({"dtype", "config", "adapter"}),
+        ),
+        Format(
+            "deepspeed",
+            lambda path: find_step(path) is not None,
+            lambda path, given: open_deepspeed(path),
+            needs="*_model_states.pt",
+        ),
+        Format(
+            "colossalai",
+            _is_colossalai,
+            lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
+            takes=NUMBERED | {"optimizer"},
+            needs="an index",
+            write=_write_colossalai,
+            options=frozenset({"dtype", "size_per_shard", "safetensors"}),
+        ),
+        Format(
+            "huggingface",
+            _is_huggingface,
+            lambda path, given: open_huggingface(path),
+            write=write_huggingface,
+            options=frozenset({"dtype", "size_per_shard", "config", "generation_config"}),
+        ),
+        Format(
+            "single",
+            lambda path: False,  # whatever stands alone where nothing else is
+            lambda path, given: open_single(path, given.parameter_names),
+            takes=NUMBERED,
+            needs="a single .safetensors or torch file",
+            write=write_single,
+        ),
+        Format("trainer", lambda path: kind_of(path) == "trainer", _open_run, takes=NUMBERED, of_run=True),
+        Format("accelerate", lambda path: kind_of(path) == "accelerate", _open_run, takes=NUMBERED, of_run=True),
+    )
+}
+
+
+def known_formats() -> Iterator[Format]:
+    """Those that come with this package, and then those that were registered."""
+    yield from list(_FORMATS.values())
+
+
+def formats_at(path: Path) -> Iterator[Format]:
+    """All that recognise what is at ``path``; each looks when it is its turn, and may find damage."""
+    is_file = path.is_file()
+    return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
+
+
+def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **options: Any) -> None:
+    """Write ``source`` at ``path``; what stood there is replaced in one step, or still there where this raises.
+
+    Args:
+        source: any checkpoint.
+        path: a directory or a file, as the format has it.
+        format: the name of one of :func:`known_formats` that has a writer.
+        options: the writer's own, such as ``dtype`` (of the model's floating-point tensors).
+
+    Raises:
+        ValueError: no such format, or an option that it does not have.
+        CheckpointError: the source does not have what the format needs.
+        OSError: it cannot be written.
+    """
+    known = {each.name: each for each in known_formats() if each.write is not None}
+    chosen = known.get(format)
+    if chosen is None or chosen.write is None:
+        raise ValueError(f"format={format!r}: {', '.join(known)} can be written")
+    for name, value in options.items():
+        if name not in chosen.options:
+            raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
+    chosen.write(source, path, **options)
+
+
+def register_format(format: Format) -> Callable[[], None]:
+    """Have checkpoints of another ``format`` recognised, opened and written wherever one of ours would be.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        TypeError: it is no :class:`Format`.
+        ValueError: there is one of that name.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(f"register_format({format!r:.80}): give a Format")
+    if format.name in _FORMATS:
+        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
+    _FORMATS[format.name] = format
+
+    def take_back() -> None:
+        _FORMATS.pop(format.name, None)
+
+    return take_back
 
 
 def located(path: Path) -> Path:
@@ -86,7 +339,7 @@ def open_checkpoint(
         optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
         rename: names in it, or regular expressions, and what they become; see
-            :func:`~shardwise.core.checkpoint.formats.renamed.renamed`.
+            :func:`~shardwise.core.checkpoint.fitting.renamed`.
 
     Raises:
         FileNotFoundError: nothing is there.

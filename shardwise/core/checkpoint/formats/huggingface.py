@@ -17,15 +17,24 @@ import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import LazySource, model_entries
 from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text
-from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.formats.safetensors_file import (
+    extra_entries,
+    model_metadata,
+    named_entries,
+    write_safetensors_stream,
+)
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = ["INDEX", "WHOLE", "as_dict", "open_huggingface", "write_huggingface"]
+__all__ = [
+    "INDEX",
+    "WHOLE",
+    "as_dict",
+    "open_huggingface",
+    "write_huggingface",
+]
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

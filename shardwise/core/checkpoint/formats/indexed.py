@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint.bounds import checked_name, checked_names, read_json
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import read_header
 from shardwise.core.checkpoint.formats.lazy import Entry
-from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile
+from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, read_header
 from shardwise.core.checkpoint.formats.torch_file import load_torch, tensor_entries
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 __all__ = ["Shards", "read_index"]
 

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, whole
-from shardwise.core.checkpoint.formats.param_groups import group_options, group_record
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested
 
 __all__ = [
@@ -27,6 +25,8 @@ __all__ = [
     "Shapes",
     "beside",
     "from_numbered",
+    "group_options",
+    "group_record",
     "loaded",
     "match_by_shape",
     "numbered_state",
@@ -34,6 +34,18 @@ __all__ = [
     "records_of",
     "to_numbered",
 ]
+
+
+def group_record(names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group as JSON: the parameters' names and everything else in ``group``."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {"params": list(names), "options": tree.encode(options, None)}
+
+
+def group_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of such a group, as an optimizer has them."""
+    return dict(tree.decode(record.get("options", {}), None))
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 FACTORS = ("row", "col")

@@ -14,11 +14,10 @@ from typing import IO, Any, cast
 
 import torch
 
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import DISK, atomic_directory, sync_path, sync_tree
 from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
-from shardwise.core.checkpoint.file_system import DISK, sync_path, sync_tree
-from shardwise.core.checkpoint.files import CheckpointError, describe
 from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.source import CheckpointError, describe
 
 __all__ = [
     "OutputFile",
@@ -36,7 +35,7 @@ HELD_BYTES = 1 << 16
 
 
 class OutputFile:
-    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.file_system.DISK`.
+    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.atomic.DISK`.
 
     Attributes:
         nbytes: on their way to the disk.

@@ -16,21 +16,21 @@ import torch
 
 from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import (
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
+from shardwise.core.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
+from shardwise.core.checkpoint.formats.output import output_file, write_torch
+from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
+    SafetensorsFile,
     extra_entries,
     model_metadata,
     named_entries,
     optimizer_metadata,
     read_header,
+    write_safetensors_stream,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
-from shardwise.core.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
-from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch, tensor_entries
-from shardwise.core.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, StateTensors
 
 __all__ = ["open_safetensors", "open_single", "open_torch", "write_single", "write_single_optimizer"]
 

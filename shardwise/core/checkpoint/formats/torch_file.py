@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,18 @@ import torch
 
 from shardwise.core.base.printable import in_a_line
 from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
-from shardwise.core.checkpoint.formats.pickle_scan import check_pickle
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
+__all__ = [
+    "TORCH_SUFFIXES",
+    "RefusedPickle",
+    "check_pickle",
+    "check_zip",
+    "load_torch",
+    "load_value",
+    "tensor_entries",
+]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
@@ -206,3 +213,83 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
         else:
             aliases[name] = kept
     return entries, aliases, rest
+
+
+SPARE = 1 << 20
+WIDE = 1 << 12
+"""What an integer of more than 64 bits counts for: those that are the same modulo 2^61 - 1 have one hash, and as keys
+of a dictionary each would be compared with all others."""
+MARK = -1
+_TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "INST", "OBJ", "BINPERSID"}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+
+
+def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
+    """Read the pickle that starts at the position of ``file``, up to its end.
+
+    Args:
+        file: has ``nbytes`` bytes in all.
+        nbytes: what time and memory are measured by.
+        where: its name, for messages.
+        kind: what it should be, for messages.
+
+    Raises:
+        CheckpointDamage: it is no pickle, or would take time or memory out of proportion to its bytes.
+    """
+    scan = _Scan(8 * nbytes + SPARE)
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            scan.follow(opcode, argument, nbytes)
+    except (ValueError, IndexError, KeyError, MemoryError, OverflowError) as error:
+        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200}); load another copy") from error
+
+
+class _Scan:
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
+        self._stack: list[int] = []
+        self._memo: dict[int, int] = {}
+
+    def follow(self, opcode: pickletools.OpcodeInfo, argument: Any, nbytes: int) -> None:
+        name, stack = opcode.name, self._stack
+        if name == "MARK":
+            stack.append(MARK)
+        elif name in _PUTS:
+            if int(argument) > nbytes:
+                raise ValueError(f"a memo of {int(argument)} places in {nbytes} bytes")
+            self._memo[int(argument)] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in _GETS:
+            stack.append(self._memo[int(argument)])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        else:
+            popped = self._pop(opcode)
+            if name in ("SETITEM", "SETITEMS", "DICT"):
+                self._spend(sum(popped[1 if name != "DICT" else 0 :: 2]))  # keys are hashed
+            elif name in ("FROZENSET", "ADDITEMS"):
+                self._spend(sum(popped))
+            made = 1 + sum(popped) if name in _TUPLES else 1
+            if type(argument) is int and argument.bit_length() > 64:
+                made = WIDE
+            # A tuple of tuples of ... is told once wherever it stands; the sum of its parts cannot be more than this.
+            stack.extend([min(made, self._most + 1)] * len(opcode.stack_after))
+
+    def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
+        before = opcode.stack_before
+        if pickletools.markobject in before:
+            place = len(self._stack) - 1 - self._stack[::-1].index(MARK)
+            place -= before.index(pickletools.markobject)
+        else:
+            place = len(self._stack) - len(before)
+        if place < 0:
+            raise ValueError(f"{opcode.name} of an empty stack")
+        popped = [weight for weight in self._stack[place:] if weight != MARK]
+        del self._stack[place:]
+        return popped
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise ValueError(f"its keys stand for more than {self._most} values")
