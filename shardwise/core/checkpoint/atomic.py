@@ -30,15 +30,11 @@ __all__ = [
     "HIDDEN",
     "AtomicDirectory",
     "FileSystem",
-    "Ours",
-    "Owned",
     "atomic_directory",
     "hidden_name",
-    "settle",
     "settle_leftovers",
     "sync_path",
     "sync_tree",
-    "take_along",
 ]
 
 _AT_FDCWD = -100

@@ -17,13 +17,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import match_by_shape
 from shardwise.core.checkpoint.run import Holding
 from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
 
-__all__ = [
-    "Fit",
-    "Rows",
-    "named_like",
-    "renamed",
-    "with_names",
-]
+__all__ = ["Fit", "Rows", "renamed", "with_names"]
 
 Rows = Literal["keep", "zero", "mean"]
 SHOWN = 4

@@ -52,7 +52,6 @@ __all__ = [
     "hexadecimal",
     "is_file_name",
     "merge_pieces",
-    "read_content",
     "read_files",
     "read_head",
     "read_manifest",

@@ -24,13 +24,7 @@ from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import read_part, whole_runs
 
-__all__ = [
-    "Match",
-    "OptimizerMatch",
-    "Taken",
-    "Wanted",
-    "shortened",
-]
+__all__ = ["Match", "Wanted", "shortened"]
 
 Wanted = Literal["all", "model", "optimizer"]
 

@@ -31,7 +31,6 @@ __all__ = [
     "read_generators",
     "restore_generators",
     "spread_generators",
-    "unlike",
 ]
 
 OF_ONE_KIND = ("torch.optim.", "shardwise.core.optim")

@@ -26,15 +26,7 @@ from shardwise.core.checkpoint.schedulers import SchedulerMatch, saved_scheduler
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
 from shardwise.core.checkpoint.write import agree, check_seen
 
-__all__ = [
-    "Check",
-    "Restored",
-    "find_checkpoints",
-    "opening",
-    "put_back",
-    "read_others",
-    "restore",
-]
+__all__ = ["Check", "Restored", "opening", "put_back", "read_others", "restore"]
 
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""

@@ -21,19 +21,7 @@ from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, Held,
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.mesh import Mesh
 
-__all__ = [
-    "EngineRun",
-    "Holding",
-    "Plan",
-    "Ranks",
-    "Reader",
-    "Run",
-    "Scaler",
-    "Trained",
-    "TrainedOnly",
-    "Trainer",
-    "as_run",
-]
+__all__ = ["EngineRun", "Holding", "Ranks", "Reader", "Run", "Scaler", "Trained", "TrainedOnly", "Trainer", "as_run"]
 
 
 class Trained(Protocol):

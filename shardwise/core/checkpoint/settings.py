@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["adapter_settings", "configurations", "own_class", "plain", "saved_settings", "vocabulary_of"]
+__all__ = ["adapter_settings", "configurations", "plain", "saved_settings", "vocabulary_of"]
 
 
 def own_class(module: nn.Module) -> type:

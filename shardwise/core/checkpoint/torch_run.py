@@ -34,7 +34,7 @@ from shardwise.core.mesh.mesh import CALLS
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.optim.state_form import constructed_state
 
-__all__ = ["TorchHeld", "TorchRun", "TorchTrainer"]
+__all__ = ["TorchRun"]
 
 
 class TorchTrainer:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["decode", "encode"]
+__all__ = []
 
 
 def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "") -> Any:

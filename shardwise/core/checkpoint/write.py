@@ -38,15 +38,12 @@ from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut
 
 __all__ = [
-    "Begun",
     "Contents",
-    "Gather",
     "Given",
     "SaveJob",
     "Scheduler",
     "agree",
     "begin",
-    "buffer_digests",
     "check_seen",
     "describe_optimizers",
     "merge_optimizers",

@@ -54,14 +54,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, check_pickle, load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorFact
 
-__all__ = [
-    "Chunk",
-    "DcpIndex",
-    "DcpItem",
-    "open_dcp",
-    "read_dcp_index",
-    "write_dcp",
-]
+__all__ = ["Chunk", "DcpItem", "open_dcp", "read_dcp_index", "write_dcp"]
 
 
 @dataclass(frozen=True)

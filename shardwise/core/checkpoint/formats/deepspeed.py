@@ -29,19 +29,12 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 
 __all__ = [
     "CLIENT_STATE",
-    "KEPT",
     "LATEST_UNIVERSAL",
     "Flat",
     "Place",
-    "Universal",
     "find_step",
-    "is_step",
-    "is_universal",
     "open_deepspeed",
-    "places_by_group",
-    "places_by_parameter",
     "sharded_entry",
-    "spread_entry",
     "sub_groups",
 ]
 

@@ -28,13 +28,7 @@ from shardwise.core.checkpoint.formats.safetensors_file import (
 )
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = [
-    "INDEX",
-    "WHOLE",
-    "as_dict",
-    "open_huggingface",
-    "write_huggingface",
-]
+__all__ = ["INDEX", "WHOLE", "as_dict", "open_huggingface", "write_huggingface"]
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -20,7 +20,6 @@ from shardwise.core.checkpoint.formats.lazy import Entry
 from shardwise.core.checkpoint.source import CheckpointError, describe
 
 __all__ = [
-    "OutputFile",
     "new_file",
     "one_at_a_time",
     "output_file",

@@ -26,17 +26,7 @@ from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors
 from shardwise.core.checkpoint.settings import plain
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorFact
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "deduced_config",
-    "embedding_weights",
-    "name_in_file",
-    "name_in_model",
-    "open_peft",
-    "the_adapter",
-    "write_peft",
-]
+__all__ = ["CONFIG", "deduced_config", "name_in_file", "name_in_model", "open_peft", "the_adapter", "write_peft"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

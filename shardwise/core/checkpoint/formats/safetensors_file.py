@@ -27,7 +27,6 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 __all__ = [
     "HEADER",
     "SafetensorsFile",
-    "as_bytes",
     "extra_entries",
     "model_metadata",
     "named_entries",
