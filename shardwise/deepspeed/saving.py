@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.checked import as_mapping, as_path
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.directory import LATEST
 from shardwise.core.checkpoint.format import MANIFEST

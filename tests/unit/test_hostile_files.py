@@ -18,8 +18,8 @@ import torch
 from sets import full
 
 from shardwise.cli.main import main
+from shardwise.core.base import tree
 from shardwise.core.checkpoint import format as native
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.single import open_single, write_single

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.names import is_one_kind
 from shardwise.core.base.printable import printable
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.read import NativeSource

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.fitting import Fit, with_names
+from shardwise.core.base import tree
+from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import PieceLayout
 from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of
+from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
 from shardwise.core.checkpoint.match import Match
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import opening, put_back, read_others

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.fitting import Fit

@@ -173,7 +173,7 @@ class Checkpointer:
                 and warns, on rank 0, of what optimizers leave out or start anew with, and where no name fits.
             lr_schedulers: as many as were saved, in the same order, or none.
             rename: names in the checkpoint, or regular expressions, and what they are here; see
-                :func:`~shardwise.core.checkpoint.fitting.renamed`.
+                :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
             rows: parameters that may have another number of rows here, and what new ones get (``"keep"``, ``"zero"``,
                 ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
             check: called on every rank with what was given as ``user_state``, before anything is changed. What it

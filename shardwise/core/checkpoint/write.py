@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.printable import printable
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.format import (
     PIECE_BYTES,

@@ -7,9 +7,12 @@ so that all that cuts, sends and stores state knows tensors and plain values alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+
+from shardwise.core.base import tree
 
 __all__ = ["flat", "is_form", "mapped", "misfits", "nested", "outline", "tensors_of"]
 
@@ -28,7 +31,7 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
             found[key] = value
             continue
         own: dict[str, Any] = {}
-        found[key] = {NESTED: _form(value, f"{key}.", own, leaves)}
+        found[key] = {NESTED: tree.encode_with(value, partial(_number, own, key), key, leaves)}
         if not own.keys().isdisjoint(entry):
             raise ValueError(f"optimizer state {sorted(own.keys() & entry.keys())}: {key!r} has tensors of these names")
         found |= own
@@ -37,10 +40,10 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
 
 def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`flat` was given, with other tensors in their places."""
-    made = {key: value for key, value in entry.items() if not is_form(value)}
+    made = _Taken({key: value for key, value in entry.items() if not is_form(value)})
     for key, value in entry.items():
         if is_form(value):
-            made[key] = _filled(value[NESTED], made)
+            made[key] = tree.decode(value[NESTED], made)
     order = {key: place for place, key in enumerate(entry)}
     return dict(sorted(made.items(), key=lambda item: order[item[0]]))
 
@@ -91,29 +94,18 @@ def misfits(value: Any, path: str) -> Iterator[str]:
         yield f"{path} is a {type(value).__name__} ({value!r:.80})"
 
 
+class _Taken(dict[str, Any]):
+    """Entries that leave the dictionary when they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.pop(name, None)
+
+
+def _number(own: dict[str, Any], key: str, leaf: Any, _path: str) -> dict[str, str]:
+    name = f"{key}.{len(own)}"
+    own[name] = leaf
+    return {"$tensor": name}
+
+
 def _holds(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) and not is_form(value)
-
-
-def _form(value: Any, path: str, own: dict[str, Any], leaves: tuple[type, ...]) -> Any:
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_form(each, f"{path}{place}.", own, leaves) for place, each in enumerate(value)]}
-    if isinstance(value, Mapping):
-        items = enumerate(value.items())
-        return {"dict": [[key, _form(each, f"{path}{place}.", own, leaves)] for place, (key, each) in items]}
-    if isinstance(value, leaves):
-        own[path[:-1]] = value
-        return {"of": path[:-1]}
-    return {"is": value}
-
-
-def _filled(form: Mapping[str, Any], made: dict[str, Any]) -> Any:
-    ((kind, content),) = form.items()
-    if kind == "list":
-        return [_filled(each, made) for each in content]
-    if kind == "tuple":
-        return tuple(_filled(each, made) for each in content)
-    if kind == "dict":
-        return {key: _filled(each, made) for key, each in content}
-    return made.pop(content, None) if kind == "of" else content

@@ -97,7 +97,11 @@ class StateForm:
             if math.prod(shape) <= MOST_STEPPED and {"param_groups", "state"} <= vars(self._optimizer).keys():
                 param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
                 param.grad = torch.ones_like(param)
-                with contextlib.suppress(NotTriedError), without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+                with (
+                    contextlib.suppress(NotTriedError, TypeError),
+                    without_global_step_hooks(),
+                    torch.random.fork_rng(devices=[]),
+                ):
                     made = flat(self._step(plain, param)).items()
                     self._shapes[place] = {k: tuple(v.shape) for k, v in made if isinstance(v, Tensor)}
         known = self._shapes[place]

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardwise.core.base import tree
 from shardwise.core.base.printable import in_a_line
 from shardwise.core.base.torch_internals import stored_at
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import (
     checked_name,

@@ -11,7 +11,6 @@ import torch
 
 from shardwise.core.checkpoint.bounds import check_state, checked_names, checked_total, reading
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.fitting import renamed
 from shardwise.core.checkpoint.format import MANIFEST, has_pieces
 from shardwise.core.checkpoint.formats.colossalai import (
     find_parts,
@@ -23,6 +22,7 @@ from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.indexed import read_index
+from shardwise.core.checkpoint.formats.lazy import renamed
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
 from shardwise.core.checkpoint.formats.single import open_single, write_single
@@ -337,7 +337,7 @@ def open_checkpoint(
         optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
         rename: names in it, or regular expressions, and what they become; see
-            :func:`~shardwise.core.checkpoint.fitting.renamed`.
+            :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
 
     Raises:
         FileNotFoundError: nothing is there.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, whole
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested

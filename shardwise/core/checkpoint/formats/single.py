@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.names import EXTRA_STATE
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
 from shardwise.core.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
 from shardwise.core.checkpoint.formats.output import output_file, write_torch

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import read_json, reading
 from shardwise.core.checkpoint.formats.dcp import open_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed

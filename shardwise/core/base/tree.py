@@ -13,70 +13,76 @@ from __future__ import annotations
 import math
 import numbers
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = []
+__all__ = ["decode", "encode", "encode_with"]
+
+
+Leaf = Callable[[Any, str], Any]
+"""``leaf(tensor, path)``: the JSON-able value that stands for a tensor in the encoded data."""
 
 
 def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "") -> Any:
-    """``value`` as JSON-able data.
+    """Return ``value`` as JSON-able data.
 
     Args:
-        value: of numbers, strings, None, tensors, lists, tuples and dicts.
-        tensors: its tensors are added to these under their path, as contiguous CPU copies; ``None``: they are in the
-            data, where :func:`decode` finds them if it is given ``None``, too.
+        value: numbers, strings, None, tensors, lists, tuples and dicts of these.
+        tensors: receives the tensors under their paths, as contiguous CPU copies. ``None`` writes them into the data,
+            and :func:`decode` has to be called with ``None``, too.
         path: of the value, for names and messages.
 
     Raises:
-        TypeError: something in it is neither a number, string, None, tensor, list, tuple nor dict, or is a sparse
-            tensor; the path is named.
+        TypeError: a value of another type, or a sparse tensor; the path is named.
     """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
+
+    def leaf(tensor: torch.Tensor, path: str) -> Any:
+        if tensor.layout is not torch.strided:
             raise TypeError(
-                f"{path or 'the state'} is a tensor {tuple(value.shape)} of layout {value.layout}, which a checkpoint "
-                "cannot hold; keep its indices and values, or to_dense()"
+                f"{path or 'the state'} is a tensor {tuple(tensor.shape)} of layout {tensor.layout}, which a "
+                "checkpoint cannot hold; keep its indices and values, or to_dense()"
             )
         if tensors is None:
-            return _in_place(value)
+            return _in_place(tensor)
         while path in tensors:  # {"a": {"b": ...}, "a/b": ...}, or the keys 1 and "1"
             path += "~"
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[path] = tensor.detach().to("cpu", copy=True).contiguous()
         return {"$tensor": path}
+
+    return encode_with(value, leaf, path)
+
+
+def encode_with(value: object, leaf: Leaf, path: str, kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:
+    """Like :func:`encode`, with the results of ``leaf`` in the places of tensors and other values of ``kinds``."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, kinds):
+        return leaf(value, path)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         number = float(value)
         return number if math.isfinite(number) else {"$float": repr(number)}
-    if isinstance(value, list):
-        return [encode(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]}
+    if isinstance(value, list | tuple):
+        items = [encode_with(item, leaf, f"{path}/{index}", kinds) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, tensors, path)
+        pairs = [(k, encode_with(v, leaf, f"{path}/{k}" if path else str(k), kinds)) for k, v in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs) and not _is_tensor(value)
+        if plain and not isinstance(value, Counter):
+            return dict(pairs)
+        kind = "$counter" if isinstance(value, Counter) else "$items"
+        return {kind: [[encode_with(key, leaf, f"{path}/(key)", kinds), item] for key, item in pairs]}
     raise TypeError(
         f"{path or 'the state'} is a {type(value).__name__} ({value!r:.80}), which a checkpoint cannot hold; "
         "keep numbers, strings, None, tensors, lists, tuples and dicts in state_dict()"
     )
 
 
-def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, torch.Tensor] | None, path: str) -> Any:
-    items = [(key, encode(item, tensors, f"{path}/{key}" if path else str(key))) for key, item in value.items()]
-    if isinstance(value, Counter):
-        return {"$counter": [[encode(key, tensors, f"{path}/(key)"), item] for key, item in items]}
-    plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
-    if plain and not (tensors is None and _is_tensor(value)):
-        return dict(items)
-    return {"$items": [[encode(key, tensors, f"{path}/(key)"), item] for key, item in items]}
-
-
 def decode(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
-    """The value that :func:`encode` was given.
+    """Return the value that :func:`encode` was given.
 
     Raises:
         KeyError: a tensor that the data refers to is not in ``tensors``.
@@ -90,7 +96,7 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
     if len(data) == 1:
         (kind, content), *_ = data.items()
         if kind == "$tensor":
-            return (tensors or {})[content]
+            return ({} if tensors is None else tensors)[content]
         if kind == "$float":
             return float(content)
         if kind == "$tuple":
