@@ -21,7 +21,6 @@ from shardwise.core.checkpoint.match import Match
 from shardwise.core.checkpoint.run import Run, Trainer
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.memory.disk.checksum import checksum
-from shardwise.core.optim.whole_tensors import WholeTensorOptimizer
 
 __all__ = [
     "Options",
@@ -33,8 +32,6 @@ __all__ = [
     "spread_generators",
 ]
 
-OF_ONE_KIND = ("torch.optim.", "shardwise.core.optim")
-"""Optimizers that keep the same for every parameter of a group."""
 FUNCTIONS = ("lr_lambdas",)
 """Lists in the state of torch's schedulers where ``None`` stands for a function, and attributes for an object."""
 
@@ -171,25 +168,6 @@ def _check_small(trainer: Trainer, match: Match, index: int) -> None:
             step = key == "step" and (not _is_number(value) or isinstance(value, torch.Tensor) != counted)
             if (key in element_wise and not tensor) or step:
                 raise ValueError(f"optimizer {index}: {key!r:.60} of {name} is {_shown(value)}; nothing was loaded")
-    if type(trainer.optimizer).__module__.startswith(OF_ONE_KIND):
-        _check_keys(trainer, match, index)
-
-
-def _check_keys(trainer: Trainer, match: Match, index: int) -> None:
-    shapes = match.held.model_shapes()
-    # What Adafactor and its like keep depends on the number of dimensions.
-    by_dimensions = isinstance(trainer.optimizer, torch.optim.Adafactor | WholeTensorOptimizer)
-    for names in match.held.group_names(trainer):
-        first: dict[int, tuple[str, set[str]]] = {}
-        for name in names:
-            keys = set(match.state_of(name) or ())
-            kind = len(shapes[name].shape) if by_dimensions else 0
-            other, known = first.setdefault(kind, (name, keys)) if keys else (name, keys)
-            if keys != known:
-                raise ValueError(
-                    f"optimizer {index}: its state of {name} has {sorted(keys)} and that of {other} {sorted(known)}; "
-                    "nothing was loaded"
-                )
 
 
 def read_generators(device: torch.device) -> dict[str, Any]:

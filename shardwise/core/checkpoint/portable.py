@@ -10,7 +10,7 @@ import bisect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entr
 from shardwise.core.checkpoint.match import Match
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import opening, put_back, read_others
-from shardwise.core.checkpoint.run import Holding, Ranks, Reader, Run
+from shardwise.core.checkpoint.run import Holding, Ranks, Run
 from shardwise.core.checkpoint.snapshot import HostImage, Lane
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorFact, describe
 from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
@@ -245,6 +245,13 @@ def _optimizer_alone(source: CheckpointSource) -> CheckpointSource:
 
 
 DONE = -1
+
+
+class Reader(Protocol):
+    """See :class:`shardwise.core.engine.fragments.FragmentReader`."""
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
+    def close(self) -> None: ...
 
 
 @dataclass

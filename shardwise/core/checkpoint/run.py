@@ -17,11 +17,11 @@ from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.open_files import make_room
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, Held, TensorShape
+from shardwise.core.engine.fragments import Fill, FragmentBlock, FragmentPlan, Held, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.mesh import Mesh
 
-__all__ = ["EngineRun", "Holding", "Ranks", "Reader", "Run", "Scaler", "Trained", "TrainedOnly", "Trainer", "as_run"]
+__all__ = ["EngineRun", "Holding", "Ranks", "Run", "Scaler", "Trained", "TrainedOnly", "Trainer", "as_run"]
 
 
 class Trained(Protocol):
@@ -58,22 +58,6 @@ class Trainer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class Reader(Protocol):
-    """See :class:`shardwise.core.engine.fragments.FragmentReader`."""
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
-    def close(self) -> None: ...
-
-
-class Plan(Protocol):
-    """See :class:`shardwise.core.engine.fragments.FragmentPlan`."""
-
-    @property
-    def fragments(self) -> list[Fragment]: ...
-    def values(self) -> Iterator[torch.Tensor]: ...
-    def reader(self) -> Reader: ...
-
-
 class Holding(Protocol):
     """What one rank holds of every global tensor; see :class:`shardwise.core.engine.fragments.Held`."""
 
@@ -94,7 +78,7 @@ class Holding(Protocol):
     def group_names(self, optimizer: Any, /) -> list[list[str]]: ...
     def trained(self, optimizer: Any, /) -> set[str]: ...
     def small_state(self, optimizer: Any, /) -> dict[str, dict[str, Any]]: ...
-    def plan(self, most_bytes: int, shared: bool = True) -> Plan: ...
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan: ...
     def put_back(
         self,
         fill: Fill,

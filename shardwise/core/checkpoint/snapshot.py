@@ -137,12 +137,10 @@ class Lane:
             return copied[0]
 
         _say_at_the_end(os.getpid())
-        turn = threading.Lock()  # of who takes it: the thread, or whoever was interrupted before that began
 
         def run() -> None:
             try:
-                if turn.acquire(blocking=False):
-                    write(ranks, give)
+                write(ranks, give)
             except BaseException as error:
                 self._failed(error)
 
@@ -155,10 +153,6 @@ class Lane:
                 write(ranks, give)
             except Exception as error:
                 self._failed(error)
-        except BaseException:
-            if turn.acquire(blocking=False):  # it never writes, and there may be nothing to wait for
-                self._thread = None
-            raise
 
     def _failed(self, error: BaseException) -> None:
         self._error = error

@@ -261,7 +261,7 @@ class TorchHeld:
 
     # ---- out
 
-    def plan(self, most_bytes: int, shared: bool = True) -> _Joined:
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
         """What this rank gives; ranks that hold the same share the work, or the first of them has it."""
         whole: list[FragmentBlock] = []
         divided: list[FragmentBlock] = []
@@ -274,13 +274,13 @@ class TorchHeld:
                 fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
                 block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
                 (divided if isinstance(tensor, DTensor) else whole).append(block)
-        plans = []
-        for blocks, (replica, replicas) in ((divided, place), (whole, (self._rank, self._size))):
+
+        def plan(blocks: list[FragmentBlock], replica: int, replicas: int) -> FragmentPlan:
             if shared:
-                plans.append(FragmentPlan(blocks, most_bytes, replica, replicas))
-            else:
-                plans.append(FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1))
-        return _Joined(plans)
+                return FragmentPlan(blocks, most_bytes, replica, replicas)
+            return FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1)
+
+        return plan(divided, *place).extend(plan(whole, self._rank, self._size))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in zip(self.parameters, self.names, strict=True):
@@ -377,35 +377,6 @@ class TorchHeld:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.to(other.device, other.dtype), other)
-
-
-class _Joined:
-    """Several plans as one."""
-
-    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
-        self._plans = plans
-        self.fragments = [fragment for plan in plans for fragment in plan.fragments]
-
-    def values(self) -> Iterator[torch.Tensor]:
-        for plan in self._plans:
-            yield from plan.values()
-
-    def reader(self) -> _JoinedReader:
-        return _JoinedReader(self._plans)
-
-
-class _JoinedReader:
-    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
-        self._readers = [plan.reader() for plan in plans]
-        self._places = [(reader, i) for reader in self._readers for i in range(len(reader.fragments))]
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        reader, own = self._places[index]
-        return reader.read(own, start, numel)
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
 
 
 def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:

@@ -116,6 +116,13 @@ class FragmentPlan:
             self._owned.append(owned)
         self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
 
+    def extend(self, other: FragmentPlan) -> FragmentPlan:
+        """Append the fragments of another plan."""
+        self._blocks = [*self._blocks, *other._blocks]
+        self._owned += other._owned
+        self.fragments += other.fragments
+        return self
+
     def values(self) -> Iterator[torch.Tensor]:
         """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
         reader = self.reader()
