@@ -20,7 +20,7 @@ from shardwise.core.base.sizes import parse_size, size_text
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+    from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
 __all__ = ["add_parser", "main"]
 
@@ -206,7 +206,7 @@ class _Watched:
         self._source.close()
 
 
-def _nbytes(fact: TensorFact) -> int:
+def _nbytes(fact: TensorInfo) -> int:
     return fact.numel * fact.dtype.itemsize
 
 
@@ -254,7 +254,7 @@ def _place_of(source: CheckpointSource, path: Path) -> str:
     return str(getattr(source, "directory", path) if _format_of(source) == "native" else path)
 
 
-def _dtype_text(fact: TensorFact) -> str:
+def _dtype_text(fact: TensorInfo) -> str:
     return str(fact.dtype).removeprefix("torch.")
 
 

@@ -15,14 +15,14 @@ __all__ = ["WithoutFrozen", "frozen_ones_are_missing"]
 class WithoutFrozen(PartRun):
     """A session to be saved without parameters that do not require gradients (those that an optimizer has stay)."""
 
-    def held(self) -> TrainedOnly:
+    def local_state(self) -> TrainedOnly:
         """What is saved."""
         return TrainedOnly(self._session.engine, self._session.optimizers)
 
 
 def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all") -> bool:
     """Whether what is wanted fits but for frozen parameters that the checkpoint lacks: they stay as they are."""
-    held = WithoutFrozen(session).held()
+    held = WithoutFrozen(session).local_state()
     if not held.left_out:
         return False
     try:
@@ -30,7 +30,7 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all")
     except (CheckpointError, OSError, ValueError):
         return False  # whoever loads it says what is wrong, on every rank
     try:
-        match = Match(source, PartRun(session).held(), False, wanted)
+        match = Match(source, PartRun(session).local_state(), False, wanted)
     except ValueError:
         return False
     finally:

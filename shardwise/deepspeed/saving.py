@@ -20,9 +20,9 @@ from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
 from shardwise.core.checkpoint.match import Match, Wanted
-from shardwise.core.checkpoint.options import fitting
+from shardwise.core.checkpoint.options import checked_options
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.restore import opening, put_back, read_others
+from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerMatch, saved_schedulers
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import StateTensors
@@ -173,7 +173,7 @@ def take_over(
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
     def look() -> tuple[Match, _Rest]:
-        match = Match(open_it(), run.held(), strict, wanted)
+        match = Match(open_it(), run.local_state(), strict, wanted)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
@@ -181,7 +181,7 @@ def take_over(
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
-        put_back(run, match, path, rest.put_back)
+        load_into(run, match, path, rest.put_back)
     return rest.found
 
 
@@ -218,7 +218,7 @@ class _Rest:
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
-        self._others = read_others(run, match) if native else _buffers(match)
+        self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
             for index, taken in match.taken.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
@@ -233,23 +233,23 @@ class _Rest:
         groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
         for number, (own, saved) in enumerate(groups):
             options = {key: value for key, value in saved.items() if wanted(key, own)}
-            self._groups.append((index, number, fitting(own, options, f"optimizer {index}, group {number}")))
+            self._groups.append((index, number, checked_options(own, options, f"optimizer {index}, group {number}")))
 
     def put_back(self) -> None:
         """Change the session."""
-        self._match.held.put_others(self._others)
+        self._match.local_state.put_others(self._others)
         for index, number, options in self._groups:
             self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)
-        self._schedules.put_back(self._run)
+        self._schedules.apply(self._run)
 
 
 def _buffers(match: Match) -> dict[str, torch.Tensor]:
     found = {}
-    for name, value in match.held.buffers().items():
-        if f"model/{name}" in match.facts and name in match.held.others:
+    for name, value in match.local_state.buffers().items():
+        if f"model/{name}" in match.facts and name in match.local_state.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return found
 

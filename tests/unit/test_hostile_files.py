@@ -242,7 +242,7 @@ def test_pipes_are_refused_and_not_waited_for(saved: Path, tmp_path: Path) -> No
     piece = next(saved.glob("pieces-*"))
     piece.unlink()
     os.mkfifo(piece)
-    assert any("no regular file" in line for line in verify(saved))
+    assert any("not a regular file" in line for line in verify(saved))
     manifest = saved / native.MANIFEST
     manifest.unlink()
     os.mkfifo(manifest)

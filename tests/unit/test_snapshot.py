@@ -8,7 +8,7 @@ from sets import campaign
 
 PROGRAM = """
 import multiprocessing, sys, time
-from shardwise.core.checkpoint.snapshot import Lane
+from shardwise.core.checkpoint.snapshot import AsyncSaver
 
 def save(late, lane):
     def write(ranks, copied):
@@ -18,7 +18,7 @@ def save(late, lane):
 
 def main(how):
     print(f"-- {how}", file=sys.stderr, flush=True)
-    lane = Lane()
+    lane = AsyncSaver()
     save(how == "late", lane)
     if how in ("waited for", "twice"):
         try:

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from shardwise.core.base.printable import printable
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
 __all__ = [
     "check_state",
@@ -121,12 +121,12 @@ def open_regular(path: str | os.PathLike[str]) -> int:
                 f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged: ask for access to it"
             ) from error
         if error.errno == errno.ENXIO:  # a socket
-            raise CheckpointDamage(f"{os.fspath(path)} is no regular file; load another copy") from error
+            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file; load another copy") from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise CheckpointDamage(f"{os.fspath(path)} is no regular file (its mode is {mode:o}); load another copy")
+        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o}); load another copy")
     return fd
 
 
@@ -134,7 +134,7 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
     """All of a file that describes others, if it has at most so many bytes.
 
     Raises:
-        CheckpointDamage: it is no regular file, or larger than any such file.
+        CheckpointDamage: it is not a regular file, or larger than any such file.
         CheckpointError: it may not be read.
         OSError: it cannot be read.
     """
@@ -145,7 +145,7 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
         if nbytes:  # a file that was made longer, and not written to, would take memory for all of its hole
             file.seek(nbytes - 1)
             if file.read(1) == b"\0":
-                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which are no text; it is not read")
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text; it is not read")
             file.seek(0)
         return file.read()
 
@@ -239,7 +239,7 @@ def _number(value: object) -> str:
     return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def checked_total(facts: Mapping[str, TensorFact], there: int, where: object) -> None:
+def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) -> None:
     """The tensors of ``facts`` may need little more than the ``there`` bytes of the files that they are in.
 
     Raises:

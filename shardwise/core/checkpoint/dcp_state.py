@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.base.checked import as_mapping
 from shardwise.core.checks.agreement import agreed_load
-from shardwise.core.engine.fragments import Held
+from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 
@@ -200,7 +200,7 @@ def _with_names(module: ShardedModule, given: Optimizers) -> list[tuple[ShardedO
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(f"an optimizer is a {type(each).__name__}: give session.optimizer, or session.optimizers")
     own = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
-    held = Held(module.engine, own)
+    held = EngineLocalState(module.engine, own)
     return [(each, held.group_names(each)) for each in own]
 
 

@@ -28,7 +28,7 @@ from shardwise.core.checkpoint.bounds import (
     reading,
     saving,
 )
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 from shardwise.core.engine.fragments import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
@@ -38,11 +38,11 @@ __all__ = [
     "MANIFEST",
     "MAX_HEADER_BYTES",
     "PIECE_BYTES",
-    "FileFact",
+    "FileInfo",
     "Head",
     "Manifest",
-    "PieceFact",
     "PieceFile",
+    "PieceInfo",
     "PieceLayout",
     "as_bytes",
     "decode_manifest",
@@ -105,7 +105,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class FileFact:
+class FileInfo:
     """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
@@ -115,7 +115,7 @@ class FileFact:
 
 
 @dataclass(frozen=True)
-class PieceFact:
+class PieceInfo:
     """Elements ``[start, start + numel)`` of a flattened tensor, at byte ``offset`` of file number ``file``."""
 
     file: int
@@ -133,9 +133,9 @@ class Manifest:
     """
 
     head: Head
-    files: tuple[FileFact, ...]
-    tensors: Mapping[str, TensorFact]
-    pieces: Mapping[str, tuple[PieceFact, ...]]
+    files: tuple[FileInfo, ...]
+    tensors: Mapping[str, TensorInfo]
+    pieces: Mapping[str, tuple[PieceInfo, ...]]
     state: dict[str, Any]
     cuts: Mapping[str, StoredCut] = field(default_factory=dict)
 
@@ -236,7 +236,7 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
     """All that is bounded, but for pieces."""
     checked_names(data["tensors"], path)
     tensors = {
-        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
+        n: TensorInfo(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
         for n, t in data["tensors"].items()
     }
     cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
@@ -262,15 +262,15 @@ def _count(number: object) -> int:
     return number
 
 
-def _piece(fields: list[Any]) -> PieceFact:
+def _piece(fields: list[Any]) -> PieceInfo:
     file, offset, start, numel, digits = fields
-    return PieceFact(_count(file), _count(offset), _count(start), _count(numel), str(digits))
+    return PieceInfo(_count(file), _count(offset), _count(start), _count(numel), str(digits))
 
 
-def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
+def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
     facts = []
     for name, nbytes, header_bytes, digits in data["files"]:
-        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        fact = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
         if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
         facts.append(fact)
@@ -291,8 +291,8 @@ def _check_last_line(content: bytes, path: str) -> None:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
-            "checkpoint (resume='auto' finds the newest whole one)"
+            f"{path}: its {len(content)} bytes do not have the checksum that was written, so it is damaged; load "
+            "another checkpoint (tag='auto' finds the newest complete one)"
         )
 
 
@@ -318,10 +318,10 @@ def read_content(directory: str) -> tuple[bytes, str]:
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(
-                f"{path} is missing, the files that it describes are there: load another checkpoint"
+                f"{path} is missing, although the files that it describes are there; load another checkpoint"
             ) from None
         raise FileNotFoundError(
-            f"{directory} is no checkpoint directory: it has no {MANIFEST}; check the path"
+            f"{directory} is not a checkpoint directory: it has no {MANIFEST}; check the path"
         ) from None
     except OSError as error:
         raise CheckpointDamage(f"{path} cannot be read: {error}") from error
@@ -337,7 +337,7 @@ def read_manifest(directory: str) -> Manifest:
     return decode_manifest(*read_content(directory))
 
 
-def read_files(directory: str) -> tuple[Head, tuple[FileFact, ...]]:
+def read_files(directory: str) -> tuple[Head, tuple[FileInfo, ...]]:
     """What the first line of its manifest says, and the files that it names.
 
     Raises:
@@ -363,9 +363,9 @@ def read_head(directory: str) -> Head:
         return _head(data)
 
 
-def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceFact]]]) -> dict[str, tuple[PieceFact, ...]]:
+def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceInfo]]]) -> dict[str, tuple[PieceInfo, ...]]:
     """All ranks' pieces, by tensor in the order of their start."""
-    merged: dict[str, list[PieceFact]] = {}
+    merged: dict[str, list[PieceInfo]] = {}
     for part in parts:
         for name, pieces in part.items():
             merged.setdefault(name, []).extend(pieces)
@@ -402,7 +402,7 @@ class PieceLayout:
         for fragment in self.fragments:
             if fragment.dtype not in DTYPE_NAMES:
                 known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
-                raise ValueError(f"{fragment.name} is {fragment.dtype}, which a checkpoint cannot hold; it can {known}")
+                raise ValueError(f"{fragment.name} is {fragment.dtype}, which is not supported; use one of {known}")
         order = sorted(range(len(self.fragments)), key=lambda i: -self.fragments[i].dtype.itemsize)
         starts, at = [0] * len(order), 0
         for index in order:
@@ -498,7 +498,7 @@ class PieceFile:
             self._files.start_writeback(self._fd, self._handed_from, self._handed_to - self._handed_from)
             self._handed_from = self._handed_to
 
-    def finish(self) -> FileFact:
+    def finish(self) -> FileInfo:
         """All of it is on the disk when this returns."""
         if self._fd is None:
             raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
@@ -510,7 +510,7 @@ class PieceFile:
             self._files.close(fd)
         layout = self._layout
         header_checksum = hexadecimal(layout.header)
-        return FileFact(os.path.basename(self._path), layout.nbytes, len(layout.header), header_checksum)
+        return FileInfo(os.path.basename(self._path), layout.nbytes, len(layout.header), header_checksum)
 
     def abandon(self) -> None:
         """Close it, whatever is in it."""
@@ -518,9 +518,9 @@ class PieceFile:
             fd, self._fd = self._fd, None
             self._files.close(fd)
 
-    def pieces(self, file: int) -> dict[str, list[PieceFact]]:
+    def pieces(self, file: int) -> dict[str, list[PieceInfo]]:
         """What was written, by tensor; ``file`` is this file's number in the manifest."""
-        found: dict[str, list[PieceFact]] = {}
+        found: dict[str, list[PieceInfo]] = {}
         for fragment, offset, digits in zip(self._layout.fragments, self._layout.offsets, self._checksums, strict=True):
-            found.setdefault(fragment.name, []).append(PieceFact(file, offset, fragment.start, fragment.numel, digits))
+            found.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))
         return found

@@ -1,4 +1,4 @@
-"""Restoring a session from a checkpoint: which one, whether it fits, and every value back in its place."""
+"""Restore a run: find the checkpoint, check that it fits, and load every value."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from shardwise.core.checkpoint.schedulers import SchedulerMatch, saved_scheduler
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
 from shardwise.core.checkpoint.write import agree, check_seen
 
-__all__ = ["Check", "Restored", "opening", "put_back", "read_others", "restore"]
+__all__ = ["Check", "Restored", "load_into", "opening", "read_buffers_and_extra_state", "restore"]
 
 Check = Callable[[Any], None] | None
-"""Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
+"""Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
 REPLACED = "after values were replaced (load another checkpoint before going on)"
-"""In the message of what fails then, which nothing that a file says should do."""
+"""Part of the message of an error at that point, which no content of a file should cause."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restored checkpoint says beside the values.
+    """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
         path, tag, step: of the checkpoint.
-        updates: optimizer steps until then.
-        user_state: what was given when saving.
-        data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
-        data_positions: of all ranks that saved; of those that hold one model together, which see the same data, once.
+        updates: number of optimizer steps.
+        user_state: the value passed to ``save``.
+        data_position: that of this rank, or of rank 0 if the checkpoint has fewer ranks.
+        data_positions: one for each data-parallel rank that saved.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
-        skipped: damaged checkpoints that were newer.
-        resized: of each parameter that has other rows than the checkpoint, what became of them.
+        skipped: newer checkpoints that are damaged.
+        resized: a sentence for each parameter that has another number of rows in the checkpoint.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Restored:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved, those that hold one model together as one."""
+        """Number of data-parallel ranks that saved."""
         return len(self.data_positions)
 
 
@@ -88,7 +88,7 @@ def restore(
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             if not begun or path in begun:
                 raise
-            # It says that nothing was loaded, which is true of this checkpoint alone.
+            # Its "nothing was loaded" holds for this checkpoint alone.
             raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
     if not found and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
@@ -102,7 +102,7 @@ def restore(
 
 
 def _taken_from(begun: Sequence[str]) -> str:
-    return f"some values of {', '.join(begun)} were taken over already (load another checkpoint before going on)"
+    return f"some values of {', '.join(begun)} were already loaded (load another checkpoint before going on)"
 
 
 def _restore_one(
@@ -115,18 +115,19 @@ def _restore_one(
     skipped: Sequence[str],
     begun: list[str],
 ) -> Restored:
-    """Restore a checkpoint, which joins ``begun`` before the first value is replaced."""
+    """Restore a checkpoint, and append its path to ``begun`` before the first value is replaced."""
     opened: list[CheckpointSource] = []
 
-    def look() -> tuple[Match, _Rest]:
+    def look() -> tuple[Match, _OtherState]:
         opened.append(open_it())
-        held = run.held()
-        match = Match(fit.apply(opened[0], held), held, strict)
-        if begun and match.staying:  # a value is checked where it goes, so they may hold anything
+        local_state = run.local_state()
+        match = Match(fit.apply(opened[0], local_state), local_state, strict)
+        if begun and match.staying:  # these may hold any value: pieces are checked while they are loaded
             raise CheckpointError(
-                f"{path} would leave {shortened(match.staying)} as a damaged checkpoint left it; load one by its tag"
+                f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
+                "by its tag"
             )
-        rest = _Rest(run, match, lr_schedulers, strict)
+        rest = _OtherState(run, match, lr_schedulers, strict)
         if check is not None:
             check(rest.user_state)
         return match, rest
@@ -134,7 +135,7 @@ def _restore_one(
     with opening(run, path, lambda: _open(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         begun.append(path)
-        put_back(run, match, path, rest.put_back)
+        load_into(run, match, path, rest.apply)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,
@@ -152,51 +153,51 @@ def _restore_one(
 
 
 def _open(path: str) -> CheckpointSource:
-    """Whichever format stands beside a native one: that holds all of it."""
+    """Open a native checkpoint, which has everything, or the one of another format."""
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
-def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
-    """Parameters, masters and optimizer state from any source into a run or a session, and then the ``rest``, which
-    belongs to them (rates and counts of one state are wrong for another). Collective.
+def load_into(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
+    """Load parameters, masters and optimizer state into a run or a session, then call ``rest``, which loads the values
+    that belong to them (rates and counts). Collective.
 
     Raises:
-        CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
+        CheckpointDamage, CheckpointError: on every rank; some values were already replaced.
     """
     run, optimizers = as_run(session), match.optimizers
-    with run.replaced(match.gives_parameters, not match.staying_parameters, optimizers):
-        with run.taken_over(optimizers):
+    with run.replaced(match.replaces_parameters, not match.staying_parameters, optimizers):
+        with run.adopting(optimizers):
             agree(
                 run.gather,
                 run.rank,
-                f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
-                lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, optimizers),
+                f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
+                lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
                 share=False,
             )
         if run.rank == 0:
             match.tell(what)
         agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
         if match.wanted != "optimizer":
-            hooks = partial(match.held.loaded, match.missing, match.unexpected)
+            hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
             agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
-    """Whether the rank of this number that saved held the same part of the model, and saw the same data."""
+    """Whether the saving rank of this number held the same part of the model and saw the same data."""
     saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
     alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
     return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
 
 
-def read_others(run: Run, match: Match) -> dict[str, Any]:
-    """Buffers and extra state of this rank, by name."""
-    state, held = match.state, match.held
+def read_buffers_and_extra_state(run: Run, match: Match) -> dict[str, Any]:
+    """Return the buffers and the extra state of this rank by name."""
+    state, local_state = match.state, match.local_state
     with reading("extra state of the checkpoint"):
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
-    others = {name: value for name, value in extra.items() if name in held.others}
+    others = {name: value for name, value in extra.items() if name in local_state.others}
     buffers = state.get("buffers", [])
     own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
-    for name, value in held.buffers().items():
+    for name, value in local_state.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
             if match.facts[full].numel != value.numel():  # one rank's own is stored flat
@@ -205,12 +206,12 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
                     "in the model; nothing was loaded"
                 )
             others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-    held.check_others(others)
+    local_state.check_others(others)
     return others
 
 
-class _Rest:
-    """Everything beside parameters and element-wise state, read and checked before anything is changed."""
+class _OtherState:
+    """All values but parameters and element-wise state, read and checked before anything is changed."""
 
     def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
         self._run, self._match = run, match
@@ -218,12 +219,12 @@ class _Rest:
         with reading("the state of the checkpoint"):
             saved = saved_schedulers(match) if lr_schedulers else []
             self._read(state, tensors)
-        self._others = read_others(run, match)
+        self._others = read_buffers_and_extra_state(run, match)
         self._options = Options(run, match)
         self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
 
     def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
-        # Formats of others have none of these: what they do not say stays as it is.
+        # Other formats have none of these; what a checkpoint does not have stays unchanged.
         run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         saved = state.get("data_position", [])
@@ -238,11 +239,11 @@ class _Rest:
         if self._generators is not None:
             check_generators(self._generators)
 
-    def put_back(self) -> None:
+    def apply(self) -> None:
         """Change the run."""
-        self._match.held.put_others(self._others)
-        self._options.put_back()
-        self._schedulers.put_back(self._run)
+        self._match.local_state.put_others(self._others)
+        self._options.apply()
+        self._schedulers.apply(self._run)
         if self._generators is None:
             return
         if self._exact:
@@ -267,7 +268,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
         chosen = [each.path for each in found if each.tag == tag]
         place = Path(root, tag)
         if not chosen and place.is_dir() and kind_of(place) is not None:
-            return [str(place)]  # a Trainer's checkpoint-N
+            return [str(place)]  # checkpoint-N of a Trainer
         if not chosen:
             raise _absent(root, tag, [each.tag for each in found])
         return chosen
@@ -290,12 +291,12 @@ def _is_one(root: str) -> bool:
 
 def _itself(root: str, tag: str | None) -> str:
     if tag not in (None, "auto"):
-        raise ValueError(f"{root} is a checkpoint itself, and tag={tag!r} was given: leave the tag out")
+        raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
     return root
 
 
 def _absent(root: str, tag: str, there: Sequence[str]) -> FileNotFoundError:
-    return FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {', '.join(there) or 'none'}")
+    return FileNotFoundError(f"no checkpoint {tag!r} in {root}; it has {', '.join(there) or 'none'}")
 
 
 def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
@@ -315,7 +316,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
 
         def none_here() -> None:
             if scan(root):
-                raise CheckpointError("it sees some, and rank 0 sees none: give a directory that all ranks share")
+                raise CheckpointError("it sees some, but rank 0 sees none; use a directory that all ranks share")
 
         agree(run.gather, run.rank, what, none_here)
     return paths

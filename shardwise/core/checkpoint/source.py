@@ -1,9 +1,9 @@
-"""What every checkpoint is to its readers, whatever its format: global tensors by name and a JSON state, read lazily.
+"""The interface of checkpoints of every format: global tensors by name and a JSON state, read lazily; and its errors.
 
-``model/<fqn>`` is a parameter or buffer under its plain torch name (a tied one under its first name; the state's
-``aliases`` maps each other name to it). ``optimizer/<i>/<fqn>/<key>`` is element-wise state of that parameter in
-optimizer i, of the parameter's shape. ``state/<path>`` is a tensor that the state refers to (random number generators,
-user state). Everything small (step counts, groups, scaler, schedulers) is in the JSON state; see
+``model/<fqn>`` is a parameter or buffer under its torch name. A tied parameter has its first name, and ``aliases`` in
+the state maps the other names to it. ``optimizer/<i>/<fqn>/<key>`` is element-wise state of that parameter in
+optimizer i, with the parameter's shape. ``state/<path>`` is a tensor that the state refers to (random number
+generators, user state). Small values (step counts, groups, loss scale, schedulers) are in the JSON state; see
 docs/checkpoint-format.md.
 """
 
@@ -24,20 +24,20 @@ __all__ = [
     "CheckpointSource",
     "OpenSource",
     "StateTensors",
-    "TensorFact",
+    "TensorInfo",
     "describe",
 ]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read. What its text repeats of a file can be shown on any terminal."""
+    """A checkpoint cannot be written or read. Unprintable text of a file is escaped in the message."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 def describe(error: BaseException) -> str:
-    """An error as a message for the other ranks."""
+    """Return the message of an error for the other ranks."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{explain(error.errno)}"
@@ -47,7 +47,7 @@ def describe(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class TensorFact:
+class TensorInfo:
     """Global shape and stored dtype of one tensor."""
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class TensorFact:
 class CheckpointSource(Protocol):
     """A checkpoint of any format, read lazily; nothing in it is executed."""
 
-    def tensors(self) -> Mapping[str, TensorFact]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Every global tensor by name."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
@@ -87,22 +87,22 @@ class CheckpointSource(Protocol):
         """The JSON state; {} where the format has none."""
 
     def close(self) -> None:
-        """Let go of open files. Safe to call twice."""
+        """Close open files. Safe to call twice."""
 
 
 class OpenSource(CheckpointSource, Protocol):
-    """One that the end of a ``with`` block closes."""
+    """A source that the end of a ``with`` block closes."""
 
     def __enter__(self) -> CheckpointSource: ...
     def __exit__(self, *exception: object) -> None: ...
 
 
 class CheckpointDamage(CheckpointError):
-    """Bytes of a checkpoint are missing, or are not those that were written; file and tensor are named."""
+    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor."""
 
 
 class StateTensors(Mapping[str, torch.Tensor]):
-    """Tensors that the JSON state refers to, read when asked for."""
+    """Tensors that the JSON state refers to, read on access."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source, self._facts = source, source.tensors()

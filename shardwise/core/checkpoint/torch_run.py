@@ -37,7 +37,7 @@ from shardwise.core.optim.state_form import constructed_state
 __all__ = ["TorchRun"]
 
 
-class TorchTrainer:
+class TorchRunOptimizer:
     """A torch optimizer, and the loss scale that goes with it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -103,7 +103,7 @@ class TorchRun:
     ) -> None:
         # Weak, so that who keeps a run by its module does not keep the module.
         self._module = None if module is None else weakref.ref(module)
-        self.optimizers = () if optimizer is None else (TorchTrainer(optimizer, scaler),)
+        self.optimizers = () if optimizer is None else (TorchRunOptimizer(optimizer, scaler),)
         self._ranks = ranks
         self._activity = Activity() if ranks is None else ranks.activity
 
@@ -127,7 +127,7 @@ class TorchRun:
 
     @property
     def device(self) -> torch.device:
-        parameters = self.held().parameters
+        parameters = self.local_state().parameters
         return parameters[0].device if parameters else torch.device("cpu")
 
     def gather(self, value: object, /) -> list[Any]:
@@ -147,27 +147,27 @@ class TorchRun:
     def settle(self) -> None:
         """Nothing is under way between two steps."""
 
-    def held(self) -> TorchHeld:
+    def local_state(self) -> TorchLocalState:
         """The module's and the optimizer's tensors."""
         module = None if self._module is None else self._module()
         if self._module is not None and module is None:
             raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
-        return TorchHeld(module, self.optimizers, self.rank, self.size)
+        return TorchLocalState(module, self.optimizers, self.rank, self.size)
 
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
         """Nothing is noted: who interrupts torch's own load loads again."""
         return nullcontext()
 
     @contextmanager
-    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
+    def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
         """Gradients are dropped."""
         for each in self.optimizers:
             each.zero_grad()
         yield
 
 
-class TorchHeld:
-    """See :class:`shardwise.core.checkpoint.run.Holding`.
+class TorchLocalState:
+    """See :class:`shardwise.core.checkpoint.run.LocalState`.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than
@@ -177,7 +177,7 @@ class TorchHeld:
     other_shapes = True
     """State need not be element-wise."""
 
-    def __init__(self, module: nn.Module | None, trainers: Sequence[TorchTrainer], rank: int, size: int) -> None:
+    def __init__(self, module: nn.Module | None, trainers: Sequence[TorchRunOptimizer], rank: int, size: int) -> None:
         self.optimizers = tuple(trainers)
         self.module, self._rank, self._size = module, rank, size
         self.others: dict[str, Any] = {}
@@ -220,7 +220,7 @@ class TorchHeld:
         """Of :meth:`extra`."""
         return list(self.extra())
 
-    def gives(self, _name: str) -> bool:
+    def owns(self, _name: str) -> bool:
         """Whether this rank's value of a buffer, or of extra state, is the one that is saved."""
         return self._rank == 0
 
@@ -229,7 +229,7 @@ class TorchHeld:
         own = self.buffers()
         return {name: value for name, value in self.others.items() if name not in own}
 
-    def group_names(self, optimizer: TorchTrainer, /) -> list[list[str]]:
+    def group_names(self, optimizer: TorchRunOptimizer, /) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
         for number, group in enumerate(optimizer.param_groups):
             strange = [tuple(p.shape) for p in group["params"] if id(p) not in self._name]
@@ -240,11 +240,11 @@ class TorchHeld:
                 )
         return [[self._name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
-    def trained(self, optimizer: TorchTrainer, /) -> set[str]:
+    def trained(self, optimizer: TorchRunOptimizer, /) -> set[str]:
         """Saved names of the parameters that may have state: all."""
         return {name for names in self.group_names(optimizer) for name in names}
 
-    def small_state(self, optimizer: TorchTrainer, /) -> dict[str, dict[str, Any]]:
+    def small_state(self, optimizer: TorchRunOptimizer, /) -> dict[str, dict[str, Any]]:
         """By parameter what is not element-wise: numbers, and tensors of other shapes."""
         self.group_names(optimizer)  # names parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
@@ -293,14 +293,15 @@ class TorchHeld:
     # ---- in
 
     @torch.no_grad()
-    def put_back(
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill parameters and optimizer state; see :meth:`shardwise.core.engine.fragments.Held.put_back`."""
+        """Fill parameters and optimizer state; see "
+        ":meth:`shardwise.core.engine.fragments.EngineLocalState.load_into`."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
             if name is not None:
@@ -309,7 +310,9 @@ class TorchHeld:
             if each.index in optimizers:
                 self._put_state(each, fill, state_of)
 
-    def _put_state(self, trainer: TorchTrainer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]) -> None:
+    def _put_state(
+        self, trainer: TorchRunOptimizer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]
+    ) -> None:
         group_of = {p: group for group in trainer.param_groups for p in group["params"]}
         ordered = dict.fromkeys(p for group in trainer.param_groups for p in group["params"])
         state: dict[int, dict[str, Any]] = {}

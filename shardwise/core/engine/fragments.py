@@ -30,12 +30,12 @@ from shardwise.core.update.disk_tiles import is_element_wise
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = [
+    "EngineLocalState",
     "Fill",
     "Fragment",
     "FragmentBlock",
     "FragmentPlan",
     "FragmentReader",
-    "Held",
     "Stored",
     "TensorShape",
     "split",
@@ -183,7 +183,7 @@ def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
     return pieces
 
 
-class Held:
+class EngineLocalState:
     """One engine and its optimizers, by global names.
 
     Attributes:
@@ -256,7 +256,7 @@ class Held:
         """Names of extra state of the whole model."""
         return [name for name, value in self._outlines.items() if is_extra(name, value)]
 
-    def gives(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
         mesh, staging = self.engine.mesh, self.engine.staging
         first = staging.rank_of(name) if staging is not None else 0
@@ -351,7 +351,7 @@ class Held:
     # ---- in
 
     @torch.no_grad()
-    def put_back(
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],

@@ -309,10 +309,10 @@ class Trials:
                 run.load(path, way)
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             outcome = _words(error, not UNKNOWN.search(str(error)))
-            changed = [] if "taken over already" in str(error) else differing(before, run.state())
+            changed = [] if "already loaded" in str(error) else differing(before, run.state())
             if changed:
                 outcome = f"{', '.join(changed)} changed before {type(error).__name__}: {error!s:.200}"
-            if changed or "taken over already" in str(error):
+            if changed or "already loaded" in str(error):
                 self._forget(kind)
             return outcome
         except BaseException:

@@ -63,7 +63,7 @@ def _failing_peer(folder: str) -> list[str]:
     run = Run(PLUGINS["gemini"]())
     path = Path(folder) / "model.safetensors"
     messages = []
-    answer, offer = portable._Chosen.read, portable.Portion.of_model.__func__  # type: ignore[attr-defined]
+    answer, offer = portable._Chosen.read, portable.LocalTensors.of_model.__func__  # type: ignore[attr-defined]
 
     def failing(self: Any, *place: Any) -> torch.Tensor:
         if dist.get_rank() == 1:
@@ -77,7 +77,7 @@ def _failing_peer(folder: str) -> list[str]:
 
     for owner, attribute, broken in (
         (portable._Chosen, "read", failing),
-        (portable.Portion, "of_model", classmethod(refusing)),
+        (portable.LocalTensors, "of_model", classmethod(refusing)),
     ):
         kept = vars(owner)[attribute]
         setattr(owner, attribute, broken)

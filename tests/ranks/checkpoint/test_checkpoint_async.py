@@ -41,11 +41,11 @@ def train_meanwhile(root: str) -> None:
         for _ in range(3):
             step()
         assert saver.saving and not os.path.exists(os.path.join(root, "a"))
-        memory = saver._lane._image._memory.data_ptr()
+        memory = saver._saver._image._memory.data_ptr()
         threading.Timer(0.2, files.go.set).start()
         saver.save(root, "b", use_async=True)  # waits for the first
         assert os.path.exists(os.path.join(root, "a")), "a save that still runs is waited for"
-        assert saver._lane._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
+        assert saver._saver._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
         saver.wait_for_saves()
         assert not saver.saving
         mesh.world.barrier()

@@ -103,7 +103,7 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
     """The second Ctrl-C, and a thread's communicator that cannot be made."""
     session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
-    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.Contents", KeyboardInterrupt)
+    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
         with pytest.raises(error):
@@ -206,7 +206,7 @@ def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         saver.load(tmp_path)
     saver.save(tmp_path, "a")
-    with pytest.raises(FileNotFoundError, match="there: a"):
+    with pytest.raises(FileNotFoundError, match="it has a"):
         saver.load(tmp_path, "b")
     other = build(nn.Linear(3, 5), None, zero(3))
     with pytest.raises(ValueError, match=r"model/weight: \(2, 3\) in the checkpoint, \(5, 3\) in the model"):

@@ -13,7 +13,7 @@ from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 
-TAKEN = "taken over already (load another checkpoint before going on)"
+TAKEN = "already loaded (load another checkpoint before going on)"
 
 
 def save(root: str, tags: list[str]) -> None:

@@ -27,9 +27,9 @@ from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
 from shardwise.core.checkpoint.formats.optimizer_state import (
     Shapes,
-    beside,
     from_numbered,
-    loaded,
+    in_memory_state,
+    numbered_metadata,
     numbered_state,
     to_numbered,
 )
@@ -138,13 +138,13 @@ class _OptimizerShards:
         groups = metadata.get("param_groups")
         if not isinstance(groups, str) or Path(groups).name != groups:
             raise CheckpointDamage(
-                f"{index} names no file of parameter groups (metadata.param_groups is {groups!r:.80})"
+                f"{index} does not name a file of parameter groups (metadata.param_groups is {groups!r:.80})"
             )
         self._groups = load_torch(self.directory / checked_name(groups, f"{index}, for its parameter groups,"))
         self._state: dict[int, dict[str, Any]] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
             held = load_torch(self.directory / file)
             self._state.update({int(number): values for number, values in held.items()})
         missing = [number for number in weight_map if int(number) not in self._state]
@@ -262,12 +262,12 @@ def write_colossalai_optimizer(
         weight_map: dict[str, str] = {}
         for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{place:05d}.{ending}"
-            held = {int(number): loaded(state[int(number)]) for number in numbers}
+            held = {int(number): in_memory_state(state[int(number)]) for number in numbers}
             write_torch(directory / file, held)
             weight_map.update(dict.fromkeys(numbers, file))
             written.append(file)
         write_torch(directory / group_file, groups)
         total = sum(size for _, size in sizes) / MEGABYTE
-        metadata = {"param_groups": group_file, "total_size": total, HEADER: beside(source, index)}
+        metadata = {"param_groups": group_file, "total_size": total, HEADER: numbered_metadata(source, index)}
         _write_index(directory / index_name, metadata, weight_map)
     return [target / name for name in (*written, group_file, index_name)]

@@ -43,7 +43,7 @@ from shardwise.core.checkpoint.bounds import (
     read_index_file,
     reading,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import (
     OptimizerRecord,
     group_options,
@@ -52,7 +52,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     records_of,
 )
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, load_value
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
 __all__ = ["Chunk", "DcpItem", "open_dcp", "read_dcp_index", "write_dcp"]
 
@@ -366,7 +366,7 @@ def open_dcp(path: str | Path) -> LazySource:
     index = read_dcp_index(directory)
     for file in {chunk.file for item in index.values() for chunk in item.chunks}:
         if not (directory / file).is_file():
-            raise CheckpointDamage(f"{directory / file} is missing, though .metadata names it")
+            raise CheckpointDamage(f"{directory / file} is missing, although .metadata names it")
     chunks = _Chunks(directory)
     # Dotted names, so that nested and flattened dictionaries look alike.
     dotted = {".".join(item.path): (name, item) for name, item in index.items()}
@@ -394,7 +394,7 @@ def open_dcp(path: str | Path) -> LazySource:
 
 def _entry(name: str, item: DcpItem, chunks: _Chunks) -> Entry:
     assert item.shape is not None and item.dtype is not None
-    return Entry(TensorFact(item.shape, item.dtype), partial(chunks.read, name, item))
+    return Entry(TensorInfo(item.shape, item.dtype), partial(chunks.read, name, item))
 
 
 Dotted = Mapping[str, tuple[str, DcpItem]]
@@ -484,7 +484,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         """The tensor to write now."""
         name = write_item.index.fqn
         if name in self._entries:
-            return whole(self._entries[name])
+            return to_tensor(self._entries[name])
         return cast(io.BytesIO, super().resolve_data(write_item))
 
 
@@ -554,7 +554,7 @@ def _without_memory(value: Any, path: tuple[str, ...], entries: dict[str, Entry]
         entries[".".join(path)] = value
         return torch.empty(value.fact.shape, dtype=value.fact.dtype, device="meta")
     if isinstance(value, torch.Tensor):
-        entries[".".join(path)] = Entry(TensorFact(tuple(value.shape), value.dtype), _slice_of(value))
+        entries[".".join(path)] = Entry(TensorInfo(tuple(value.shape), value.dtype), _slice_of(value))
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
         return {key: _without_memory(item, (*path, str(key)), entries) for key, item in value.items()}

@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered, group_record
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
 __all__ = [
     "CLIENT_STATE",
@@ -114,13 +114,13 @@ def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) ->
 
 def spread_entry(place: Place, flat: Flat) -> Entry:
     """A parameter, or state of its shape, of stages 1 and 2."""
-    fact = TensorFact(place.shape, flat.dtype)
+    fact = TensorInfo(place.shape, flat.dtype)
     return Entry(fact, lambda start, numel: flat.read(place.offset + start, numel))
 
 
 def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
     """A parameter, or state of its shape, of stage 3; ``ranks`` has each rank's array."""
-    fact = TensorFact(place.shape, ranks[0].dtype)
+    fact = TensorInfo(place.shape, ranks[0].dtype)
     size = -(-fact.numel // len(ranks))
 
     def read(start: int, numel: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from shardwise.core.checkpoint.formats.colossalai import (
 )
 from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
-from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.indexed import read_index
 from shardwise.core.checkpoint.formats.lazy import renamed
 from shardwise.core.checkpoint.formats.native import write_native
@@ -106,7 +106,7 @@ def _is_colossalai(path: Path) -> bool:
 
 
 def _is_huggingface(path: Path) -> bool:
-    if any((path / name).is_file() for name in WHOLE):
+    if any((path / name).is_file() for name in SINGLE_FILES):
         return True
     index = _model_index(path)
     return index is not None and not _is_colossalai(path)
@@ -306,7 +306,7 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
     if part is not None and found == ["colossalai", "huggingface"]:
         return "huggingface" if part == "model" else "colossalai"  # the optimizer beside a model in one file
     if len(found) > 1:
-        raise CheckpointError(f"{place} holds checkpoints of several formats: {', '.join(found)}; say which (format=)")
+        raise CheckpointError(f"{place} holds several formats: {', '.join(found)}; choose one with format=")
     if found:
         return found[0]
     files = loose_files(place)

@@ -28,9 +28,9 @@ from shardwise.core.checkpoint.formats.safetensors_file import (
 )
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = ["INDEX", "WHOLE", "as_dict", "open_huggingface", "write_huggingface"]
+__all__ = ["INDEX", "SINGLE_FILES", "as_dict", "open_huggingface", "write_huggingface"]
 
-WHOLE = ("model.safetensors", "pytorch_model.bin")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MEGABYTE = 1024**2
 
@@ -46,7 +46,7 @@ def open_huggingface(path: str | Path) -> LazySource:
     directory = Path(path)
     shards = Shards(directory)
     with shards.closed_on_error():
-        for whole, index in zip(WHOLE, INDEX, strict=True):
+        for whole, index in zip(SINGLE_FILES, INDEX, strict=True):
             if (directory / whole).is_file():
                 entries, aliases = shards.file(whole)
             elif (directory / index).is_file():
@@ -55,7 +55,9 @@ def open_huggingface(path: str | Path) -> LazySource:
                 continue
             named, state = named_entries(entries, shards.header(), aliases)
             return LazySource("huggingface", named, state, close=shards.close)
-    raise FileNotFoundError(f"{directory} has none of {', '.join(WHOLE + INDEX)}; give a directory with a saved model")
+    raise FileNotFoundError(
+        f"{directory} has none of {', '.join(SINGLE_FILES + INDEX)}; give a directory with a saved model"
+    )
 
 
 def write_huggingface(
@@ -130,7 +132,7 @@ def write_huggingface(
         if indexed:
             total = sum(entry.nbytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            name = f"{WHOLE[0]}.index{own}.json"
+            name = f"{SINGLE_FILES[0]}.index{own}.json"
             _write_json(directory / name, index)
             written.append(name)
         for name, content in given.items():

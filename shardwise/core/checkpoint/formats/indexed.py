@@ -57,12 +57,12 @@ class Shards:
         aliases: dict[str, str] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
             held, same = self.file(file)
             aliases.update(same)
             for name in (name for name, place in weight_map.items() if place == file):
                 if name not in held and name not in same:
-                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, though the index says so")
+                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, although the index says so")
             found.update({name: entry for name, entry in held.items() if weight_map.get(name) == file})
         order = {name: place for place, name in enumerate(weight_map)}
         return dict(sorted(found.items(), key=lambda item: order[item[0]])), aliases

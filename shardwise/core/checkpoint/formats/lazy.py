@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.base.printable import in_a_line
 from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
 __all__ = [
     "BLOCK_BYTES",
@@ -27,7 +27,7 @@ __all__ = [
     "in_memory",
     "model_entries",
     "renamed",
-    "whole",
+    "to_tensor",
     "with_names",
 ]
 
@@ -38,7 +38,7 @@ BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
 class Entry:
     """One tensor that is not in memory. ``read(start, numel)`` returns 1-D elements on the CPU, in the fact's dtype."""
 
-    fact: TensorFact
+    fact: TensorInfo
     read: Callable[[int, int], torch.Tensor]
 
     @property
@@ -51,24 +51,24 @@ class Entry:
         if dtype is None or dtype == self.fact.dtype:
             return self
         read = self.read
-        return Entry(TensorFact(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
+        return Entry(TensorInfo(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
 
 
-def blocks(fact: TensorFact) -> Iterator[tuple[int, int]]:
+def blocks(fact: TensorInfo) -> Iterator[tuple[int, int]]:
     """``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`; none for an empty tensor."""
     step = max(1, BLOCK_BYTES // fact.dtype.itemsize)
     for start in range(0, fact.numel, step):
         yield start, min(step, fact.numel - start)
 
 
-def whole(entry: Entry) -> torch.Tensor:
+def to_tensor(entry: Entry) -> torch.Tensor:
     """The tensor itself, in memory and in its shape."""
     return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
 
 
 def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
     """The tensors themselves; one entry under two names is one tensor, whose memory ``torch.save`` writes once."""
-    loaded = {id(entry): whole(entry) for entry in entries.values()}
+    loaded = {id(entry): to_tensor(entry) for entry in entries.values()}
     return {name: loaded[id(entry)] for name, entry in entries.items()}
 
 
@@ -81,7 +81,7 @@ def entry_of_tensor(tensor: torch.Tensor) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} has no plain elements")
     plain = tensor.detach()
-    fact = TensorFact(tuple(plain.shape), plain.dtype)
+    fact = TensorInfo(tuple(plain.shape), plain.dtype)
 
     def read(start: int, numel: int) -> torch.Tensor:
         return plain.reshape(-1)[start : start + numel].clone()
@@ -135,7 +135,7 @@ class LazySource:
         self._close = close
         self._closed = False
 
-    def tensors(self) -> Mapping[str, TensorFact]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name."""
         return {name: entry.fact for name, entry in self._entries.items()}
 

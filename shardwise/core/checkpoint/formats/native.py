@@ -14,8 +14,8 @@ from shardwise.core.checkpoint.format import (
     PIECE_BYTES,
     Head,
     Manifest,
-    PieceFact,
     PieceFile,
+    PieceInfo,
     PieceLayout,
     merge_pieces,
     to_save,
@@ -77,7 +77,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         finally:
             file.abandon()
         facts = {name: entries[name].fact for name in sorted(entries)}
-        pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
+        pieces: dict[str, tuple[PieceInfo, ...]] = merge_pieces([file.pieces(0)])
         head = Head(target.name, serial, int(state["step"]))
         root.commit(to_save(Manifest(head, (fact,), facts, pieces, state)))
     except BaseException:

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, whole
+from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, to_tensor
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested
 
 __all__ = [
     "OptimizerRecord",
     "Shapes",
-    "beside",
     "from_numbered",
     "group_options",
     "group_record",
-    "loaded",
+    "in_memory_state",
     "match_by_shape",
+    "numbered_metadata",
     "numbered_state",
     "optimizer_entries",
     "records_of",
@@ -242,19 +242,19 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
     return state, numbered_groups
 
 
-def loaded(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
+def in_memory_state(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
     """A parameter's state from :func:`to_numbered` with its tensors in memory."""
     return {key: mapped(value, _in_memory) for key, value in values.items()}
 
 
 def _in_memory(value: Any) -> Any:
-    return whole(value) if isinstance(value, Entry) else value
+    return to_tensor(value) if isinstance(value, Entry) else value
 
 
 # -- what stands beside numbers in our own files
 
 
-def beside(source: CheckpointSource, index: int) -> dict[str, Any]:
+def numbered_metadata(source: CheckpointSource, index: int) -> dict[str, Any]:
     """What torch's form of an optimizer's state has no place for: class, names and shapes, the loss scale."""
     records = source.state().get("optimizers", [])
     groups = records[index]["groups"] if index < len(records) else []
@@ -266,7 +266,7 @@ def beside(source: CheckpointSource, index: int) -> dict[str, Any]:
 
 
 def numbered_state(records: Sequence[OptimizerRecord], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a source with ``records``, of which the first is what :func:`beside` was of."""
+    """The state of a source with ``records``, of which the first is what :func:`numbered_metadata` was of."""
     for group, own in zip(records[0].groups, more.get("shapes") or [], strict=False):
         group["shapes"] = own
     state: dict[str, Any] = {"optimizers": [record.to_json() for record in records]}

@@ -20,11 +20,11 @@ from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
 from shardwise.core.checkpoint.formats.indexed import Shards
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.output import write_text, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.core.checkpoint.settings import plain
-from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo
 
 __all__ = ["CONFIG", "deduced_config", "name_in_file", "name_in_model", "open_peft", "the_adapter", "write_peft"]
 
@@ -142,7 +142,7 @@ def write_peft(
         if use_safetensors:
             write_safetensors_stream(directory / file, entries, {"format": "pt"})
         else:
-            write_torch(directory / file, {name: whole(entry) for name, entry in entries.items()})
+            write_torch(directory / file, {name: to_tensor(entry) for name, entry in entries.items()})
         write_text(directory / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return [Path(path) / file, Path(path) / CONFIG]
 
@@ -239,7 +239,7 @@ _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapt
 
 
 def embedding_weights(
-    facts: Mapping[str, TensorFact], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
+    facts: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
 ) -> list[str]:
     """Names of base weights in a ``PeftModel`` that belong into the adapter's file.
 

@@ -22,7 +22,7 @@ from shardwise.core.checkpoint.bounds import checked_shape, open_regular
 from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
 from shardwise.core.checkpoint.formats.lazy import Entry, blocks
 from shardwise.core.checkpoint.formats.output import new_file
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
 __all__ = [
     "HEADER",
@@ -91,7 +91,7 @@ class SafetensorsFile:
             start, end = facts["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
-        fact = TensorFact(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
+        fact = TensorInfo(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
         if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
             raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
         return Entry(fact, partial(self._read, name, dtype, self._data_start + start))

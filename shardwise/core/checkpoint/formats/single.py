@@ -17,7 +17,13 @@ import torch
 from shardwise.core.base import tree
 from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
-from shardwise.core.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
+from shardwise.core.checkpoint.formats.optimizer_state import (
+    from_numbered,
+    in_memory_state,
+    numbered_metadata,
+    numbered_state,
+    to_numbered,
+)
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
@@ -155,8 +161,8 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
     if file.suffix in TORCH_SUFFIXES:
         numbered, groups = to_numbered(source, index)
         with output_file(file) as unfinished:
-            state = {number: loaded(values) for number, values in numbered.items()}
-            text = json.dumps(beside(source, index), allow_nan=False)
+            state = {number: in_memory_state(values) for number, values in numbered.items()}
+            text = json.dumps(numbered_metadata(source, index), allow_nan=False)
             write_torch(unfinished, {"state": state, "param_groups": groups, HEADER: text})
         return file
     start = f"optimizer/{index}/"

@@ -21,7 +21,7 @@ from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import read_json, reading
 from shardwise.core.checkpoint.formats.dcp import open_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
-from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entries_of, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import Shapes, from_numbered
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft
@@ -97,7 +97,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
                 f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
-        raise FileNotFoundError(f"{directory} has no model beside its state: none of {', '.join(WHOLE + INDEX)}")
+        raise FileNotFoundError(f"{directory} has no model beside its state: none of {', '.join(SINGLE_FILES + INDEX)}")
     model = reader()
     opened = [model]
     try:
@@ -115,7 +115,7 @@ def _model_reader(path: Path) -> Callable[[], LazySource] | None:
         return lambda: open_dcp(path / FSDP_FOLDER)
     if (path / FSDP_FILE).is_file():
         return lambda: open_single(path / FSDP_FILE)
-    if any((path / name).is_file() for name in WHOLE + INDEX):
+    if any((path / name).is_file() for name in SINGLE_FILES + INDEX):
         return lambda: open_huggingface(path)
     return (lambda: open_peft(path)) if (path / CONFIG).is_file() else None
 
