@@ -1,11 +1,11 @@
-"""State dictionaries as JSON plus named tensors, or as JSON alone, without loss.
+"""Encode nested values as JSON, with or without their tensors, and decode them without loss.
 
 JSON has no tuples, no keys but strings and no infinities, while optimizer and scheduler states use all of them
 (``betas``, per-parameter integers, ``ReduceLROnPlateau.best``). Each is written as an object with one ``"$..."`` key.
 
-Tensors stand beside the data under names, or, where they are small (step counts), in it: a scalar becomes ``{"dtype":
-"float32", "value": 3.0}``. Every float of up to 64 bits has an exact double, and JSON prints the shortest text that
-reads back as the same double.
+Tensors are kept under names outside the data or, if they are small (step counts), written into it: a scalar becomes
+``{"dtype": "float32", "value": 3.0}``. Every float of up to 64 bits has an exact double, and JSON prints the shortest
+text that reads back as the same double.
 """
 
 from __future__ import annotations

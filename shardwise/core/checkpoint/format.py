@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint directory: what is where, and the checksum of each part; docs/checkpoint-format.md.
+"""The native format: the manifest of a directory, and one rank's file of pieces; docs/checkpoint-format.md.
 
-``manifest.json`` is one JSON object in three parts by line: the first line holds the head (version, tag, serial, step),
-so that a scan need not parse more; the last one holds the checksum of all bytes before it.
+``manifest.json`` is one JSON object. Its first line holds the head (version, tag, serial, step), so that a scan need
+not parse more; its last line holds the checksum of all bytes before it. Pieces are in safetensors files, written header
+first, then the data in large writes from the tensors' memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardwise.core.checkpoint.bounds import (
     reading,
     saving,
 )
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 from shardwise.core.engine.fragments import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
@@ -60,13 +61,13 @@ __all__ = [
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 VERSION_OF_CUTS = 2
-"""Of a checkpoint with tensors that do not lie in their own order: readers of the first version refuse it."""
+"""Version of checkpoints with tensors in another order than their own, which readers of version 1 refuse."""
 MOST_RANGES = 1 << 14
-"""Of a cut: a read asks for something of each."""
+"""Largest number of ranges of a cut; a read uses each."""
 MANIFEST = "manifest.json"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
-"""Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
+"""Largest piece. Each has its own checksum, so reading a range of a tensor reads at most two pieces too many."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -86,18 +87,18 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}
 _PIECES = re.compile(r"pieces-\d+(-\d+)?\.safetensors")
 
 
 def hexadecimal(data: bytes | memoryview) -> str:
-    """The checksum of bytes as the 16 digits that the manifest holds."""
+    """Return the checksum of bytes as 16 hexadecimal digits."""
     return f"{checksum(np.frombuffer(data, dtype=np.uint8)):016x}"
 
 
 @dataclass(frozen=True)
 class Head:
-    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory."""
+    """The first line of a manifest, to choose a checkpoint. ``serial`` counts the saves into one root directory."""
 
     tag: str
     serial: int
@@ -106,7 +107,7 @@ class Head:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
+    """A safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
     nbytes: int
@@ -127,9 +128,9 @@ class PieceInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of it. Pieces are in the order of their start and cover each tensor exactly once.
+    """A manifest. Pieces are sorted by their start and cover each tensor exactly once.
 
-    ``cuts``: by name, the tensors that do not lie in their own order, and in which; see [Note: Stored order].
+    ``cuts``: by name, the order of tensors that are not stored in their own; see [Note: Stored order].
     """
 
     head: Head
@@ -140,8 +141,8 @@ class Manifest:
     cuts: Mapping[str, StoredCut] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ValueError where pieces of a tensor overlap, are too large, leave something out or lie outside their
-        file, or a cut does not fit its tensor."""
+        """Raise ValueError if pieces of a tensor overlap, are too large, do not cover it or are outside their file, or
+        a cut does not fit its tensor."""
         for name, cut in self.cuts.items():
             count = sum(map(len, cut.ranges)) + len(cut.ranges)
             if count > MOST_RANGES:
@@ -161,7 +162,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of ``manifest.json``, whether a load would take it or not."""
+    """Return the content of ``manifest.json`` without the checks of a load."""
     manifest.check()
     head, body = _fields(manifest)
     text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
@@ -170,10 +171,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def to_save(manifest: Manifest) -> bytes:
-    """The same of a manifest that a load takes: whatever bounds a reader, bounds what is written.
+    """Return the content of ``manifest.json`` after the checks of a load.
 
     Raises:
-        CheckpointError: none would take it; what is wrong is named.
+        CheckpointError: no load would accept it.
     """
     what = f"checkpoint {manifest.head.tag!r}"
     content = encode_manifest(manifest)  # which checks pieces as a reader does; there may be millions
@@ -191,11 +192,11 @@ def to_save(manifest: Manifest) -> bytes:
 
 
 def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The head, and what follows it."""
+    """Return the head and the rest of a manifest."""
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     tensors = {
         name: {
-            "dtype": str(fact.dtype).removeprefix("torch."),
+            "dtype": dtype_name(fact.dtype),
             "shape": list(fact.shape),
             "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
         }
@@ -211,7 +212,7 @@ def _last_line(content: bytes) -> bytes:
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """Raises CheckpointDamage naming ``path``, ValueError for a version that this one cannot read."""
+    """Decode a manifest; raise CheckpointDamage, or ValueError for an unknown version."""
     _check_last_line(content, path)
     with reading(path):
         data = json.loads(content)
@@ -233,7 +234,7 @@ def _manifest(data: dict[str, Any], path: str) -> Manifest:
 
 
 def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
-    """All that is bounded, but for pieces."""
+    """Decode and check everything but pieces."""
     checked_names(data["tensors"], path)
     tensors = {
         n: TensorInfo(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
@@ -258,7 +259,7 @@ def _head(data: dict[str, Any]) -> Head:
 
 def _count(number: object) -> int:
     if type(number) is not int or not -(2**63) <= number < 2**63:
-        raise ValueError(f"a {type(number).__name__} where a whole number belongs")
+        raise ValueError(f"a {type(number).__name__} where an integer belongs")
     return number
 
 
@@ -278,7 +279,7 @@ def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
 
 
 def digest_of(path: str) -> str:
-    """What the last line of a manifest says, unchecked: equal ones are of one save; empty where that cannot be read."""
+    """Return the last line of a manifest, unchecked; equal ones are of one save; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(-min(len(_last_line(b"")), os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -297,12 +298,12 @@ def _check_last_line(content: bytes, path: str) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of this name in a checkpoint's directory is the checkpoint's own."""
+    """Whether a file of this name belongs to a checkpoint."""
     return name == MANIFEST or _PIECES.fullmatch(name) is not None
 
 
 def has_pieces(directory: str) -> bool:
-    """Whether files of a checkpoint lie there, even if its manifest is gone."""
+    """Whether a directory has files of pieces, even if the manifest is missing."""
     try:
         return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
     except OSError:
@@ -310,7 +311,7 @@ def has_pieces(directory: str) -> bool:
 
 
 def read_content(directory: str) -> tuple[bytes, str]:
-    """The bytes of its manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
+    """Return the bytes of the manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
     path = os.path.join(directory, MANIFEST)
     try:
         with reading(path):
@@ -328,17 +329,17 @@ def read_content(directory: str) -> tuple[bytes, str]:
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The manifest of a checkpoint directory.
+    """Read the manifest of a checkpoint directory.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
+        FileNotFoundError: there is no checkpoint.
+        CheckpointDamage: the manifest is damaged, missing or cannot be read.
     """
     return decode_manifest(*read_content(directory))
 
 
 def read_files(directory: str) -> tuple[Head, tuple[FileInfo, ...]]:
-    """What the first line of its manifest says, and the files that it names.
+    """Read the head and the files of a manifest.
 
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
@@ -351,7 +352,7 @@ def read_files(directory: str) -> tuple[Head, tuple[FileInfo, ...]]:
 
 
 def read_head(directory: str) -> Head:
-    """What its first line says; a flipped digit there would make another checkpoint the newest, so all is checked.
+    """Read the head of a manifest; the checksum is verified, because a wrong digit could make it the newest.
 
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
@@ -364,7 +365,7 @@ def read_head(directory: str) -> Head:
 
 
 def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceInfo]]]) -> dict[str, tuple[PieceInfo, ...]]:
-    """All ranks' pieces, by tensor in the order of their start."""
+    """Merge all ranks' pieces by tensor, sorted by their start."""
     merged: dict[str, list[PieceInfo]] = {}
     for part in parts:
         for name, pieces in part.items():
@@ -380,21 +381,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous 1-D host tensor."""
+    """Return the memory of a contiguous 1-D CPU tensor."""
     return tensor.view(torch.uint8).numpy()
 
 
 class PieceLayout:
-    """Where each fragment lies in the file; wider dtypes come first, so that every tensor is aligned to its own.
+    """The offsets of fragments in a file. Wider dtypes are first, so that every tensor is aligned.
 
     Attributes:
-        fragments: in the order in which their values will come.
+        fragments: in the order of their values.
         offsets: in the file, by fragment.
         header: the bytes before the data.
-        nbytes: of the whole file.
+        nbytes: size of the file.
 
     Raises:
-        ValueError: a dtype that safetensors does not have, or more pieces than it can describe.
+        ValueError: a dtype that safetensors does not have, or too many pieces for its header.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
@@ -434,7 +435,7 @@ def _key(fragment: Fragment) -> str:
 
 
 class PieceFile:
-    """Writes one file. Values may come in any order; neighbours in the file are best given after each other.
+    """Writes one file. Values may come in any order; neighbours in the file are best written in sequence.
 
     Args:
         files: the file system.
@@ -460,14 +461,14 @@ class PieceFile:
             raise
 
     def write(self, index: int, values: torch.Tensor) -> None:
-        """Fragment ``index``: 1-D, contiguous, on the host."""
+        """Write fragment ``index``: 1-D, contiguous, on the host."""
         fragment = self._layout.fragments[index]
         if values.numel() != fragment.numel or values.dtype != fragment.dtype:
             raise RuntimeError(f"{values.numel()} x {values.dtype} for {fragment}; report this")
         self.write_bytes(index, as_bytes(values))
 
     def write_bytes(self, index: int, data: Bytes) -> None:
-        """The same as bytes (uint8), checksummed while they are in cache."""
+        """Write bytes (uint8) of fragment ``index``; computes the checksum while they are in cache."""
         self._checksums[index] = f"{checksum(data):016x}"
         offset = self._layout.offsets[index]
         if data.nbytes >= GATHER_BYTES:
@@ -499,7 +500,7 @@ class PieceFile:
             self._handed_from = self._handed_to
 
     def finish(self) -> FileInfo:
-        """All of it is on the disk when this returns."""
+        """Flush and close the file; it is on the disk when this returns."""
         if self._fd is None:
             raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
         try:
@@ -513,13 +514,13 @@ class PieceFile:
         return FileInfo(os.path.basename(self._path), layout.nbytes, len(layout.header), header_checksum)
 
     def abandon(self) -> None:
-        """Close it, whatever is in it."""
+        """Close an unfinished file."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._files.close(fd)
 
     def pieces(self, file: int) -> dict[str, list[PieceInfo]]:
-        """What was written, by tensor; ``file`` is this file's number in the manifest."""
+        """Return the written pieces by tensor; ``file`` is this file's number in the manifest."""
         found: dict[str, list[PieceInfo]] = {}
         for fragment, offset, digits in zip(self._layout.fragments, self._layout.offsets, self._checksums, strict=True):
             found.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))

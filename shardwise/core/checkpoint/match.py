@@ -116,7 +116,9 @@ class Match:
         if self.wanted != "optimizer":
             return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
-        return listed | {name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if _is_state(name)}
+        return listed | {
+            name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if name.startswith("optimizer/")
+        }
 
     def _stored(self, names: Sequence[str]) -> str | None:
         known = (self._aliases.get(name, name) for name in names)
@@ -236,10 +238,6 @@ class Match:
             out.copy_(source.read(name, start, out.numel()))
 
         read(start, out) if part is None else read_part(read, None, part, start, out)
-
-
-def _is_state(name: str) -> bool:
-    return name.startswith("optimizer/")
 
 
 MOST_NAMES = 6
@@ -405,16 +403,19 @@ class OptimizerMatch:
             elif number not in accepted:
                 continue  # that has been noted of all of them
             elif entry is not None and stored is not None and name in trained:
-                known = partial(own.form.has_shape, options[group], self._shapes[name])
-                taken.state[name] = {k: self._value(v, stored, name, partial(known, k)) for k, v in entry.items()}
+                shape = self._shapes[name]
+                known = partial(own.form.has_shape, options[group], shape)
+                taken.state[name] = {
+                    key: self._fitting(value, stored, shape, partial(known, key))
+                    if isinstance(value, Stored)
+                    else value
+                    for key, value in entry.items()
+                }
             elif entry:
                 frozen.append(name)
         lines = [f"these parameters start without state: {shortened(anew)}"] if anew else []
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
-
-    def _value(self, value: Any, stored: str, name: str, known: Callable[[Shape], bool]) -> Any:
-        return self._fitting(value, stored, self._shapes[name], known) if isinstance(value, Stored) else value
 
     # ---- whose state it is
 

@@ -24,7 +24,7 @@ from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import LocalState, Ranks, Run
 from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
-from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
 from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
 from shardwise.core.engine.fragments import Fragment
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
@@ -134,7 +134,7 @@ class PortableFiles:
         Raises:
             CheckpointError, ValueError: as ``action``.
         """
-        self.everywhere(run, action if run.rank == 0 else _nothing, what)
+        self.everywhere(run, action if run.rank == 0 else lambda: None, what)
 
     def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
         """Call ``action`` on every rank; every rank raises if one fails. Collective."""
@@ -167,10 +167,6 @@ class PortableFiles:
                 failures.append(error)
         if failures:
             raise failures[0]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _doing(what: str) -> str:
@@ -288,8 +284,10 @@ class LocalTensors:
         extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in given.items()}
         own = {f"model/{name}": value for name, value in local_state.buffers().items() if local_state.owns(name)}
         own |= {f"state/{name}": value for name, value in tensors.items()}
-        shapes = {f"model/{name}": [list(s.shape), _text(s.dtype)] for name, s in local_state.model_shapes().items()}
-        shapes |= {name: [list(value.shape), _text(value.dtype)] for name, value in own.items()}
+        shapes = {
+            f"model/{name}": [list(s.shape), dtype_name(s.dtype)] for name, s in local_state.model_shapes().items()
+        }
+        shapes |= {name: [list(value.shape), dtype_name(value.dtype)] for name, value in own.items()}
         aliases = local_state.aliases()
 
         def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -411,13 +409,9 @@ def _listed(fragments: Sequence[Fragment]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, each in enumerate(fragments):
         cut = None if each.cut is None else each.cut.fields()
-        entry = found.setdefault(each.name, [list(each.shape), _text(each.dtype), [], cut])
+        entry = found.setdefault(each.name, [list(each.shape), dtype_name(each.dtype), [], cut])
         entry[2].append([number, each.start, each.numel])
     return found
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _WRITING = threading.Lock()

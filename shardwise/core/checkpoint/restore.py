@@ -259,8 +259,10 @@ ADVICE = "give the directory that was saved into, or tag='auto'"
 
 def _candidates(root: str, tag: str | None) -> list[str]:
     """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
-    if _is_one(root):
-        return [_itself(root, tag)]
+    if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
+        if tag not in (None, "auto"):
+            raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
+        return [root]
     found = scan(root)
     if tag == "auto":
         return [each.path for each in found]
@@ -270,7 +272,8 @@ def _candidates(root: str, tag: str | None) -> list[str]:
         if not chosen and place.is_dir() and kind_of(place) is not None:
             return [str(place)]  # checkpoint-N of a Trainer
         if not chosen:
-            raise _absent(root, tag, [each.tag for each in found])
+            tags = ", ".join(each.tag for each in found)
+            raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; it has {tags or 'none'}")
         return chosen
     if not found:
         try:
@@ -282,21 +285,6 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     if broken:
         raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
     return [found[0].path]
-
-
-def _is_one(root: str) -> bool:
-    """Whether a checkpoint itself is there, not a directory of some."""
-    return os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root)
-
-
-def _itself(root: str, tag: str | None) -> str:
-    if tag not in (None, "auto"):
-        raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
-    return root
-
-
-def _absent(root: str, tag: str, there: Sequence[str]) -> FileNotFoundError:
-    return FileNotFoundError(f"no checkpoint {tag!r} in {root}; it has {', '.join(there) or 'none'}")
 
 
 def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:

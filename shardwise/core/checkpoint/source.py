@@ -26,6 +26,7 @@ __all__ = [
     "StateTensors",
     "TensorInfo",
     "describe",
+    "dtype_name",
 ]
 
 
@@ -64,6 +65,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 class CheckpointSource(Protocol):

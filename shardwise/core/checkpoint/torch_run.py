@@ -1,6 +1,6 @@
-"""Runs where torch, not our engine, does the work: one process, ``DistributedDataParallel``, ``fully_shard``.
+"""Runs that torch trains without our engine: one process, ``DistributedDataParallel``, ``fully_shard``.
 
-What a rank holds is its module's tensors, whole or as the local part of a ``DTensor`` that is divided along its first
+A rank holds its module's tensors: full ones, or the local part of a ``DTensor`` that is sharded along its first
 dimension.
 """
 
@@ -38,7 +38,7 @@ __all__ = ["TorchRun"]
 
 
 class TorchRunOptimizer:
-    """A torch optimizer, and the loss scale that goes with it."""
+    """A torch optimizer and its loss scale."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self.index, self.optimizer = 0, optimizer
@@ -53,12 +53,12 @@ class TorchRunOptimizer:
         return self.optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The optimizer's own."""
+        """Call the optimizer's own ``zero_grad``."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
 class _TorchScale:
-    """torch's loss scale in the words of ours, so that each continues the other's."""
+    """Torch's loss scale with the state of ours, so that each can load the other's."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -87,11 +87,10 @@ class TorchRun:
     """One module, with at most one optimizer.
 
     Args:
-        module: the user's own; ``None``: only the optimizer is known, whose parameters are then ``#0``, ``#1``, …
+        module: the user's own; ``None`` if only the optimizer is known: its parameters are ``#0``, ``#1``, ...
         optimizer: the user's own.
         scaler: torch's loss scale.
-        ranks: all of them, for what they tell each other; ``None``: the program's default group serves, where a wait in
-            vain is the end of that, too.
+        ranks: for messages between all ranks; ``None``: use the program's default group, which a time-out ends, too.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class TorchRun:
         scaler: torch.amp.GradScaler | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        # Weak, so that who keeps a run by its module does not keep the module.
+        # Weak: a dictionary of runs by module must not keep the module alive.
         self._module = None if module is None else weakref.ref(module)
         self.optimizers = () if optimizer is None else (TorchRunOptimizer(optimizer, scaler),)
         self._ranks = ranks
@@ -137,7 +136,7 @@ class TorchRun:
         return self._ranks.gather(value)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """What the errors of ranks that do not meet tell."""
+        """Context that errors of ranks that are out of sync name."""
         return self._activity.doing(what, CALLS)
 
     def world(self) -> dict[str, int]:
@@ -145,22 +144,22 @@ class TorchRun:
         return {"size": self.size}
 
     def settle(self) -> None:
-        """Nothing is under way between two steps."""
+        """Do nothing: no work is pending between two steps."""
 
     def local_state(self) -> TorchLocalState:
-        """The module's and the optimizer's tensors."""
+        """Return the module's and the optimizer's tensors."""
         module = None if self._module is None else self._module()
         if self._module is not None and module is None:
             raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
         return TorchLocalState(module, self.optimizers, self.rank, self.size)
 
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """Nothing is noted: who interrupts torch's own load loads again."""
+        """Return an empty context: after an interrupt the program loads again."""
         return nullcontext()
 
     @contextmanager
     def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
-        """Gradients are dropped."""
+        """Drop gradients."""
         for each in self.optimizers:
             each.zero_grad()
         yield
@@ -200,7 +199,7 @@ class TorchLocalState:
     # ---- names and shapes
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters, each with the one it is saved under."""
+        """Return other names of tied parameters with the name that is saved."""
         return {other: names[0] for names in self.names for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
@@ -221,11 +220,11 @@ class TorchLocalState:
         return list(self.extra())
 
     def owns(self, _name: str) -> bool:
-        """Whether this rank's value of a buffer, or of extra state, is the one that is saved."""
+        """Whether this rank saves the value of a buffer or of extra state."""
         return self._rank == 0
 
     def extra(self) -> dict[str, Any]:
-        """What modules return from ``get_extra_state``, and what else hooks put into the state."""
+        """Return the values of ``get_extra_state``, and others that hooks add to the state."""
         own = self.buffers()
         return {name: value for name, value in self.others.items() if name not in own}
 
@@ -245,7 +244,7 @@ class TorchLocalState:
         return {name for names in self.group_names(optimizer) for name in names}
 
     def small_state(self, optimizer: TorchRunOptimizer, /) -> dict[str, dict[str, Any]]:
-        """By parameter what is not element-wise: numbers, and tensors of other shapes."""
+        """Return by parameter the state that is not element-wise: numbers, and tensors of other shapes."""
         self.group_names(optimizer)  # names parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
@@ -262,7 +261,7 @@ class TorchLocalState:
     # ---- out
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
-        """What this rank gives; ranks that hold the same share the work, or the first of them has it."""
+        """Return what this rank writes; replicas share the work or, without ``shared``, the first writes all."""
         whole: list[FragmentBlock] = []
         divided: list[FragmentBlock] = []
         place = (0, 1)
@@ -300,7 +299,7 @@ class TorchLocalState:
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill parameters and optimizer state; see "
+        """Load parameters and optimizer state; see "
         ":meth:`shardwise.core.engine.fragments.EngineLocalState.load_into`."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
@@ -373,7 +372,7 @@ class TorchLocalState:
         self._check_taken(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """Hooks of the module's for loads, as torch calls them."""
+        """Call the module's load hooks, as torch does."""
         for _, module in with_load_hooks(self.module) if self.module is not None else ():
             call_load_hooks(module, missing, unexpected)
 
@@ -392,7 +391,7 @@ def _given(local: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """This rank's part, and where it begins in the flattened tensor."""
+    """Return this rank's part and its start in the flattened tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     shards = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
@@ -406,7 +405,7 @@ def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
 
 
 def _replica(tensor: DTensor) -> tuple[int, int]:
-    """Which of the ranks that hold the same this is, and their number."""
+    """Return this rank's number among its replicas, and their count."""
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

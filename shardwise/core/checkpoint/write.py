@@ -31,7 +31,7 @@ from shardwise.core.checkpoint.options import read_generators
 from shardwise.core.checkpoint.run import LocalState, Run, RunOptimizer
 from shardwise.core.checkpoint.schedulers import scheduler_class
 from shardwise.core.checkpoint.settings import saved_settings
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
 from shardwise.core.engine.fragments import Fragment, TensorShape, split
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.optim.nested_state import flat
@@ -222,7 +222,7 @@ class SaveJob:
         if self.contents is None:
             raise RuntimeError(f"nothing to write ({list(values)}); report this")
         layout, own = self.contents.layout, self.contents.own
-        shapes = _agreeing([{name: [_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
+        shapes = _agreeing([{name: [dtype_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
@@ -292,10 +292,6 @@ def _agreeing(told: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
                     f"{fact[1]}, so it could not be loaded: nothing was saved; report this"
                 )
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Scheduler(Protocol):
@@ -386,7 +382,7 @@ class SavePlan:
             "updates": self._given.updates,
             "optimizers": describe_optimizers(local_state, run.optimizers),
             "aliases": local_state.aliases(),
-            "compute_dtype": {n: str(d).removeprefix("torch.") for n, d in local_state.compute_dtypes().items()},
+            "compute_dtype": {n: dtype_name(d) for n, d in local_state.compute_dtypes().items()},
             "scaler": None if scaler is None else scaler.state_dict(),
             "world": dict(run.world()),
             **saved_settings(local_state.module),

@@ -1,7 +1,8 @@
-"""State that holds tensors in lists, tuples and dicts (SOAP's matrices, one a dimension), as flat entries.
+"""Optimizer state with tensors in lists, tuples and dicts (SOAP's matrices, one for each dimension), as flat entries.
 
-Flat, each tensor is an entry of its own, ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a, "GG.1": b}``,
-so that all that cuts, sends and stores state knows tensors and plain values alone. A list without any is a form alone.
+In flat form each tensor is an entry of its own: ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a,
+"GG.1": b}``, with the structure as JSON (:mod:`shardwise.core.base.tree`). So code that shards, sends and stores state
+handles only tensors and plain values.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ NESTED = "$nested"
 
 
 def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -> dict[str, Any]:
-    """``entry`` with the ``leaves`` of nested values beside them.
+    """Return ``entry`` with the ``leaves`` of nested values as entries of their own.
 
     Raises:
         ValueError: an entry has the name that a nested tensor gets.
+        TypeError: a nested value is not a number, string, None, tensor, list, tuple or dict.
     """
     found: dict[str, Any] = {}
     for key, value in entry.items():
@@ -39,7 +41,7 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
 
 
 def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`flat` was given, with other tensors in their places."""
+    """Invert :func:`flat`, with the tensors that ``entry`` has now."""
     made = _Taken({key: value for key, value in entry.items() if not is_form(value)})
     for key, value in entry.items():
         if is_form(value):
@@ -49,18 +51,18 @@ def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_form(value: object) -> bool:
-    """Whether it says of what form a nested value is."""
+    """Whether ``value`` is the structure of a nested value."""
     return isinstance(value, dict) and value.keys() == {NESTED}
 
 
 def outline(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """``entry``, flat or not, without the tensors of nested values, for which ``None`` stands."""
+    """Return ``entry``, flat or not, without the tensors of nested values."""
     inside = tuple(f"{key}." for key, value in entry.items() if is_form(value))
     return {key: value for key, value in entry.items() if not (inside and key.startswith(inside))}
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with every leaf (what is no list, tuple or dict) changed."""
+    """Apply ``change`` to every leaf (not a list, tuple or dict) of ``value``."""
     if isinstance(value, list):
         return [mapped(each, change) for each in value]
     if isinstance(value, tuple):
@@ -71,7 +73,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_of(value: Any, kind: type = torch.Tensor) -> Iterator[Any]:
-    """The tensors in it, or what of ``kind`` stands for them."""
+    """Iterate over the tensors in ``value``, or over values of ``kind``."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
@@ -83,7 +85,7 @@ def tensors_of(value: Any, kind: type = torch.Tensor) -> Iterator[Any]:
 
 
 def misfits(value: Any, path: str) -> Iterator[str]:
-    """What in ``value`` is neither a number, text, ``None`` nor a tensor, with its path."""
+    """Describe values that are not numbers, strings, ``None`` or tensors, with their paths."""
     if isinstance(value, list | tuple):
         for place, each in enumerate(value):
             yield from misfits(each, f"{path}[{place}]")

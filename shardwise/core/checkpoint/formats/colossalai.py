@@ -168,10 +168,6 @@ def _named(base: str, prefix: str | None) -> str:
     return f"{stem}.{prefix}.{ending}" if prefix else base
 
 
-def _index_name(base: str, prefix: str | None) -> str:
-    return _named(f"{base}.index.json", prefix)
-
-
 def _any_index(kind: str, prefix: str) -> str:
     return rf"(pytorch_{kind}\.bin|{kind}\.safetensors)\.index{prefix}\.json"
 
@@ -203,7 +199,7 @@ def write_colossalai_model(
     entries |= extra_entries(source)
     base = _named("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
     stem, _, ending = base.rpartition(".")
-    index_name = _index_name("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
+    index_name = _named(f"{'model.safetensors' if use_safetensors else 'pytorch_model.bin'}.index.json", prefix)
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(
         rf"(pytorch_model|model){own}(-\d{{5}}(-of-\d{{5}})?)?\.(bin|safetensors)|{_any_index('model', own)}"
@@ -256,7 +252,7 @@ def write_colossalai_optimizer(
     ]
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
-    index_name = _index_name("pytorch_optim.bin", prefix)
+    index_name = _named("pytorch_optim.bin.index.json", prefix)
     written = []
     with atomic_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
         weight_map: dict[str, str] = {}

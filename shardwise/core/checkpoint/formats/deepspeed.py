@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered, group_record
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 
 __all__ = [
     "CLIENT_STATE",
@@ -336,7 +336,7 @@ def open_deepspeed(path: str | Path) -> LazySource:
     masters = {name: module[name].dtype for name in module if f"model/{name}" in entries}
     half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].fact.dtype}
     if half:
-        state["compute_dtype"] = {name: str(dtype).removeprefix("torch.") for name, dtype in half.items()}
+        state["compute_dtype"] = {name: dtype_name(dtype) for name, dtype in half.items()}
     if aliases:
         state["aliases"] = {name: kept for name, kept in aliases.items() if f"model/{kept}" in entries}
     state["other"] = _other(files, notes)

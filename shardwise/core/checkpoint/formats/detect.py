@@ -1,4 +1,4 @@
-"""Which format is at a path, and a :class:`CheckpointSource` for it."""
+"""The registry of formats: how each is recognised, opened and written; and opening a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller says beside the path.
+    """Arguments of ``open_checkpoint`` for a format.
 
     Attributes:
         optimizer: the optimizer's own directory.
@@ -62,15 +62,14 @@ class Format:
 
     Attributes:
         name: as ``open_checkpoint(format=...)`` has it.
-        is_at: whether a directory holds one, or whether a file is one where :attr:`of_file` says so. It opens as little
-            as it can, and raises nothing where there is none.
-        open: a source of what is there, which executes nothing of it; raises ``CheckpointError`` and
-            ``CheckpointDamage`` for what cannot be read.
-        takes: which attributes of :class:`Given` mean something to it; others are refused where they are given.
-        of_run: a directory with a model of another format among its files.
-        of_file: it is one file; ``is_at`` is asked of files, and never of a directory.
-        needs: the file that a directory of it has, for the message where none is found.
-        write: puts a source at a path, whole or not at all; ``None``: it is read only.
+        is_at: whether a directory (a file, with :attr:`of_file`) has this format. It should open as few files as
+            possible, and not raise if the format is another.
+        open: returns a source and executes nothing of the content; raises ``CheckpointError`` and ``CheckpointDamage``.
+        takes: the attributes of :class:`Given` that it uses; others are errors.
+        of_run: a directory that also has a model of another format among its files.
+        of_file: the format is one file; ``is_at`` is called with files, not directories.
+        needs: the file that identifies a directory, for the message if no format is found.
+        write: writes a source at a path completely or not at all; ``None``: the format is read-only.
         options: the keyword arguments that ``write`` takes.
     """
 
@@ -89,14 +88,6 @@ def _is_native(path: Path) -> bool:
     return (path / MANIFEST).is_file() or has_pieces(str(path)) or bool(scan(str(path)))
 
 
-def _is_dcp(path: Path) -> bool:
-    return (path / ".metadata").is_file()
-
-
-def _model_index(path: Path) -> Path | None:
-    return next((path / name for name in INDEX if (path / name).is_file()), None)
-
-
 def _is_colossalai(path: Path) -> bool:
     model, optimizer = find_parts(path)
     if optimizer is not None or (model is not None and (model.parent != path or model.name not in INDEX)):
@@ -108,12 +99,12 @@ def _is_colossalai(path: Path) -> bool:
 def _is_huggingface(path: Path) -> bool:
     if any((path / name).is_file() for name in SINGLE_FILES):
         return True
-    index = _model_index(path)
+    index = next((path / name for name in INDEX if (path / name).is_file()), None)
     return index is not None and not _is_colossalai(path)
 
 
 def loose_files(path: Path) -> list[Path]:
-    """Files of a directory that could be a checkpoint by themselves."""
+    """Return the files of a directory that may each be a checkpoint."""
     known = (".safetensors", *TORCH_SUFFIXES)
     found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
     return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
@@ -130,10 +121,6 @@ def _native_directory(path: Path) -> Path:
     return Path(newest.path)
 
 
-def _open_native(path: Path, given: Given) -> OpenSource:
-    return NativeSource(_native_directory(path))
-
-
 def _open_run(path: Path, given: Given) -> OpenSource:
     return open_trainer(path, given.parameter_names)
 
@@ -145,7 +132,7 @@ def _write_colossalai(
     safetensors: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """The model in ``path``; beside an optimizer, in two directories below it."""
+    """Write the model into ``path``, or model and optimizer into two directories below it."""
     optimizers = source.state().get("optimizers") or []
     has_optimizer = any(group["params"] for each in optimizers[:1] for group in each.get("groups", []))
     place = Path(path, "model") if has_optimizer else Path(path)
@@ -158,10 +145,16 @@ NUMBERED = frozenset({"parameter_names"})
 _FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
-        Format("native", _is_native, _open_native, needs=MANIFEST, write=write_native),
+        Format(
+            "native",
+            _is_native,
+            lambda path, given: NativeSource(_native_directory(path)),
+            needs=MANIFEST,
+            write=write_native,
+        ),
         Format(
             "dcp",
-            _is_dcp,
+            lambda path: (path / ".metadata").is_file(),
             lambda path, given: open_dcp(path),
             needs=".metadata",
             write=write_dcp,
@@ -212,18 +205,18 @@ _FORMATS: dict[str, Format] = {
 
 
 def known_formats() -> Iterator[Format]:
-    """Those that come with this package, and then those that were registered."""
+    """Iterate over the built-in formats, then the registered ones."""
     yield from list(_FORMATS.values())
 
 
 def formats_at(path: Path) -> Iterator[Format]:
-    """All that recognise what is at ``path``; each looks when it is its turn, and may find damage."""
+    """Iterate over the formats that recognise ``path``; each may raise for damage."""
     is_file = path.is_file()
     return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
 
 
 def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **options: Any) -> None:
-    """Write ``source`` at ``path``; what stood there is replaced in one step, or still there where this raises.
+    """Write ``source`` at ``path``; an existing checkpoint is replaced in one step, or unchanged if this raises.
 
     Args:
         source: any checkpoint.
@@ -232,8 +225,8 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
         options: the writer's own, such as ``dtype`` (of the model's floating-point tensors).
 
     Raises:
-        ValueError: no such format, or an option that it does not have.
-        CheckpointError: the source does not have what the format needs.
+        ValueError: an unknown format or option.
+        CheckpointError: the source lacks values that the format needs.
         OSError: it cannot be written.
     """
     known = {each.name: each for each in known_formats() if each.write is not None}
@@ -247,14 +240,14 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
 
 
 def register_format(format: Format) -> Callable[[], None]:
-    """Have checkpoints of another ``format`` recognised, opened and written wherever one of ours would be.
+    """Register a ``format``, so that its checkpoints are recognised, opened and written like ours.
 
     Returns:
-        What takes it back.
+        A function that removes the format again.
 
     Raises:
-        TypeError: it is no :class:`Format`.
-        ValueError: there is one of that name.
+        TypeError: ``format`` is not a :class:`Format`.
+        ValueError: a format of that name exists.
     """
     if not isinstance(format, Format):
         raise TypeError(f"register_format({format!r:.80}): give a Format")
@@ -269,22 +262,22 @@ def register_format(format: Format) -> Callable[[], None]:
 
 
 def located(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the last by number of a Trainer's or accelerate's in it."""
+    """Return ``path``, or the checkpoint of a Trainer or of accelerate in it with the highest number."""
     if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
 
 
 def detect_format(path: str | Path, part: str | None = None) -> str:
-    """The name of one of :func:`known_formats`.
+    """Return the name of the format at ``path``, one of :func:`known_formats`.
 
     Args:
         path: a directory or a file.
-        part: ``"model"`` or ``"optimizer"``, where only that is wanted from a directory that has several.
+        part: ``"model"`` or ``"optimizer"``, to choose in a directory that has both in different formats.
 
     Raises:
-        FileNotFoundError: nothing is there, or nothing that is known.
-        CheckpointError: several formats are in the directory; they are named.
+        FileNotFoundError: there is no checkpoint of a known format.
+        CheckpointError: the directory has several formats; they are named.
     """
     place = Path(path)
     file_format = next(formats_at(place), None) if place.is_file() else None
@@ -328,22 +321,22 @@ def open_checkpoint(
     parameter_names: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> OpenSource:
-    """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
+    """Open a checkpoint of any format for reading. Nothing in it is executed. Use it in a ``with`` block to close it.
 
     Args:
-        path: a directory or a file. A directory of native checkpoints stands for the newest of them, one of a Trainer
-            or of accelerate for the last ``checkpoint-N`` or ``checkpoint_N`` by its number.
-        format: the name of one of :func:`known_formats`; ``None``: found out.
-        optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
+        path: a directory or a file. In a directory of native checkpoints, opens the newest; in one of a Trainer or of
+            accelerate, the ``checkpoint-N`` or ``checkpoint_N`` with the highest number.
+        format: the name of one of :func:`known_formats`; ``None``: detect it.
+        optimizer: ColossalAI only: the optimizer's directory, if it is not next to the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
-        rename: names in it, or regular expressions, and what they become; see
+        rename: names in the checkpoint, or regular expressions, with their new names; see
             :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: ``format`` is not one of the names, or a rule of ``rename`` fits nothing.
-        CheckpointError: several formats, or content that is not known.
-        RefusedPickle: a file that could only be read by running code; it says which classes it names.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: an unknown ``format``, or a rule of ``rename`` that matches nothing.
+        CheckpointError: several formats, or unknown content.
+        RefusedPickle: a file that can only be read by running code; the message names its classes.
         CheckpointDamage: a file is missing, cut off or changed.
     """
     names = [each.name for each in known_formats()]
@@ -379,7 +372,7 @@ def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:
-    """What a foreign file says of its tensors and of its state is believed as far as it can be true."""
+    """Check that names, sizes and state of a foreign file are plausible."""
     where, there = places[0], 0
     try:
         for place in (Path(each) for each in places if each is not None):

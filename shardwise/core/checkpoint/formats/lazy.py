@@ -1,6 +1,6 @@
-"""What the readers of all formats share: a tensor as a shape, a dtype and a function that reads a range of it.
+"""Lazy tensors: a shape, a dtype and a function that reads a range. Readers and writers of all formats use them.
 
-A writer takes the same entries, so what flows between two formats is one block of one tensor at a time.
+A conversion between two formats holds one block of one tensor at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor that is not in memory. ``read(start, numel)`` returns 1-D elements on the CPU, in the fact's dtype."""
+    """A lazy tensor. ``read(start, numel)`` returns elements, 1-D on the CPU, in the dtype of ``fact``."""
 
     fact: TensorInfo
     read: Callable[[int, int], torch.Tensor]
@@ -47,7 +47,7 @@ class Entry:
         return self.fact.numel * self.fact.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
-        """The same tensor in another dtype, cast block by block."""
+        """Return the tensor in another dtype, cast block by block."""
         if dtype is None or dtype == self.fact.dtype:
             return self
         read = self.read
@@ -55,25 +55,25 @@ class Entry:
 
 
 def blocks(fact: TensorInfo) -> Iterator[tuple[int, int]]:
-    """``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`; none for an empty tensor."""
+    """Yield ``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`."""
     step = max(1, BLOCK_BYTES // fact.dtype.itemsize)
     for start in range(0, fact.numel, step):
         yield start, min(step, fact.numel - start)
 
 
 def to_tensor(entry: Entry) -> torch.Tensor:
-    """The tensor itself, in memory and in its shape."""
+    """Return the full tensor."""
     return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
 
 
 def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """The tensors themselves; one entry under two names is one tensor, whose memory ``torch.save`` writes once."""
+    """Return full tensors; one entry under two names is one tensor, which ``torch.save`` writes once."""
     loaded = {id(entry): to_tensor(entry) for entry in entries.values()}
     return {name: loaded[id(entry)] for name, entry in entries.items()}
 
 
 def entry_of_tensor(tensor: torch.Tensor) -> Entry:
-    """A tensor that is in memory, or mapped from a file.
+    """Return the entry of a tensor in memory, or mapped from a file.
 
     Raises:
         TypeError: a sparse or quantized tensor, which has no plain elements.
@@ -90,17 +90,17 @@ def entry_of_tensor(tensor: torch.Tensor) -> Entry:
 
 
 def entries_of(source: CheckpointSource) -> dict[str, Entry]:
-    """Every tensor of a checkpoint as an entry."""
+    """Return every tensor of a checkpoint as an entry."""
     return {name: Entry(fact, partial(source.read, name)) for name, fact in source.tensors().items()}
 
 
 def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, tied: bool = False) -> dict[str, Entry]:
-    """The model's tensors under plain names.
+    """Return the model's tensors without the prefix ``model/``.
 
     Args:
         source: any checkpoint.
-        dtype: what floating-point tensors become; ``None``: as stored.
-        tied: list a tied tensor under each of its names instead of only the first.
+        dtype: dtype for floating-point tensors; ``None``: as stored.
+        tied: return a tied tensor under each of its names, not only the first.
     """
     found = {}
     for name, entry in entries_of(source).items():
@@ -117,7 +117,7 @@ def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, ti
 class LazySource:
     """A :class:`CheckpointSource` made of entries.
 
-    ``format`` is the name of the format, ``notes`` says in sentences what a file holds that could not be taken over.
+    ``format`` is the name of the format; ``notes`` are sentences about values of the file that are ignored.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class LazySource:
         return {name: entry.fact for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """1-D, elements [start, start + numel) of the flattened tensor.
+        """Return elements [start, start + numel) of the flattened tensor.
 
         Raises:
             KeyError: there is no such tensor.
@@ -168,7 +168,7 @@ class LazySource:
         self.close()
 
     def close(self) -> None:
-        """Let go of open files; later reads fail."""
+        """Close open files; later reads fail."""
         self._closed = True
         if self._close is not None:
             self._close()
