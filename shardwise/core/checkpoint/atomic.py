@@ -495,7 +495,7 @@ def settle(files: Any, old: str, new: str, ours: Ours) -> None:
         elif not os.path.lexists(place):
             moved = _move(files, path, place) or moved
         elif _is_folder(path) or _is_folder(place):
-            continue  # somebody made one where the other was, just now
+            continue  # another process has just created it
         elif _is_known(path, place):
             files.remove_tree(path)
         else:

@@ -45,8 +45,8 @@ MOST_INDEX_BYTES = 512 << 20
 MOST_MANIFEST_BYTES = 2 << 30
 """The same of a native manifest, which has some 57 bytes a piece: 0.7 GB where 16384 ranks have shards of 256 layers
 and their two moments. Reading it takes ten times as much memory on each rank: with 2 GiB, 160 GiB on a host of 8 ranks.
-Making it takes rank 0 a little more, so whoever could save can load. What is no manifest fails by its checksum, before
-it is parsed."""
+Writing it takes rank 0 a little more, so a run that could save can load. Other content fails the checksum before it is
+parsed."""
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 1024
 """Of each part of a file's name, as on every system, and of all parts of one that a file names."""
 MOST_TIMES = 4
@@ -92,8 +92,8 @@ def saving(what: object) -> Iterator[None]:
     except PARSING as error:
         if isinstance(error, MemoryError):
             raise
-        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
-        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", told)
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
+        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", text)
         raise CheckpointError(f"{what} is not saved, since no load would take it: {why}") from error
 
 

@@ -91,7 +91,7 @@ def get_optimizer_state_dict(
         for number, values in whole[STATE].items():
             shape = shapes[flat[number]].shape
             state[flat[number]] = {key: form(each, divided=_like(each, shape)) for key, each in values.items()}
-        # What was never stepped (unused, or without elements) has none, which is told from one that is missing.
+        # A parameter that was never stepped (unused, or empty) gets an empty entry, so that it is not missing.
         state |= {name: {} for name in flat if name in trained and name not in state}
         for group, own in zip(whole[GROUPS], names, strict=True):
             groups.append({**group, PARAMS: list(own)})

@@ -217,7 +217,7 @@ def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointS
 
 
 def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
-    """Of the parameters whose state is element-wise, as far as can be told."""
+    """Return the shapes of parameters whose state seems element-wise."""
     found: dict[str, set[Shape]] = {name: set() for name in names}
     start = f"optimizer/{index}/"
     for full, fact in source.tensors().items():

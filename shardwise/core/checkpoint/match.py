@@ -392,14 +392,14 @@ class OptimizerMatch:
         ones = [next(iter(linked)) if len(linked) == 1 else (-1, -1) for linked in links]
         taken = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
         self.taken[own.index] = taken
-        trained, frozen, anew = self._local_state.trained(trainer), list[str](), list[str]()
+        trained, frozen, without_state = self._local_state.trained(trainer), list[str](), list[str]()
         for group, name, stored in own.parameters():
             number = None if stored is None else holders.get(stored)
             entry = None if number is None or stored is None else self._saved[number].entries.get(stored)
             # Options that stay may ask for more state than there is.
             lacking = number in accepted and entry and self._misfit(own, number, options[group], name, entry)
             if number is None or lacking:
-                anew += [name] if name in trained else []
+                without_state += [name] if name in trained else []
             elif number not in accepted:
                 continue  # that has been noted of all of them
             elif entry is not None and stored is not None and name in trained:
@@ -413,7 +413,7 @@ class OptimizerMatch:
                 }
             elif entry:
                 frozen.append(name)
-        lines = [f"these parameters start without state: {shortened(anew)}"] if anew else []
+        lines = [f"these parameters start without state: {shortened(without_state)}"] if without_state else []
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
 

@@ -96,8 +96,8 @@ def restore(
             print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
     if skipped:
         listed = ", ".join(skipped)
-        told = f"; {_taken_from(begun)}" if begun else ""
-        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{told}")
+        suffix = f"; {_taken_from(begun)}" if begun else ""
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{suffix}")
     return None
 
 
@@ -300,7 +300,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
     """
     what = f"find a checkpoint in {root}"
     paths: list[str] = agree(run.gather, run.rank, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
-    if not paths:  # "auto" starts anew then: not where other ranks have what rank 0 does not see
+    if not paths:  # "auto" starts from scratch then, which is wrong if other ranks see checkpoints
 
         def none_here() -> None:
             if scan(root):

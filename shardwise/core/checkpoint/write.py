@@ -129,12 +129,12 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
         serial = root.prepare(tag)
         return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.local_state())]
 
-    told = agree(run.gather, run.rank, what, make)[1]
-    _, serial, name, digests = told[0]
+    rows = agree(run.gather, run.rank, what, make)[1]
+    _, serial, name, digests = rows[0]
     hidden = os.path.join(root.path, name)
 
     def look() -> bool:
-        _check_tags([row[0] for row in told])
+        _check_tags([row[0] for row in rows])
         return appears(hidden)
 
     seen = agree(run.gather, run.rank, what, look)[1]
@@ -277,14 +277,14 @@ def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]
     yield from contents.shapes.items()
 
 
-def _agreeing(told: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """Return dtype and shape by tensor, equal on all ranks: readers interpret pieces by the manifest.
 
     Raises:
         CheckpointError: dtype or shape of a tensor differ.
     """
     found: dict[str, list[Any]] = {}
-    for own in told:
+    for own in rows:
         for name, fact in own.items():
             if found.setdefault(name, fact) != fact:
                 raise CheckpointError(

@@ -397,7 +397,7 @@ def _model(rest: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[st
     parents = {prefix.rstrip(".").rpartition(".")[0] for prefix in optimizers} | {""}
     tensors = [key for key, (_, item) in rest.items() if item.shape is not None]
     for start in [f"{parent}.{name}.".lstrip(".") for parent in sorted(parents) for name in MODEL_PREFIXES]:
-        # A model may itself have a module called "model": then other parameters stand beside it.
+        # A model may itself have a module called "model": then other parameters are next to it.
         inside = [key for key in tensors if key.startswith(start) and len(rest[key][1].path) > 1]
         if inside:
             break

@@ -294,10 +294,10 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
     found = [each.name for each in at]
-    if runs:  # one of our own that stands beside it holds all of it
+    if runs:  # a native checkpoint next to it has everything
         found = ["native"] if "native" in found else runs
     if part is not None and found == ["colossalai", "huggingface"]:
-        return "huggingface" if part == "model" else "colossalai"  # the optimizer beside a model in one file
+        return "huggingface" if part == "model" else "colossalai"  # an optimizer next to a model in one file
     if len(found) > 1:
         raise CheckpointError(f"{place} holds several formats: {', '.join(found)}; choose one with format=")
     if found:

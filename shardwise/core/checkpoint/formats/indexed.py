@@ -1,4 +1,4 @@
-"""Directories with an index: ``{"metadata": ..., "weight_map": {name: file}}`` beside the shards it names.
+"""Directories with an index: ``{"metadata": ..., "weight_map": {name: file}}`` next to the shards that it names.
 
 Hugging Face and ColossalAI share this layout and differ in file names. Shards are safetensors files or torch files.
 """
@@ -78,7 +78,7 @@ class Shards:
         return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
 
     def header(self) -> dict[str, Any]:
-        """What our own files among those opened say beside their tensors."""
+        """Return the header of the first opened file that we wrote."""
         found = (read_header(opened.metadata) for opened in self._open.values())
         return next((header for header in found if header), {})
 

@@ -251,7 +251,7 @@ def _in_memory(value: Any) -> Any:
     return to_tensor(value) if isinstance(value, Entry) else value
 
 
-# -- what stands beside numbers in our own files
+# -- metadata of numbered state in our own files
 
 
 def numbered_metadata(source: CheckpointSource, index: int) -> dict[str, Any]:

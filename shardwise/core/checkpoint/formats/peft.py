@@ -248,7 +248,7 @@ def embedding_weights(
         settings: the adapter's configuration.
         vocabulary: what ``vocabulary_of`` said of the model; ``None``: not known.
 
-    Warns where the base model's configuration is not on this machine, so that nobody can say whether it was resized.
+    Warns if the base model's configuration is not on this machine, so that a resize cannot be detected.
     """
     known = vocabulary or {}
     layers: dict[str, list[str]] = {path: [] for path in known.get("embeddings") or ()}

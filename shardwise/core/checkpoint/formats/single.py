@@ -1,7 +1,8 @@
 """Single files: a safetensors file, or a file of ``torch.save`` with a state dictionary or a training checkpoint.
 
 Of torch files three shapes are known: the state dictionary itself; a dictionary with it under ``state_dict``
-(Lightning), ``model``, ``model_state_dict`` or ``module``, and optimizers beside it; an optimizer's ``state_dict()``.
+(Lightning), ``model``, ``model_state_dict`` or ``module``, with optimizers in other entries; an optimizer's
+``state_dict()``.
 """
 
 from __future__ import annotations
@@ -97,16 +98,16 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
     notes = [f"{path}: {name} is a {type(value).__name__} and was left out" for name, value in left.items()]
     if key is not None:
         known = {key, *OPTIMIZER_KEYS}
-        notes += [f"{path}: {other!r} beside {key!r} was left out" for other in content if other not in known]
+        notes += [f"{path}: {other!r} next to {key!r} was ignored" for other in content if other not in known]
     shapes = {name: entry.fact.shape for name, entry in entries.items()}
     more = read_header({HEADER: content[HEADER]}) if alone and isinstance(content.get(HEADER), str) else {}
     names = more.get("names") if parameter_names is None else parameter_names
     records = []
     for index, saved in enumerate([content] if alone else _optimizers(content) if key is not None else []):
-        found, record, told = from_numbered(saved, index, shapes, names, str(path))
+        found, record, more_notes = from_numbered(saved, index, shapes, names, str(path))
         named.update(found)
         records.append(record)
-        notes += told
+        notes += more_notes
     if not named and not records:
         raise CheckpointError(f"{path} holds no tensors under names; its keys are {list(content)[:8]!r}")
     if records:

@@ -51,11 +51,13 @@ def kind_of(path: Path) -> str | None:
         return "trainer"
     names = [item.name for item in path.iterdir()]
     files = (_OPTIMIZER, _RANDOM, _RANDOM_OF_ACCELERATE)
-    beside = [name for name in names if any(each.fullmatch(name) for each in files)]
-    beside += [name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()]
-    if not beside or _model_reader(path) is None:
+    files_of_run = [name for name in names if any(each.fullmatch(name) for each in files)]
+    files_of_run += [
+        name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()
+    ]
+    if not files_of_run or _model_reader(path) is None:
         return None
-    return "trainer" if any(name.endswith((".pt", ".pth")) for name in beside) else "accelerate"
+    return "trainer" if any(name.endswith((".pt", ".pth")) for name in files_of_run) else "accelerate"
 
 
 def find_latest(path: Path) -> Path | None:
@@ -97,7 +99,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
                 f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
-        raise FileNotFoundError(f"{directory} has no model beside its state: none of {', '.join(SINGLE_FILES + INDEX)}")
+        raise FileNotFoundError(f"{directory} has no model: none of {', '.join(SINGLE_FILES + INDEX)}")
     model = reader()
     opened = [model]
     try:
@@ -218,7 +220,7 @@ def _updates(state: Mapping[str, Any]) -> int:
     return most
 
 
-# -- what is beside them
+# -- schedulers, random number generators, loss scale
 
 
 def _add_schedulers(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
