@@ -185,7 +185,7 @@ def test_another_classes_state_is_refused(saved: str, here: str, engine: bool, t
         loader.load(tmp_path / "one")
     with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, but the checkpoint has the state of a class that"):
         loader.load(tmp_path / "dcp")
-    with pytest.raises(ValueError, match=f"not one of {own}"):
+    with pytest.raises(ValueError, match=f"not a state of {own}"):
         second.load_state_dict(first.state_dict())
     after = dict(model.state_dict()), second.state_dict()["state"]
     assert str(after) == str(before)
