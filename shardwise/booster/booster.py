@@ -22,7 +22,7 @@ from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_wri
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.core.checkpoint.fitting import Fit, Rows
-from shardwise.core.checkpoint.match_schedulers import fitting_state
+from shardwise.core.checkpoint.schedulers import fitting_state
 from shardwise.core.parallel.pipeline import merged
 
 __all__ = ["Booster", "CheckpointIO", "FitOptions", "SaveOptions"]

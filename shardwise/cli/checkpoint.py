@@ -20,7 +20,7 @@ from shardwise.core.base.sizes import parse_size, size_text
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+    from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
 __all__ = ["add_parser", "main"]
 
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource]:
-    from shardwise.core.checkpoint.files import CheckpointError
+    from shardwise.core.checkpoint.source import CheckpointError
 
     source = _open(options, name)
     for note in getattr(source, "notes", ()):
@@ -136,9 +136,8 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
 
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
-    from shardwise.core.checkpoint.files import CheckpointError
     from shardwise.core.checkpoint.formats.detect import open_checkpoint
-    from shardwise.core.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     path: Path = getattr(options, name)
     format, optimizer = getattr(options, f"{name}_format"), getattr(options, f"{name}_optimizer")
@@ -207,7 +206,7 @@ class _Watched:
         self._source.close()
 
 
-def _nbytes(fact: TensorFact) -> int:
+def _nbytes(fact: TensorInfo) -> int:
     return fact.numel * fact.dtype.itemsize
 
 
@@ -255,7 +254,7 @@ def _place_of(source: CheckpointSource, path: Path) -> str:
     return str(getattr(source, "directory", path) if _format_of(source) == "native" else path)
 
 
-def _dtype_text(fact: TensorFact) -> str:
+def _dtype_text(fact: TensorInfo) -> str:
     return str(fact.dtype).removeprefix("torch.")
 
 
@@ -265,9 +264,8 @@ def _dtype_text(fact: TensorFact) -> str:
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
-    from shardwise.core.checkpoint.file_system import DISK
-    from shardwise.core.checkpoint.files import CheckpointError
-    from shardwise.core.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.atomic import DISK
+    from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     megabytes = _megabytes("5GB" if options.max_shard_size is None else options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -301,10 +299,9 @@ def _megabytes(text: str) -> float:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardwise.core.checkpoint.files import CheckpointError
     from shardwise.core.checkpoint.formats.detect import open_checkpoint
     from shardwise.core.checkpoint.read import NativeSource
-    from shardwise.core.checkpoint.source import CheckpointDamage
+    from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():
         raise BadInput(f"{options.path}: no such file or directory")

@@ -88,7 +88,7 @@ def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
 
 def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
     """Which one is written, and its configuration."""
-    from shardwise.core.checkpoint.formats.peft_config import deduced_config, the_adapter
+    from shardwise.core.checkpoint.formats.peft import deduced_config, the_adapter
 
     if options.lora_alpha is not None and not 0 < options.lora_alpha < float("inf"):
         raise ValueError(f"--lora-alpha {options.lora_alpha}: give a number above 0")
@@ -120,8 +120,8 @@ def _given(path: Path, name: str) -> dict[str, Any]:
 
 def _config_beside(path: Path, name: str) -> Any:
     from shardwise.core.checkpoint.bounds import read_json
-    from shardwise.core.checkpoint.files import CheckpointError
     from shardwise.core.checkpoint.formats.detect import located
+    from shardwise.core.checkpoint.source import CheckpointError
 
     try:
         content = read_json(located(path) / f"{name}.json")

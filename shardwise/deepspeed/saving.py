@@ -9,29 +9,24 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.checked import as_mapping, as_path
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.bounds import read_name, reading
 from shardwise.core.checkpoint.directory import LATEST, scan
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.find import opening
 from shardwise.core.checkpoint.format import MANIFEST
-from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE
-from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
+from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.formats.param_groups import group_options
-from shardwise.core.checkpoint.frozen import TrainedOnly
 from shardwise.core.checkpoint.match import Match, Wanted
-from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
-from shardwise.core.checkpoint.options import fitting
+from shardwise.core.checkpoint.options import checked_options
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.restore import put_back, read_others
-from shardwise.core.checkpoint.run import EngineRun
-from shardwise.core.checkpoint.schedulers import SavedScheduler
+from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
+from shardwise.core.checkpoint.run import EngineRun, TrainedOnly
+from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerMatch, saved_schedulers
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import StateTensors
+from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 from shardwise.core.checkpoint.write import agree
 from shardwise.deepspeed.config import AssertedError
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
@@ -179,7 +174,7 @@ def take_over(
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
     def look() -> tuple[Match, _Rest]:
-        match = Match(open_it(), run.held(), strict, wanted)
+        match = Match(open_it(), run.local_state(), strict, wanted)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
@@ -187,7 +182,7 @@ def take_over(
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
-        put_back(run, match, path, rest.put_back)
+        load_into(run, match, path, rest.put_back)
     return rest.found
 
 
@@ -223,7 +218,7 @@ class _Rest:
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
-        self._others = read_others(run, match) if native else _buffers(match)
+        self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
             for index, taken in match.taken.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
@@ -238,23 +233,23 @@ class _Rest:
         groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
         for number, (own, saved) in enumerate(groups):
             options = {key: value for key, value in saved.items() if wanted(key, own)}
-            self._groups.append((index, number, fitting(own, options, f"optimizer {index}, group {number}")))
+            self._groups.append((index, number, checked_options(own, options, f"optimizer {index}, group {number}")))
 
     def put_back(self) -> None:
         """Change the session."""
-        self._match.held.put_others(self._others)
+        self._match.local_state.put_others(self._others)
         for index, number, options in self._groups:
             self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)
-        self._schedules.put_back(self._run)
+        self._schedules.apply(self._run)
 
 
 def _buffers(match: Match) -> dict[str, torch.Tensor]:
     found = {}
-    for name, value in match.held.buffers().items():
-        if f"model/{name}" in match.facts and name in match.held.others:
+    for name, value in match.local_state.buffers().items():
+        if f"model/{name}" in match.facts and name in match.local_state.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return found
 
@@ -385,14 +380,14 @@ def _place(root: Path, tag: str | None, latest: str) -> str | None:
 class WithoutFrozen(PartRun):
     """A session saved without frozen parameters, except those that an optimizer has."""
 
-    def held(self) -> TrainedOnly:
+    def local_state(self) -> TrainedOnly:
         """Return the state to save."""
         return TrainedOnly(self._session.engine, self._session.optimizers)
 
 
 def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all") -> bool:
     """Return whether the checkpoint fits except for missing frozen parameters, which then keep their values."""
-    held = WithoutFrozen(session).held()
+    held = WithoutFrozen(session).local_state()
     if not held.left_out:
         return False
     try:
@@ -400,7 +395,7 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all")
     except (CheckpointError, OSError, ValueError):
         return False  # loading reports the error on every rank
     try:
-        match = Match(source, PartRun(session).held(), False, wanted)
+        match = Match(source, PartRun(session).local_state(), False, wanted)
     except ValueError:
         return False
     finally:

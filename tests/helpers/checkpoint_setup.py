@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, ScalerPlan, TierPlan, on_device, replicated, zero
 from shardwise.session import Session

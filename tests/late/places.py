@@ -53,7 +53,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("cli/", "", "", PROGRAM),
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
-    ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),

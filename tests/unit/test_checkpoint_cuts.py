@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from shardwise.core.checkpoint import read
-from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
     PIECE_BYTES,
     Head,
     Manifest,
+    PieceFile,
+    PieceLayout,
     decode_manifest,
     encode_manifest,
     hexadecimal,
@@ -26,9 +28,8 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.pieces import PieceFile, PieceLayout
 from shardwise.core.checkpoint.read import NativeSource, verify
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.engine.fragments import Fragment, split
 from shardwise.core.parallel.tensor import Cut, Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -55,7 +56,7 @@ def written(directory: Path, whole: torch.Tensor, cut: Cut) -> None:
             file.write(index, value)
         files.append(file.finish())
         pieces.append(file.pieces(rank))
-    facts = {"model/w": TensorFact(tuple(whole.shape), whole.dtype)}
+    facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
     manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)
     (directory / MANIFEST).write_bytes(encode_manifest(manifest))

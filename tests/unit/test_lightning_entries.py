@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.strategies.entries import CLASS, left_out, pack, unpack
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING
 

@@ -30,12 +30,12 @@ from shardwise.core.update.disk_tiles import is_element_wise
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = [
+    "EngineLocalState",
     "Fill",
     "Fragment",
     "FragmentBlock",
     "FragmentPlan",
     "FragmentReader",
-    "Held",
     "Stored",
     "TensorShape",
     "split",
@@ -116,6 +116,13 @@ class FragmentPlan:
             self._owned.append(owned)
         self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
 
+    def extend(self, other: FragmentPlan) -> FragmentPlan:
+        """Append the fragments of another plan."""
+        self._blocks = [*self._blocks, *other._blocks]
+        self._owned += other._owned
+        self.fragments += other.fragments
+        return self
+
     def values(self) -> Iterator[torch.Tensor]:
         """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
         reader = self.reader()
@@ -176,7 +183,7 @@ def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
     return pieces
 
 
-class Held:
+class EngineLocalState:
     """One engine and its optimizers, by global names.
 
     Attributes:
@@ -249,7 +256,7 @@ class Held:
         """Names of extra state of the whole model."""
         return [name for name, value in self._outlines.items() if is_extra(name, value)]
 
-    def gives(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
         mesh, staging = self.engine.mesh, self.engine.staging
         first = staging.rank_of(name) if staging is not None else 0
@@ -344,7 +351,7 @@ class Held:
     # ---- in
 
     @torch.no_grad()
-    def put_back(
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],

@@ -21,11 +21,10 @@ from torch import nn
 from shardwise.core.checkpoint import formats
 from shardwise.core.checkpoint.format import encode_manifest, read_manifest
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.match_schedulers import fitting_state
 from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.checkpoint.restore import Restored
 from shardwise.core.checkpoint.run import as_run
-from shardwise.core.checkpoint.schedulers import write_lr_scheduler
+from shardwise.core.checkpoint.schedulers import fitting_state, write_lr_scheduler
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.torch_run import TorchRun
 from shardwise.core.parallel.tensor import Cut

@@ -23,10 +23,9 @@ from sharded_setup import adam
 from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.testing import assert_close, run_ranks
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

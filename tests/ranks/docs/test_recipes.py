@@ -18,7 +18,6 @@ from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import (
     detect_format,
     known_formats,
@@ -27,6 +26,7 @@ from shardwise.core.checkpoint.formats import (
     write_checkpoint,
 )
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import register_backend
 from shardwise.core.memory.disk import DiskError, Medium, register_medium
 from shardwise.core.mesh import Mesh

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lightning_setup import Toy, close, data, fit, since, stock, toy, trainer, weights, worst
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import PeerError
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, to_single_file
 from shardwise.strategies.namespace import LIGHTNING

@@ -30,7 +30,7 @@ from tier_setup import (
     with_tiers,
 )
 
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.memory.disk import run_directory
 from shardwise.core.memory.disk.store import DiskError, DiskStore

@@ -19,7 +19,7 @@ from tier_setup import (
     with_tiers,
 )
 
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
