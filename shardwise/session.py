@@ -23,15 +23,15 @@ from shardwise.core.checks.agreement import agreed_build, agreed_load
 from shardwise.core.checks.collective import collective
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
+from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.given import as_now
-from shardwise.core.engine.memory import MemoryReport
+from shardwise.core.engine.full_values import full_gradients, full_values
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
 from shardwise.core.engine.packed_weights import settle_packed
 from shardwise.core.engine.pipelined import PipelineSteps
-from shardwise.core.engine.whole import whole_gradients, whole_values
+from shardwise.core.engine.user_optimizer import snapshot
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
@@ -133,8 +133,8 @@ class Session:
         if to_system:
             give_back(self.mesh.device)
 
-    def set_aside(self, pin_memory: bool = False) -> int:
-        """Move masters and optimizer state from the device to host memory, until :meth:`bring_back`.
+    def offload_states(self, pin_memory: bool = False) -> int:
+        """Move masters and optimizer state from the device to host memory, until :meth:`reload_states`.
 
         Meanwhile the model can be evaluated, saved and loaded; what trains is refused. Every rank calls it, between
         steps.
@@ -149,20 +149,20 @@ class Session:
             RuntimeError: gradients are held that no step has used, updates are made during backward, or the session is
                 closed.
         """
-        self.engine.check_open("set_aside()")
+        self.engine.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
             raise RuntimeError(
-                f"set_aside() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
+                f"offload_states() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
                 "between steps (zero_grad() drops gradients), under update='step'"
             )
-        moved = sum(each.put(pin_memory) for each in self.engine.asides)
+        moved = sum(each.offload(pin_memory) for each in self.engine.state_offloads)
         self.drop_gathered()
         return moved
 
-    def bring_back(self) -> None:
-        """End of :meth:`set_aside`; where nothing was, nothing happens."""
-        for each in self.engine.asides:
-            each.bring_back()
+    def reload_states(self) -> None:
+        """End of :meth:`offload_states`; where nothing was, nothing happens."""
+        for each in self.engine.state_offloads:
+            each.reload()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not reduced (plans that keep whole gradients only)."""
@@ -210,12 +210,12 @@ class Session:
                 "reduced and not kept; look at them under update='step'"
             )
         self.engine.passes.reduce_rest()
-        self.engine.visible.collect()
+        self.engine.facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
-        divisors = {index: self.engine.visible.divisor(index) for index in range(-1, len(self.optimizers))}
+        divisors = {index: self.engine.facade.divisor(index) for index in range(-1, len(self.optimizers))}
         return {
-            self.engine.division.census.facts[place].names[0]: value.div_(divisors[optimizer])
-            for place, optimizer, value in whole_gradients(self.engine)
+            self.engine.partition.table.facts[place].names[0]: value.div_(divisors[optimizer])
+            for place, optimizer, value in full_gradients(self.engine)
         }
 
     # ---- parameters
@@ -293,14 +293,14 @@ class Session:
                 "(state_dict(), save_model) and load that into a whole one"
             )
         self.engine.values.settle("unshard()")
-        for index, value in whole_values(self.engine, masters=True):
+        for index, value in full_values(self.engine, masters=True):
             values[index] = value.to("cpu", copy=True)
         # What is gathered now would be evicted some time, with the user's values in it.
         self.engine.pool.invalidate(everything=True)
         self.close()
         if self.engine.cutting is not None:
             self.engine.cutting.remove()
-            self.engine.division.release()  # what stood on layers that were cut
+            self.engine.partition.release()  # what stood on layers that were cut
         for index, param in enumerate(self.params):
             param.grad = None
             adopt(param, values.pop(index))
@@ -433,8 +433,8 @@ def build(
             scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
             wrapped = []
             for index, each in enumerate(optimizers):
-                undo.callback(as_now(each))  # also if it fails half way
-                engine.division.narrow(each)
+                undo.callback(snapshot(each))  # also if it fails half way
+                engine.partition.narrow(each)
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):
@@ -474,7 +474,7 @@ def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:
     """The last that may be wrong with what the user gave; all ranks go on, or none."""
     with agreed_build(mesh.everyone, dict):
         for each in optimizers:
-            each.foresee()
+            each.check_before_build()
 
 
 def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:

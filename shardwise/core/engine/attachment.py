@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +15,19 @@ from torch import nn
 from shardwise.core.checks.guards import Guards, refusals_of_wrappers
 from shardwise.core.checks.own_state import OwnState
 from shardwise.core.engine.casts import cast_floats, each_tensor
-from shardwise.core.engine.loading import compare_given, load_whole
-from shardwise.core.engine.outside_trace import of_units
-from shardwise.core.engine.weak import weakly
+from shardwise.core.engine.loading import compare_states, load_full
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.shards.hooks import GatherHooks, trace_hooks
 from shardwise.core.shards.meter import MemoryMeter
+from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.shards.transforms import outside_transforms
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
-__all__ = ["Attachment"]
+__all__ = ["Attachment", "of_units", "weakly"]
 
 
 # [Note: Order of the hooks around a forward pass]
@@ -34,7 +35,7 @@ __all__ = ["Attachment"]
 # one): a pass that failed is dropped, and wrong uses are refused, before anything is gathered for this one. After the
 # pass those that gather let go first; then the ranks finish their gathers together, and what was written to copies is
 # looked for. Gradients are taken by the last hook of a parameter: what was hooked before the build sees them, what
-# comes later is refused (VisibleGrads.take).
+# comes later is refused (GradFacade.take).
 class Attachment:
     """To one model.
 
@@ -48,7 +49,7 @@ class Attachment:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._places = engine.visible.places
+        self._places = engine.facade.places
         self._kept: list[tuple[ChunkGrads, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
         self.own_state: OwnState
@@ -79,7 +80,7 @@ class Attachment:
             if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
                 seen = weakly(self._saw_grad, state.spec.unit)
                 handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
-            engine.visible.follow(place, handles[-1])
+            engine.facade.follow(place, handles[-1])
             self._remove += [handle.remove for handle in handles]
         guards = Guards(engine.model, engine.params, engine.chunks, engine.layout, engine.pool)
         self._remove.append(guards.remove)
@@ -126,9 +127,9 @@ class Attachment:
         engine = self._engine
         with engine.mesh.doing("load_state_dict() of the model"):
             if not engine.pool.blocks.all_held:
-                return load_whole(engine, state_dict, strict, assign)
+                return load_full(engine, state_dict, strict, assign)
             if self.own_state.kept:  # otherwise it is refused
-                compare_given(engine, state_dict)
+                compare_states(engine, state_dict)
             return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
 
     def _follow(self, hooks: GatherHooks) -> None:
@@ -219,13 +220,13 @@ class Attachment:
             return  # frozen since the forward pass: autograd adds nothing, and it counts as not used
         engine, (state, slot) = self._engine, self._places[place]
         # Taken first, whatever is refused below: it must not stand there at the next pass.
-        grad = engine.visible.take(place, param)
+        grad = engine.facade.take(place, param)
         engine.passes.gradient_came()
         if grad is None:
             return
         if state.chunk.unseen:
             raise RuntimeError(
-                f"{engine.visible.name(state.spec.slots[slot].param)} got a gradient, and was not there when it was "
+                f"{engine.facade.name(state.spec.slots[slot].param)} got a gradient, and was not there when it was "
                 "used: no forward pass has gathered it since the last update, and outside of one it is NaN. Use it in "
                 "forward() of its module or of one around it (a method of the model that the loop calls is none), or "
                 "make the loss inside `with model.gathered():` of what boost/build returned"
@@ -267,3 +268,51 @@ class Attachment:
 
 def _drop(own: dict[str, Any], name: str) -> None:
     own.pop(name, None)
+
+
+def of_units(
+    stats: MemStats, model: nn.Module, units_of: Mapping[str, Sequence[int]], pool: ChunkPool
+) -> MemStats | None:
+    """``stats`` by units, or ``None`` where they are not of ``model``'s modules.
+
+    Args:
+        stats: what ``trace_memory`` gave for such a model.
+        model: the one that is trained.
+        units_of: by name of a module, the units that it uses.
+        pool: the units.
+    """
+    modules = list(model.named_modules())
+    shown = {number: name or type(module).__name__ for number, (name, module) in enumerate(modules)}
+    if set(stats.gathered_bytes) != set(shown):
+        return None
+    moments: list[Moment] = []
+    for moment in stats.moments:
+        if moment.unit == NO_UNIT:
+            moments.append(moment)
+        elif shown.get(moment.unit) != moment.name:
+            return None
+        else:
+            units = units_of.get(modules[moment.unit][0], ())
+            moments += [replace(moment, unit=unit, name=pool.units[unit].title) for unit in units]
+            moments += [] if units else [replace(moment, unit=NO_UNIT)]
+    return replace(stats, moments=moments, gathered_bytes={unit: size for unit, size in pool.sizes.items() if size})
+
+
+# [Note: What keeps an engine alive]
+# The model holds its hooks, these hold the engine, and the engine the model: a cycle that Python's collector finds when
+# nobody uses any of it. It does not look at the post-accumulate hooks of a parameter: these refer to the engine weakly,
+# as does what stands in ``.grad``, or the model would never be freed. Whoever uses the model keeps the engine by its
+# other hooks, so the weak ones find it.
+def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """``method(*arguments, parameter)``, without keeping the method's object; nothing, once that is gone.
+
+    No collector sees a parameter's post-accumulate hooks: one that refers to the parameter's engine (``arguments``
+    included) would keep both for ever.
+    """
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(param: Any) -> Any:
+        found = owner()
+        return None if found is None else function(found, *arguments, param)
+
+    return hook

@@ -14,17 +14,15 @@ from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.description import describe_build
 from shardwise.core.checks.guards import check_shardable
 from shardwise.core.checks.unfinished import Unfinished
-from shardwise.core.engine.accounts import StateAccounts
-from shardwise.core.engine.aside import Aside
+from shardwise.core.engine.accounts import HeldBuffers, StateAccounts
 from shardwise.core.engine.attachment import Attachment
-from shardwise.core.engine.division import Division
-from shardwise.core.engine.held_buffers import HeldBuffers
-from shardwise.core.engine.initial import load_initial_values
+from shardwise.core.engine.grad_facade import GradFacade, StaleGradWarnings
+from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.engine.packed_weights import check_packed, follow
+from shardwise.core.engine.partition import Partition
 from shardwise.core.engine.storage import Storage
-from shardwise.core.engine.used_grads import UsedGrads
 from shardwise.core.engine.values import Values
-from shardwise.core.engine.visible_grads import VisibleGrads
+from shardwise.core.engine.writer import load_initial_values
 from shardwise.core.grads.counts import StepCounts
 from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import Reducer
@@ -69,15 +67,15 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.division.every)):
-            self.whole = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
+        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.partition.every)):
+            self.whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
             """Optimizers that get whole tensors."""
             check_packed(model)
             check_shardable(model)
-            self.division = Division(model, optimizers, plan, mesh)
+            self.partition = Partition(model, optimizers, plan, mesh)
             self._check_whole()
-        self.params, facts = self.division.params, self.division.facts
-        self.cutting, self.staging = self.division.cutting, self.division.staging
+        self.params, facts = self.partition.params, self.partition.facts
+        self.cutting, self.staging = self.partition.cutting, self.partition.staging
         self.party = mesh.enroll(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(
@@ -87,7 +85,7 @@ class Engine:
             mesh.shard.size,
             mesh.replicate.size,
             shard.kept,
-            self.whole,
+            self.whole_tensor_optimizers,
             uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
         )
         report = search_report(self.layout)
@@ -100,7 +98,7 @@ class Engine:
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
         self.accounts = StateAccounts(self.storage)
         self.buffers = HeldBuffers(model, mesh.device, self.ledger, plan.precision.buffer_dtype, self.staging is None)
-        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounding)
+        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.comm_dtypes.rounding)
         self.grads = self.storage.make_grads()
         self.meter = self._make_meter()
         self.pool = self._make_pool()
@@ -113,12 +111,12 @@ class Engine:
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
-        self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
+        self.stale_grads, self.facade = StaleGradWarnings(), GradFacade(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events, plan.grad.average)
         self.batches = SameBatches()
         self.values = Values(self)
         self.attachment = Attachment(self)
-        self.asides: list[Aside] = []
+        self.state_offloads: list[StateOffload] = []
         """By optimizer."""
         self.limits: dict[int, float] = {}  # by optimizer, what steps clip to where a program has set it
         self.closed = False
@@ -127,7 +125,7 @@ class Engine:
 
     def _wire(self) -> None:
         """Who listens to what."""
-        events, early, visible = self.events, self.early, self.visible
+        events, early, facade = self.events, self.early, self.facade
         events.backward_asked.listen(lambda: self.check_open("backward()"))
         if self.meter is not None:
             events.forward_began.listen(lambda trains: self.buffers.look())
@@ -138,13 +136,11 @@ class Engine:
             events.backward_asked.listen(self.values.take_edits)  # written since the forward pass
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
-        events.backward_began.listen(visible.begin_pass)
+        events.backward_began.listen(facade.begin_pass)
         events.backward_ended.listen(self._pass_ended)
-        events.backward_ended.listen(visible.end_pass)
-        events.update_began.listen(visible.by_hand.used)
-        if self.division.draws is not None:
-            self.division.draws.listen(events)
-        self.reducer.riders.append(visible.by_hand)
+        events.backward_ended.listen(facade.end_pass)
+        if self.partition.draws is not None:
+            self.partition.draws.listen(events)
         mesh, pool = self.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
@@ -170,11 +166,11 @@ class Engine:
         self._begun = True
         for index, followers in follow(self.model, self.params).items():
             self.chunks[self.layout.where[index][0]].follow(index, followers)
-        load_initial_values(self.model, self.division, self.storage, self.plan, self.mesh)
+        load_initial_values(self.model, self.partition, self.storage, self.plan, self.mesh)
         self.mesh.shard.fence("after an update")  # from here on peers may read the shards
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
-        self.division.install()
+        self.partition.install()
         if self.meter is not None:
             self.buffers.look()
         self.guards = self.attachment.install()
@@ -187,7 +183,7 @@ class Engine:
         """Raises:
         ValueError: an optimizer needs whole tensors, and the plan has parts of them, or on a disk.
         """
-        for index in self.whole:
+        for index in self.whole_tensor_optimizers:
             name, tiers = type(self.optimizers[index]).__name__, self.plan.tiers
             shares = {"param": tiers.param_disk_fraction, "state": tiers.state_disk_fraction}
             if any(shares.values()):
@@ -196,7 +192,7 @@ class Engine:
                     f"{given}, but {name} needs whole tensors, which no disk tile has: keep them on the host, or "
                     "use AdamW"
                 )
-            cut = [fact.names[0] for fact in self.division.facts if fact.optimizer == index and fact.part is not None]
+            cut = [fact.names[0] for fact in self.partition.facts if fact.optimizer == index and fact.part is not None]
             if cut:
                 raise ValueError(
                     f"tp={self.mesh.tensor.size} cuts {len(cut)} parameters ({cut[0]}, ...) that {name} needs whole: "
@@ -229,8 +225,8 @@ class Engine:
     def zero_grad(self, optimizer: int | None = None, set_to_none: bool = True) -> None:
         """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
         self.drop_gradients(optimizer)
-        self.used.cleared(optimizer, None if set_to_none else self.visible.shown(optimizer))
-        self.visible.clear(optimizer)
+        self.stale_grads.cleared(optimizer)
+        self.facade.clear(optimizer)
 
     def drop_gradients(self, optimizer: int | None = None) -> None:
         """As :meth:`zero_grad`, but what stands in ``.grad`` stays, and says when it is used that it is gone."""
@@ -239,7 +235,7 @@ class Engine:
         self.reducer.clear(optimizer)
         for each in (optimizer,) if optimizer is None else (optimizer, -1):
             self.passes.forget_tokens(each)
-        self.visible.forget(optimizer)
+        self.facade.forget(optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
@@ -279,8 +275,8 @@ class Engine:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
         self.closed = True
         self.attachment.remove()
-        self.division.release()
+        self.partition.release()
         # Before that .grad is the user's own.
         if self._begun:
-            self.visible.clear()
+            self.facade.clear()
         self.storage.close()

@@ -17,10 +17,9 @@ import torch
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.load_hooks import run_load_hooks
+from shardwise.core.engine.full_values import state_names
+from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.others import check_others, put_others
-from shardwise.core.engine.whole import state_names
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -188,18 +187,18 @@ class Held:
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         self.engine, self.optimizers = engine, tuple(optimizers)
         engine.guards.check()
-        self.other_shapes = bool(engine.whole)
-        self._census, found = engine.division.census, state_names(engine)
+        self.other_shapes = bool(engine.whole_tensor_optimizers)
+        self._table, found = engine.partition.table, state_names(engine)
         self.names: list[tuple[str, ...]] = [
-            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
+            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
         ]
-        self._own = [self.names[place] for place in self._census.place]
+        self._own = [self.names[place] for place in self._table.place]
         self._outlines = found.others
-        own = engine.attachment.own_state.names() if self._census.names is not None else found
+        own = engine.attachment.own_state.names() if self._table.names is not None else found
         self.others = dict(own.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
-            for position, tile in enumerate(optimizer._updates.tiles):
+            for position, tile in enumerate(optimizer.updates.tiles):
                 self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
 
     @property
@@ -216,7 +215,7 @@ class Held:
     def model_shapes(self) -> dict[str, TensorShape]:
         """Every parameter and tensor buffer by its saved name (without prefix)."""
         shapes = {}
-        for place, fact in enumerate(self._census.facts):
+        for place, fact in enumerate(self._table.facts):
             shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
             if not is_extra(name, value):
@@ -225,17 +224,17 @@ class Held:
 
     def _stored_dtype(self, place: int, fact: ParamFact) -> torch.dtype:
         """Of the master, or of the shard where there is none."""
-        if place not in self._census.index:  # another rank's: by the same rule
+        if place not in self._table.index:  # another rank's: by the same rule
             apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES
             return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
-        chunk_index, _ = self.engine.layout.where[self._census.index[place]]
+        chunk_index, _ = self.engine.layout.where[self._table.index[place]]
         state = self.engine.states.get(chunk_index)
         dtype = state.dtype if state is not None else None
         return dtype or self.engine.layout.chunks[chunk_index].dtype
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """In which each parameter is used."""
-        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
+        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._table.facts)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers, and what else of tensors modules add to their state."""
@@ -257,11 +256,11 @@ class Held:
 
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
-        return [[self.names[place][0] for place in places] for places in optimizer.places_by_group()]
+        return [[self.names[place][0] for place in places] for places in optimizer.full_state.places_by_group()]
 
     def trained(self, optimizer: ShardedOptimizer) -> set[str]:
         """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
-        facts = enumerate(self._census.facts)
+        facts = enumerate(self._table.facts)
         return {self.names[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
 
     # ---- out
@@ -297,7 +296,7 @@ class Held:
         return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
-        tile = optimizer._updates.tiles[position]
+        tile = optimizer.updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
             name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
@@ -309,7 +308,7 @@ class Held:
                     parts += self._given(full, piece.param, value.dtype, first, last, get)
                 elif _is_large(value) and not self.engine.layout.facts[piece.param].earlier:
                     parts.append((Fragment(full, tuple(value.shape), value.dtype, 0, value.numel()), get))
-        return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
+        return FragmentBlock(lambda: optimizer.updates.opened(position), tuple(parts))
 
     def _given(
         self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Callable[[Any], torch.Tensor]
@@ -332,7 +331,7 @@ class Held:
         """By parameter with a piece on this rank and state: what is not element-wise and small: numbers, and tensors of
         few elements."""
         small: dict[str, dict[str, Any]] = {}
-        for tile in optimizer._updates.tiles:
+        for tile in optimizer.updates.tiles:
             for piece in tile.pieces:
                 state = optimizer.state.get(piece.value)
                 if state:
@@ -402,9 +401,9 @@ class Held:
         state_of: Callable[[str], dict[str, Any] | None],
     ) -> None:
         states: list[dict[str, Any] | None] = []
-        tile = optimizer._updates.tiles[position]
+        tile = optimizer.updates.tiles[position]
         entries = [state_of(self._own[piece.param][0]) for piece in tile.pieces]
-        fresh = optimizer.fresh_state(position) if None in entries else [None] * len(entries)
+        fresh = optimizer.full_state.fresh(position) if None in entries else [None] * len(entries)
         for piece, entry, new in zip(tile.pieces, entries, fresh, strict=True):
             if entry is None:
                 states.append(new)
@@ -413,7 +412,7 @@ class Held:
             held = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    dtype = optimizer._updates.dtype_for(key, value.dtype, piece)
+                    dtype = optimizer.updates.dtype_for(key, value.dtype, piece)
                     there: Any = held.get(key)
                     # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
@@ -427,20 +426,21 @@ class Held:
                     if isinstance(value, torch.Tensor):  # a count is on the host, rows and columns are with the values
                         state[key] = value.to(piece.value.device if value.dim() else value.device, copy=True)
             states.append(nested(state))
-        optimizer._updates.replace(position, states)
+        optimizer.updates.replace(position, states)
 
     def check_others(self, values: dict[str, Any]) -> None:
-        """See :func:`~shardwise.core.engine.others.check_others`."""
-        check_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+        """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
+        own = {name: value for name, value in values.items() if name in self.others}
+        check_buffers_and_extra(self.engine, self.others, own)
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers (tensors of the same shape, cast) and extra state, by name."""
         own = {name: value for name, value in values.items() if name in self.others}
-        put_others(self.engine, self.others, own, check_others(self.engine, self.others, own))
+        load_buffers_and_extra(self.engine, self.others, own, check_buffers_and_extra(self.engine, self.others, own))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """See :func:`~shardwise.core.engine.load_hooks.run_load_hooks`. Collective."""
+        """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""
         run_load_hooks(self.engine, missing, unexpected)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from shardwise.core.base.attributes import TransparentModule
 from shardwise.core.checks.collective import collective
+from shardwise.core.engine.accounts import MemoryReport, memory_report
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.loading import load_whole
-from shardwise.core.engine.memory import MemoryReport, memory_report
-from shardwise.core.engine.whole import state_names, whole_others, whole_values
+from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
+from shardwise.core.engine.loading import load_full
 from shardwise.core.memory.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
@@ -115,7 +115,8 @@ class ShardedModule(TransparentModule):
 
     def memory(self) -> MemoryReport:
         """Live bytes of model data on this rank."""
-        return memory_report(self._engine)
+        engine = self._engine
+        return memory_report(engine.storage, engine.accounts, engine.pool, engine.reducer, engine.buffers)
 
     def memory_stats(self) -> MemStats | None:
         """The last training step's memory trace on this rank; ``None`` before one, or without a device capacity."""
@@ -137,10 +138,10 @@ class ShardedModule(TransparentModule):
         engine = self._engine
         engine.values.settle("a state")
         names = state_names(engine)
-        for place, value in whole_values(engine, masters):
+        for place, value in full_values(engine, masters):
             for name in names.of_parameter.get(place, ()):
                 yield name, value
-        yield from whole_others(engine)
+        yield from full_buffers_and_extra(engine)
 
     @collective("state_dict() of the model")
     def state_dict(  # type: ignore[override]
@@ -172,16 +173,16 @@ class ShardedModule(TransparentModule):
 
     def state_layout(self) -> dict[str, Any]:
         """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
-        census, params = self._engine.division.census, self._engine.params
+        table, params = self._engine.partition.table, self._engine.params
         outlines = [
-            params[census.index[place]]
-            if place in census.index and fact.part is None
+            params[table.index[place]]
+            if place in table.index and fact.part is None
             else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
-            for place, fact in enumerate(census.facts)
+            for place, fact in enumerate(table.facts)
         ]
         return state_names(self._engine).layout(outlines)
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state; every rank gives it and keeps its part. See :func:`load_whole`. Collective."""
-        return load_whole(self._engine, state_dict, strict, assign)
+        """Take over a full state; every rank gives it and keeps its part. See :func:`load_full`. Collective."""
+        return load_full(self._engine, state_dict, strict, assign)

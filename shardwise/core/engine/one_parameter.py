@@ -17,9 +17,9 @@ from shardwise.core.checks.agreement import Description, agreed_load
 from shardwise.core.checks.collective import collective
 from shardwise.core.checks.unfinished import PARAMETERS, state_of
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.full_values import READ_AGAIN, READING
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.staging import gather_parts
-from shardwise.core.engine.whole import READ_AGAIN, READING
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.core.memory.disk.agreement import agreed
 from shardwise.core.update.tiles import Piece
@@ -152,7 +152,7 @@ class OneParameter:
     @property
     def has_gradient(self) -> bool:
         """Whether a pass has left it one that no step has used."""
-        return self.engine.visible.has(self.index)
+        return self.engine.facade.has(self.index)
 
     def gradient(self, own: bool = False) -> torch.Tensor | None:
         """What the next step would apply, before clipping: averaged over ranks and unscaled, at least fp32.
@@ -160,13 +160,13 @@ class OneParameter:
         Raises:
             RuntimeError: it is not averaged yet, or not kept; says why.
         """
-        visible = self.engine.visible
+        facade = self.engine.facade
         with nullcontext() if own else self.engine.mesh.doing("reading a gradient"):
-            visible.collect()
+            facade.collect()
             if not self.has_gradient:
                 return None
-            visible.check_use(self.index, "the gradient")
-            full = visible.full(self.index, wide=True)
+            facade.check_use(self.index, "the gradient")
+            full = facade.full(self.index, wide=True)
         return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
 
     @torch.no_grad()
@@ -190,8 +190,8 @@ class OneParameter:
         """
         self.engine.check_open(f"writing the gradient of {self.name}")
         given = self._checked(value, own)
-        self.engine.visible.collect()
-        self.engine.visible.replace(self.index, self._whole(given) if own else given)
+        self.engine.facade.collect()
+        self.engine.facade.replace(self.index, self._whole(given) if own else given)
 
     # ---- its optimizer state
 
@@ -268,7 +268,7 @@ class OneParameter:
         """A tile with one piece's state changed; never in place, so that what was there can come back."""
         if self._optimizer is None:
             return
-        updates, held = self._optimizer._updates, self._optimizer.state
+        updates, held = self._optimizer.updates, self._optimizer.state
         tile = updates.tiles[position]
         with updates.opened(position):
             entries = [dict(held.get(one.value, {})) for one in tile.pieces]
@@ -285,7 +285,10 @@ class OneParameter:
         if optimizer is None:
             raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
         needed = engine.storage.uses_disk
-        with optimizer.undone_on_error(), agreed(engine.mesh.everyone, WRITING, "Nothing has changed.", needed=needed):
+        with (
+            optimizer.updates.undone_on_error(),
+            agreed(engine.mesh.everyone, WRITING, "Nothing has changed.", needed=needed),
+        ):
             yield
         if engine.storage.store is not None:
             engine.storage.store.commit()
@@ -296,11 +299,11 @@ class OneParameter:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        for position, tile in enumerate(optimizer._updates.tiles):
+        for position, tile in enumerate(optimizer.updates.tiles):
             for piece in tile.pieces:
                 if piece.param == self.index:
                     with ExitStack() as stack:
-                        stack.enter_context(optimizer._updates.opened(position))
+                        stack.enter_context(optimizer.updates.opened(position))
                         state = dict(optimizer.state.get(piece.value, {}))
                         yield position, piece, state
 

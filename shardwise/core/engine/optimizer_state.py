@@ -16,9 +16,9 @@ from shardwise.core.checks.agreement import Description, agreed_load
 from shardwise.core.checks.description import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.full_values import READ_AGAIN, first_owners, merge_parts, reads_disk
 from shardwise.core.engine.staging import gather_chunk
 from shardwise.core.engine.updates import TileUpdates
-from shardwise.core.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.disk.agreement import agreed
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
@@ -44,7 +44,7 @@ class OptimizerState:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
         self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
         position = {id(p): i for i, p in enumerate(engine.params)}
-        self._groups = engine.division.census.groups[index]
+        self._groups = engine.partition.table.groups[index]
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
@@ -168,10 +168,10 @@ class OptimizerState:
         self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each parameter's state by place, from the ranks that have it. Collective."""
-        census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
+        table, pipeline = self.engine.partition.table, self.engine.mesh.pipeline
         with self._all_read():  # ranks of a stage agree on each; the other stages learn of it here
             found = dict(own)
-        for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
+        for place, rank, kinds in first_owners(self.engine, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
                 if not isinstance(kind, str) and kind[0] != LARGE:
@@ -180,7 +180,7 @@ class OptimizerState:
                 if rank == pipeline.rank:
                     value = found[place][key].to(self.engine.mesh.device)
                 else:
-                    value = self._room(kind, census.facts[place].whole)
+                    value = self._room(kind, table.facts[place].whole)
                 pipeline.broadcast(value, rank)
                 entry[key] = value.cpu() if wanted else None
             yield place, entry
@@ -201,7 +201,7 @@ class OptimizerState:
                 arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
             entry = described.get(param)
             if entry is not None:
-                yield engine.division.census.place[param], self._entry(param, slot, entry, arrays[index], wanted)
+                yield engine.partition.table.place[param], self._entry(param, slot, entry, arrays[index], wanted)
             left[index] -= 1
             if not left[index]:
                 del arrays[index]
@@ -241,7 +241,7 @@ class OptimizerState:
                 entry[key] = _plain(kind)
             elif part is not None:
                 value = full[key][slot.start : slot.end].view(slot.shape)
-                value = together(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
+                value = merge_parts(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
                 entry[key] = value.cpu() if wanted else None
             elif wanted:
                 entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
@@ -381,8 +381,8 @@ class OptimizerState:
                 f"{[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        census = self.engine.division.census
-        check_full_state(self.optimizer, full, [[census.facts[place].whole for place in own] for own in places])
+        table = self.engine.partition.table
+        check_full_state(self.optimizer, full, [[table.facts[place].whole for place in own] for own in places])
         numbers: dict[int, int] = {}
         for own, group in zip(places, theirs, strict=True):
             numbers |= dict(zip(own, group["params"], strict=True))
@@ -402,12 +402,12 @@ class OptimizerState:
         return new
 
     def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:
-        census, pieces = self.engine.division.census, self._updates.tiles[position].pieces
-        return self._completed(position, [full["state"].get(numbers[census.place[p.param]]) for p in pieces])
+        table, pieces = self.engine.partition.table, self._updates.tiles[position].pieces
+        return self._completed(position, [full["state"].get(numbers[table.place[p.param]]) for p in pieces])
 
     def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
         """What of a state is taken over, for the ranks to compare."""
-        facts, found = self.engine.division.census.facts, dict[str, Mapping[str, Any]]()
+        facts, found = self.engine.partition.table.facts, dict[str, Mapping[str, Any]]()
         if scaler is not None and "scaler" in full:
             found["the loss scale in the state"] = scaler.state_dict()
         for number, group in enumerate(full["param_groups"]):

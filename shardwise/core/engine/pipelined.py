@@ -15,7 +15,6 @@ from shardwise.core.checks.batches import TEXT_LENGTH, differing, outline, told_
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.not_finite import NanWatch
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.parallel.pipeline import (
     MicroBatch,
@@ -55,7 +54,7 @@ class PipelineSteps:
         self._sent: Later | None = None
         """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
         which are not waited for when the end of the step reads it."""
-        self._shared, self._nan = engine.division.shared, NanWatch()
+        self._shared = engine.partition.shared
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
 
@@ -82,7 +81,6 @@ class PipelineSteps:
         if not train:
             with torch.no_grad():
                 outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
-            self._nan.see(outcome.losses)
             return outcome
         late, before = engine.plan.shard.reduce == "last", engine.passes.held()
         try:
@@ -98,7 +96,6 @@ class PipelineSteps:
             engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
         engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
-        self._nan.see(outcome.losses)
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:

@@ -12,8 +12,8 @@ from torch import nn
 from shardwise.core.base.device import side_stream, total_bytes
 from shardwise.core.base.events import Events
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import Buffer, Group
-from shardwise.core.engine.narrow import Narrow, trained
+from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, compressed
+from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.grads.grads import ChunkGrads, GradRing
 from shardwise.core.memory.disk.agreement import agreed
 from shardwise.core.memory.disk.store import DiskStore
@@ -31,7 +31,7 @@ from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import Plan
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["Storage"]
+__all__ = ["CommDtypes", "Storage", "trained"]
 
 REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
 
@@ -59,7 +59,7 @@ class Storage:
         uses_disk: whether any rank has something on a disk.
         store: this rank's part of the disk, or ``None``.
         value_buffer_bytes: the store's buffers for the values of tiles have this size.
-        narrow: which chunks travel in fewer bits, and over which groups.
+        comm_dtypes: which chunks travel in fewer bits, and over which groups.
         new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
 
     Raises:
@@ -79,11 +79,11 @@ class Storage:
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warn_user(missed)
-        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among, self._resident)
-        if self.narrow.left and mesh.first:
-            first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
+        self.comm_dtypes = CommDtypes(layout, params, plan, mesh.shard, self._among, self._resident)
+        if self.comm_dtypes.left and mesh.first:
+            first, kinds = self.comm_dtypes.left[0], {type(params[index]).__name__ for index in self.comm_dtypes.left}
             warn_user(
-                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.narrow.left)} frozen parameters (as "
+                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.comm_dtypes.left)} frozen parameters (as "
                 f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
                 "be packed: they, and what shares a chunk with them, travel as they are"
             )
@@ -151,18 +151,18 @@ class Storage:
 
     def round_(self, chunk: Chunk) -> None:
         """The shard becomes what its peers get of it; its master is up to date. See [Note: Rounded parameters]."""
-        if self.narrow.rounds(chunk.spec):
+        if self.comm_dtypes.rounds(chunk.spec):
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
                     shard.copy_(master)
-                self.narrow.trained.round_(shard)
+                self.comm_dtypes.trained.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
         """As :meth:`round_`, the peers' shards too where they are here."""
         if not chunk.resident:
             self.round_(chunk)
-        elif self.narrow.rounds(chunk.spec):
-            group = self.narrow.trained
+        elif self.comm_dtypes.rounds(chunk.spec):
+            group = self.comm_dtypes.trained
             for rank in range(group.size):
                 group.round_(group.slice_of(chunk.exchange.local, rank))
 
@@ -175,7 +175,7 @@ class Storage:
             return torch.float32
         # Parameters that backward still reads cannot be updated themselves.
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
-        return None if shared and not self.narrow.rounds(spec) else spec.dtype
+        return None if shared and not self.comm_dtypes.rounds(spec) else spec.dtype
 
     def _waits(self, spec: ChunkSpec) -> bool:
         """Whether new parameters need memory of their own between their update and ``step()``."""
@@ -229,7 +229,7 @@ class Storage:
     def _joint(self, spec: ChunkSpec) -> bool:
         """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
         in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
-        in_place = in_place and not self.narrow.rounds_on_the_way(spec)
+        in_place = in_place and not self.comm_dtypes.rounds_on_the_way(spec)
         return in_place and not self._resident(spec) and self._among is None
 
     def _secondary_numel(self, spec: ChunkSpec) -> int:
@@ -266,7 +266,7 @@ class Storage:
             for spec in self.layout.chunks:
                 source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
                 if self._among is not None and spec.index in secondary and isinstance(source, MemorySource):
-                    few = self.narrow.over_few(spec)
+                    few = self.comm_dtypes.over_few(spec)
                     kept = MemorySource(secondary[spec.index], source.tier, self._uploads, few)
                     source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
@@ -300,7 +300,7 @@ class Storage:
             self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
-        tier, over = self.homes[spec.index].param, self.narrow.over(spec)
+        tier, over = self.homes[spec.index].param, self.comm_dtypes.over(spec)
         if buffer is not None:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
@@ -423,3 +423,88 @@ def _capacity(plan: Plan, device: torch.device) -> int | None:
     if device.type == "cuda":
         return total_bytes(device)
     return None
+
+
+PLAIN = nn.Parameter, DeferredParameter
+
+
+# [Note: Rounded parameters]
+# Where parameters travel in 8 bits all ranks compute with the same model, whatever carries it.
+# * What an optimizer trains: a shard is on every rank what its peers get of it, its owner's copy as well. It is rounded
+#   where it is published, from its master, which is not (master_dtype): a block may have parameters that a step has
+#   not updated, and what was rounded with another scale is not what its master rounds to. States and files are made of
+#   masters.
+# * What is frozen has no master. Its shard stays as it is, so that states and files have what was loaded, and each
+#   gather brings it rounded, this rank's own part too (Group.brought). Arrays that stay are whole from the beginning,
+#   and never travel. Numbers that cannot be written so (integers, fp64), and those of parameters of a class of its own,
+#   whose bits may be packed weights under the name of floating-point ones, travel as they are, and so does their chunk.
+# * What is trained by nobody and not frozen travels as it is.
+# * A secondary shard is some neighbours' shards as they arrived, which are written in the same blocks once more.
+class CommDtypes:
+    """Of one model.
+
+    Args:
+        layout: of its parameters.
+        params: these.
+        plan: what is asked for.
+        shard: the ranks that share it.
+        among: those that share secondary shards.
+        resident: which chunks stay whole on the device, so that a frozen one never travels.
+
+    Attributes:
+        trained: over which shards travel that an optimizer trains; ``shard`` where nothing is rounded.
+        left: indices of frozen parameters of a class of their own, which travel as they are, and their chunks with
+            them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        plan: Plan,
+        shard: Group,
+        among: Group | None,
+        resident: Callable[[ChunkSpec], bool],
+    ) -> None:
+        weights, frozen = plan.comm.weights, plan.comm.compress_frozen
+        self._shard, self._among = shard, among
+        self.trained = shard if weights is None else compressed(shard, FORMATS[weights][0])
+        self._frozen = shard if frozen is None else compressed(shard, FORMATS[frozen][0], on_the_way=True)
+        own = dict[int, list[int]]()
+        if frozen is not None and shard.size > 1:
+            for spec in layout.chunks:
+                if not spec.trainable and not resident(spec) and FORMATS[frozen][0].takes(spec.dtype):
+                    own[spec.index] = [slot.param for slot in spec.slots if type(params[slot.param]) not in PLAIN]
+        self._on_the_way = frozenset(index for index, others in own.items() if not others)
+        self.left = [param for others in own.values() for param in others]
+
+    def rounds(self, spec: ChunkSpec) -> bool:
+        """Whether the chunk's shards are rounded by their owners, before they travel."""
+        return self.trained is not self._shard and trained(spec)
+
+    def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
+        """Whether gathers of the chunk bring something else than its shards."""
+        return spec.index in self._on_the_way
+
+    def over(self, spec: ChunkSpec) -> Group | None:
+        """The group that carries its shards in fewer bits; ``None``: they travel as they are."""
+        if self.rounds_on_the_way(spec):
+            return self._frozen
+        return self.trained if self.rounds(spec) else None
+
+    def over_few(self, spec: ChunkSpec) -> Group | None:
+        """The same for its secondary shards."""
+        over, few = self.over(spec), self._among
+        if few is None or not isinstance(over, CompressedGroup):
+            return None
+        return compressed(few, over.format, rows=over.size // few.size)
+
+    def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What makes of a master's values, in the shard's dtype and from the beginning of a block on, the shard's;
+        ``None``: they are the same."""
+        return self.trained.rounded if self.rounds(spec) else None
+
+
+def trained(spec: ChunkSpec) -> bool:
+    """Whether an optimizer updates the chunk."""
+    return spec.trainable and spec.optimizer >= 0

@@ -238,14 +238,14 @@ class Values:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
                         shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                        if engine.storage.narrow.rounds_on_the_way(chunk.spec):
+                        if engine.storage.comm_dtypes.rounds_on_the_way(chunk.spec):
                             take_over(chunk, shown, shard, chunk.source.brought)
                         else:
                             shard.copy_(shown)
                     state = engine.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            take_over(chunk, shard, master, engine.storage.narrow.rounding(chunk.spec))
+                            take_over(chunk, shard, master, engine.storage.comm_dtypes.rounding(chunk.spec))
                 chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
         self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
@@ -295,7 +295,7 @@ class Values:
         for chunk in updated:
             if not (chunk.resident and group.size > 1):
                 continue
-            over = storage.narrow.over(chunk.spec) or group
+            over = storage.comm_dtypes.over(chunk.spec) or group
             if group.one_sided_gather and self.renews_late(chunk):
                 pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:

@@ -183,7 +183,7 @@ def refused(session: Session, state: State) -> None:
     )
     scales = [key for key in state if key.startswith(name + ".quant_state.")]
     for key in scales:
-        assert f"{key} is made anew whenever the model is saved" in told(
+        assert f"{key} is recomputed whenever the model is saved" in told(
             lambda key=key: session.module.load_state_dict(state | {key: state[key] + 1}), ValueError
         )
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.names import StateNames, with_load_hooks
 from shardwise.core.deferred.construction import is_deferred
-from shardwise.core.engine.facts import all_names, parameter_facts
-from shardwise.core.engine.load_hooks import check_load_hooks
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
@@ -20,11 +18,11 @@ from shardwise.core.parallel.tensor import Axis, Cutting, SameDraws, cut_model
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import Plan
 
-__all__ = ["Census", "Division"]
+__all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
 
 
 @dataclass(frozen=True)
-class Census:
+class ParamTable:
     """The whole model's parameters, of which a rank may have some: what files, states and numbers of parameters go by.
 
     Attributes:
@@ -45,7 +43,7 @@ class Census:
         return {place: index for index, place in enumerate(self.place)}
 
 
-class Division:
+class Partition:
     """Of one model over the tensor-, pipeline- and sequence-parallel ranks of a mesh; all of it where there are none.
     Nothing is changed before :meth:`install`.
 
@@ -61,7 +59,7 @@ class Division:
         staging: of the model; ``None`` where it is in one piece.
         sequences: that ranks share; ``None`` where each has its own.
         every: all parameters of the model, and what is known of each, until it is installed.
-        census: what is known of them for ever.
+        table: what is known of them for ever.
         params, facts: those of this rank.
         shared: gradients of what other stages use, too, once installed.
 
@@ -119,7 +117,7 @@ class Division:
         self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]
         place = {id(param): at for at, param in enumerate(every)}
         groups = [[[place[id(p)] for p in g["params"] if id(p) in place] for g in o.param_groups] for o in optimizers]
-        self.census = Census(
+        self.table = ParamTable(
             tuple(facts),
             tuple(place[id(param)] for param in self.params),
             tuple(tuple(map(tuple, each)) for each in groups),
@@ -127,16 +125,16 @@ class Division:
         )
 
     def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-        """See :func:`check_load_hooks`."""
+        """Refuse load hooks of modules that would see only a part of their parameters."""
         size, stages = mesh.tensor.size, mesh.pipeline.size
         if self.cutting is not None:
-            cut, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
-            check_load_hooks(model, lambda params: any(cut(param) is not None for param in params), why)
+            part_of, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
+            _check_load_hooks(model, lambda params: any(part_of(param) is not None for param in params), why)
         if self.staging is not None:
             ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
-            check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
+            _check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
             if plan.tiers.param_disk_fraction or plan.tiers.state_disk_fraction:
-                check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
+                _check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank has any of it."""
@@ -189,3 +187,66 @@ def _outlined(names: StateNames) -> StateNames:
     """Without the values of buffers, which may be on another rank alone."""
     others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
     return replace(names, others=others)
+
+
+def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """By ``id`` of parameter: every name it has in ``model``."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {key: tuple(value) for key, value in names.items()}
+
+
+def parameter_facts(
+    params: Sequence[nn.Parameter],
+    names: dict[int, tuple[str, ...]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan,
+    cutting: Cutting | None = None,
+) -> list[ParamFact]:
+    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
+
+    Raises:
+        ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
+    """
+    held: dict[int, tuple[int, int]] = {}
+    for optimizer_index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise ValueError(
+                        f"optimizer {optimizer_index}, group {group_index} holds a tensor of shape "
+                        f"{tuple(param.shape)} that is not a parameter of the model; build it on model.parameters()"
+                    )
+                if id(param) in held:
+                    raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")
+                held[id(param)] = (optimizer_index, group_index)
+    facts = []
+    for param in params:
+        optimizer_index, group_index = held.get(id(param), (-1, -1))
+        dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
+        part = cutting.part_of(param) if cutting is not None else None
+        shape = param.shape if part is None else part.shape
+        known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
+        facts.append(ParamFact(*known, part=part))
+    return facts
+
+
+def _check_load_hooks(model: nn.Module, divided: Callable[[Sequence[nn.Parameter]], bool], why: str) -> None:
+    """Refuse a ``register_load_state_dict_post_hook`` that would see a part of its module's parameters.
+
+    Args:
+        model: the unsharded model.
+        divided: whether one rank has only a part of these parameters.
+        why: the reason, for the message.
+
+    Raises:
+        ValueError: a module with such a hook has divided parameters.
+    """
+    for name, module in with_load_hooks(model):
+        if divided(list(module.parameters())):
+            raise ValueError(
+                f"{name or 'the model itself'} ({type(module).__name__}) has a hook for loads "
+                f"(register_load_state_dict_post_hook), which would see a part of its parameters: {why}. Register it "
+                "on a module that stays whole"
+            )

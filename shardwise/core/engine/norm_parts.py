@@ -57,7 +57,7 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._draws, self._batches = engine.division.draws, engine.batches
+        self._draws, self._batches = engine.partition.draws, engine.batches
         self._alone = engine.staging is None and engine.mesh.joined is None
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states

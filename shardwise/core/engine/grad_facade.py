@@ -7,8 +7,9 @@ or step was put there by hand: it replaces what the engine holds, as it does in 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.engine.by_hand import ByHand
-from shardwise.core.engine.grad_readers import Readers
-from shardwise.core.engine.other_parts import in_shard, is_divided
+from shardwise.core.engine.norm_parts import in_shard, is_divided
 from shardwise.core.engine.staging import gather_parts
+from shardwise.core.engine.user_grads import UserGrads
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
 from shardwise.core.grads.sharded_grad import ShardedGrad
+from shardwise.core.shards.layout import ParamFact
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
-__all__ = ["VisibleGrads"]
+__all__ = ["GradFacade", "Readers", "StaleGradWarnings"]
 
 
 # [Note: What stands in .grad]
@@ -39,7 +41,7 @@ __all__ = ["VisibleGrads"]
 # pass or step (collect). A pass that nobody announced finds a ShardedGrad there, and is caught when autograd adds to it
 # (``arrived``). Values are averaged and unscaled. What is stored is neither, so each use converts by the factor of the
 # moment.
-class VisibleGrads:
+class GradFacade:
     """``.grad`` of one engine's trainable parameters.
 
     Attributes:
@@ -76,9 +78,8 @@ class VisibleGrads:
             self._owned.setdefault(owner, []).append((param, self._place.get(index)))
         self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
         self._with_graph: set[int] = set()
-        trained = sorted({state.spec.optimizer for state in engine.grads.values()} - {-1})
         names = {index: engine.layout.facts[index].names[0] for index in self._params}
-        self.by_hand = ByHand(names, trained, engine.mesh, self._reduced_part)
+        self.user_grads = UserGrads(names, engine.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
         """By norm, dtype and device, with the factors that are in them."""
@@ -187,19 +188,10 @@ class VisibleGrads:
                 if place is not None:
                     shown[place] = None
 
-    def shown(self, optimizer: int | None) -> dict[int, set[int]]:
-        """By optimizer (one or all), the parameters that have a gradient, used or not."""
-        found: dict[int, set[int]] = {}
-        for index, place in self._place.items():
-            owner = self._where[index][0].spec.optimizer
-            if self._shown[place] is not None and optimizer in (None, owner):
-                found.setdefault(owner, set()).add(index)
-        return found
-
     def forget(self, optimizer: int | None = None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
         self._changed()
-        self.by_hand.forget(optimizer)
+        self.user_grads.forget(optimizer)
         for held in (self.clip, self.asked):
             for each in list(held) if optimizer is None else (optimizer, -1):
                 held.pop(each, None)
@@ -238,7 +230,7 @@ class VisibleGrads:
                 self._hide(index)
                 param.grad = None
             return
-        self.engine.used.replaced(index)
+        self.engine.stale_grads.replaced(index)
         if given is None and not held:
             self._hide(index)  # of a step that is over
             return
@@ -275,7 +267,7 @@ class VisibleGrads:
         part, where, scale = self._edited(index, ())
         whole = given.detach().to_dense() if given.is_sparse else given.detach()
         if not gathered:
-            self.by_hand.given(state.spec.optimizer, index, whole)
+            self.user_grads.assigned(state.spec.optimizer, index, whole)
         part.copy_(whole.reshape(-1)[where])
         if scale != 1.0:
             part.mul_(scale)
@@ -323,7 +315,7 @@ class VisibleGrads:
         used = self._shown[self._place[index]] is not None and not (self.has(index) or self.engine.passes.running)
         if used:
             self.check_caller(index, "zero_()")
-            self.engine.used.zeroed(self._where[index][0].spec.optimizer, index)
+            self.engine.stale_grads.replaced(index)
         return used
 
     def _why_not(self, index: int) -> str:
@@ -427,10 +419,6 @@ class VisibleGrads:
         spans = in_shard(state, state.spec.slots[at], part.own_spans())
         return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
 
-    def _reduced_part(self, index: int) -> torch.Tensor | None:
-        state, at = self._where[index]
-        return self._own_part(index, state.reduced) if at in state.touched else None
-
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
         start, end = self._spans[index]
         return reduced[start:end] if reduced is not None and start < end else None
@@ -470,7 +458,7 @@ class VisibleGrads:
     def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
         """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
         if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
-            self.by_hand.given(self._where[index][0].spec.optimizer, index, operands[0].detach())
+            self.user_grads.assigned(self._where[index][0].spec.optimizer, index, operands[0].detach())
         return self._edited(index, operands)
 
     def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
@@ -478,7 +466,7 @@ class VisibleGrads:
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
         self._norms.clear()
         self._norm_values.clear()
-        self.by_hand.changed(optimizer, index, operands)
+        self.user_grads.changed(optimizer, index, operands)
         state.claim()
         start, end = self._spans[index]
         if state.reduced is None or start >= end:
@@ -495,3 +483,101 @@ class VisibleGrads:
         self._norms.clear()
         self._norm_values.clear()
         self._divisors.clear()
+
+
+CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+"""Functions of torch, and their module, that take what they are given for all gradients."""
+
+
+class Readers:
+    """Of one engine's gradients.
+
+    Args:
+        params: the parameters that have them.
+        optimizers: those that the engine steps, whose groups, which hold the parameters as well, any wrapper may have.
+        stages: pipeline ranks, each of which has its own.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], stages: int
+    ) -> None:
+        self._params, self._optimizers, self._stages = tuple(params), tuple(optimizers), stages
+        self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def check(self, name: str, what: str) -> None:
+        """Whoever has called may use ``what`` of the gradient of ``name``.
+
+        Raises:
+            RuntimeError: an optimizer that has whole parameters reads their gradients, to update them beside the
+                engine; or torch clips those of a pipeline's stage alone.
+        """
+        frame, stages = sys._getframe(1), self._stages
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if stages > 1 and frame.f_code.co_name in OF_ALL and frame.f_globals.get("__name__") == CLIPPING:
+                raise RuntimeError(
+                    f"torch's {frame.f_code.co_name} on one of {stages} pipeline ranks: it would be the norm of this "
+                    "rank's stages alone; give max_norm to the plugin, or call optimizer.clip_grad_by_norm"
+                )
+            if frame.f_code.co_name == "step":
+                caller = frame.f_locals.get("self")
+                if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
+                    raise RuntimeError(
+                        f"{what} of {name}.grad by step() of a {type(caller).__name__} that was made on "
+                        "the parameters of a sharded model: it would train nothing; make the optimizer before "
+                        "boost/build, pass it, and step what boost/build returned"
+                    )
+
+    def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        judged = self._judged.get(optimizer)
+        if judged is None or judged[0] != len(groups):
+            own = {id(param) for param in self._params}
+            stepped = {id(group) for each in self._optimizers for group in each.param_groups}
+            others = (group for group in groups if id(group) not in stepped)
+            found = any(id(param) in own for group in others for param in group["params"])
+            judged = self._judged[optimizer] = len(groups), found
+        return judged[1]
+
+
+# [Note: A step uses gradients up]
+# In plain PyTorch gradients stay until zero_grad(): without it, the next pass adds to them, or a second step applies
+# them again. Here a step uses them up, since updates during backward have used them already, and a mean over passes or
+# tokens has no meaning across a step. A program without zero_grad() gets another result at its next step, so the
+# warning comes there, and not in the pass before, whose gradients zero_grad() may still drop (two losses, one network).
+class StaleGradWarnings:
+    """Warns about programs that rely on gradients that a step has used."""
+
+    def __init__(self) -> None:
+        self._stale: dict[int, set[int]] = {}
+        """By optimizer, parameters whose gradient a step has used, and no ``zero_grad()`` has dropped since."""
+        self._warned = False
+
+    def note(self, optimizer: int, states: Iterable[ChunkGrads]) -> None:
+        """A step of ``optimizer`` is about to drop the gradients in ``states``."""
+        if not self._warned:
+            stale = self._stale.setdefault(optimizer, set())
+            stale.update(state.spec.slots[at].param for state in states for at in state.touched)
+
+    def cleared(self, optimizer: int | None) -> None:
+        """``zero_grad()`` of one optimizer, or of all (``None``)."""
+        for each in list(self._stale) if optimizer is None else [optimizer]:
+            self._stale.pop(each, None)
+
+    def replaced(self, param: int) -> None:
+        """The user assigned the gradient of a parameter, cleared it, or made it zero."""
+        for stale in self._stale.values():
+            stale.discard(param)
+
+    def check(self, optimizer: int, name: str) -> None:
+        """Warn once if a step of ``optimizer``, of the class ``name``, differs from plain PyTorch's."""
+        stale = self._stale.get(optimizer)
+        if not stale or self._warned:
+            return
+        self._warned = True
+        self._stale.clear()
+        warn_user(
+            f"step() of {name} without zero_grad() since the step before, which cleared {len(stale)} gradients: plain "
+            "PyTorch would have accumulated them. Call zero_grad() between steps; to accumulate gradients, call "
+            "backward() several times before one step()"
+        )
