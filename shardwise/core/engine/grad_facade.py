@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from shardwise.core.engine.user_grads import UserGrads
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
 from shardwise.core.grads.sharded_grad import ShardedGrad
-from shardwise.core.shards.layout import ParamFact
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine

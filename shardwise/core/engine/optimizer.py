@@ -182,11 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             closure: evaluated first, with gradients enabled; its value is returned.
         """
         with deferred_interrupts("step()"):
-            try:
-                return self._step(closure)
-            except KeyboardInterrupt:  # the second one
-                self.engine.unfinished.begin("step()", *self.updates.parts)
-                raise
+            return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         engine, grad_plan = self.engine, self.engine.plan.grad
@@ -198,7 +194,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             value = closure() if closure is not None else None
         if engine.attachment.hooks is not None:
             engine.attachment.hooks.unwind()
-        refusal = self._refusal()
+        engine.guards.check_held()
+        engine.unfinished.check("step()")
+        engine.guards.check()
+        self.updates.param_groups.check()
+        engine.values.take_edits(self.index)
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse, limit = 1.0 / self.divisor(), self.max_norm
@@ -212,9 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
             known = self._early.norms if self._early is not None else ()
-            norm = self._global_norm(grad_plan.norm_type, inverse, known, refusal)
-            if refusal is not None:  # that of all ranks
-                raise refusal
+            norm = self._global_norm(grad_plan.norm_type, inverse, known)
             clip = self._clip
             clipped = norm * clip
             self._norm = lambda: clipped
@@ -232,21 +230,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps_ended += 1
         engine.unfinished.end(*self.updates.parts)  # last: from here on everything is of one step
         return value
-
-    def _refusal(self) -> Exception | None:
-        """Return why this rank cannot step. Ranks that hold other parts of the model may have no reason of their own,
-        so they are told with the norm; without such ranks the reason is raised here."""
-        self.engine.guards.check_held()
-        try:
-            self.engine.unfinished.check("step()")
-            self.engine.guards.check()
-            self.updates.param_groups.check()
-            self.engine.values.take_edits(self.index)
-        except Exception as error:
-            if self._counting is None:
-                raise
-            return error
-        return None
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """The norm of steps that do not depend on it, where it is cheaper to make it after or during the update."""
@@ -408,10 +391,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _reduced(self) -> list[torch.Tensor]:
         return [state.reduced for state in self._states if state.reduced is not None]
 
-    def _global_norm(
-        self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
-    ) -> float:
-        others = self._counting.others(self._settings, refusal) if self._counting is not None else None
+    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
+        others = self._counting.others(self._settings) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, others)
 
     def _ask(self, mine: float, largest: bool) -> float:

@@ -297,9 +297,10 @@ class TileUpdates:
             Exception: what one of them raised.
         """
         early.catch_up()
-        if early.failure is not None and not self.uses_disk:
+        failure = early.failure
+        if failure is not None and not self.uses_disk:
             self._engine.early.lose([self._index])
-            raise early.failure
+            raise failure
 
     def _update_memory(self, update: Update) -> None:
         # Nothing here is on a disk: the shards need not be opened.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
@@ -119,34 +118,6 @@ def _edited(stage: int, after: list[dict[str, Tensor]]) -> None:
 @pytest.mark.parametrize("stage", [*full(0), 1, *full(2)])
 def test_gradients_can_be_used_before_the_step(stage: int) -> None:
     run_ranks(2 * REPLICAS, _edited, stage, plain())
-
-
-def _refused() -> list[str]:
-    told = []
-    for precision in ("fp32", "fp16"):
-        model = made("llama", torch.float32, num_hidden_layers=2)
-        model.model.embed_tokens.requires_grad_(False)
-        booster, plugin, model, optimizer = boosted(model, precision=precision)
-        replica, _ = plugin.data_parallel()
-        for step in range(3):
-            model.model.embed_tokens.requires_grad_(step == 1)  # of the first stage
-            booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
-            if step == 1:
-                with pytest.raises((RuntimeError, PeerError)) as error:
-                    optimizer.step()
-                told.append(str(error.value))
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        booster.close()
-    return told
-
-
-def test_a_step_that_one_stage_refuses_is_an_error_on_all() -> None:
-    for rank, told in enumerate(run_ranks(2, _refused)):
-        for text in told:
-            assert "embed_tokens.weight has requires_grad=True but was frozen" in text
-            assert ("step() was refused on rank 0" in text) == (rank == 1)
 
 
 def _of_unequal_rows(stage: int) -> str:
