@@ -1,4 +1,4 @@
-"""What one model's optimizers hold, or will hold, in each tier: asked from those who hold it."""
+"""Accounts of one model's memory by kind and tier: optimizer state, buffers, and the report of all kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StateAccounts:
     """Masters, optimizer state and scratch memory of one model on this rank; the device's part goes to its ledger.
 
     Args:
-        storage: has the masters.
+        storage: of the masters.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -36,34 +36,34 @@ class StateAccounts:
         storage.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
 
     def hold(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
-        """An optimizer tells how many bytes of state and of scratch memory it has in a tier."""
+        """Register an optimizer's functions for its bytes of state and of scratch memory in a tier."""
         self._state.append(state_bytes)
         self._scratch.append(scratch_bytes)
 
     def expect(self, nbytes: int) -> None:
-        """An optimizer will keep that many bytes of state on the device from its first step on.
+        """Reserve the bytes of state that an optimizer will have on the device from its first step on.
 
         Raises:
-            DeviceMemoryError: with all else that the plan keeps there for good, that is more than the device has.
+            DeviceMemoryError: together with everything else that stays there, this is more than the device has.
         """
         self._expected_bytes += nbytes
         self._storage.ledger.require(0, "the model and its optimizers")
 
     def _device_bytes(self) -> int:
         masters, state = self.state_bytes(Tier.DEVICE)
-        # What steps will make counts from the beginning: a first step that does not fit would come too late.
+        # State of later steps counts from the beginning: an error in the first step would come too late.
         return masters + max(state, self._expected_bytes)
 
     def foreseen_bytes(self) -> int:
-        """Optimizer state on the device that is accounted for and not made yet."""
+        """Return the bytes of optimizer state on the device that are reserved and not allocated yet."""
         return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0)
 
     def state_bytes(self, tier: Tier) -> tuple[int, int]:
-        """Bytes of masters and of optimizer state in ``tier``."""
+        """Return the bytes of masters and of optimizer state in ``tier``."""
         return self._storage.master_bytes(tier), sum(ask(tier) for ask in self._state)
 
     def scratch_bytes(self, tier: Tier) -> int:
-        """Bytes that updates of state in ``tier`` keep for gradients."""
+        """Return the scratch bytes of updates in ``tier``."""
         return sum(ask(tier) for ask in self._scratch)
 
 
@@ -73,10 +73,9 @@ class HeldBuffers:
     Args:
         model: the module.
         device: where a build puts them.
-        ledger: the device's accounts, which have them where there is a capacity.
-        dtype: what those of floating numbers are cast to; ``None``: they are left as they are.
-        foreseen: they are all this rank's, so that they count before the build has put them on the device; those of
-            other ranks' stages are let go of there.
+        ledger: accounts of device memory, which include them under a capacity.
+        dtype: floating buffers are cast to it; ``None``: they are not cast.
+        foreseen: all of them are this rank's, so they count before the build puts them on the device.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class HeldBuffers:
         self._model, self._device, self._ledger, self._dtype = model, device, ledger, dtype
         self._found: list[weakref.ref[torch.UntypedStorage]] = []
         self._to_come = 0
-        """Bytes that the build will have put on the device, until it has."""
+        """Bytes that the build will put on the device."""
         if ledger.capacity_bytes is not None:
             self._to_come = self._foresee() if foreseen else 0
             ledger.watch("buffers", self._device_bytes)
 
     def _foresee(self) -> int:
         total, kept = 0, list[torch.Tensor]()
-        with no_torch_function():  # those of a deferred construction have a shape, and no memory
+        with no_torch_function():  # buffers of a deferred construction have no memory
             for buffer in self._model.buffers():
                 cast = self._dtype is not None and buffer.is_floating_point() and buffer.dtype != self._dtype
                 if not cast and not buffer.is_meta:
@@ -103,11 +102,7 @@ class HeldBuffers:
             return total + sum(sizes_of(kept).values())
 
     def look(self) -> None:
-        """Those of now are the ones that count: a program may have put others in their places.
-
-        What a pass makes and puts into a place is seen by who measures the pass, and what it replaces is gone, so once
-        before each forward pass is enough.
-        """
+        """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
         self._to_come = 0
         found = dict[int, torch.UntypedStorage]()
         for buffer in self._model.buffers():
@@ -121,11 +116,11 @@ class HeldBuffers:
         return self._to_come + sum(storage.nbytes() for storage in alive if storage is not None)
 
     def foreseen_bytes(self) -> int:
-        """Those in the device's accounts that may not be there yet."""
+        """Return the bytes in the device's accounts that may not be allocated yet."""
         return self._to_come
 
     def bytes(self, tier: Tier) -> int:
-        """Those in ``tier``, as they are now: what is not on the device is on the host."""
+        """Return the current bytes in ``tier``; buffers that are not on the device are on the host."""
         there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
         buffers = (each for each in self._model.buffers() if not each.is_meta)
         return sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values())

@@ -1,4 +1,4 @@
-"""What the engine puts on the user's model: hooks around forward passes, on gradients, and ``zero_grad``."""
+"""What the engine installs on the user's model: hooks on forward passes and gradients, and replaced methods."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ __all__ = ["Attachment", "of_units", "weakly"]
 
 
 # [Note: Order of the hooks around a forward pass]
-# On the outermost module the engine's own hook comes before those that gather (both are put in front, it is the later
-# one): a pass that failed is dropped, and wrong uses are refused, before anything is gathered for this one. After the
-# pass those that gather let go first; then the ranks finish their gathers together, and what was written to copies is
-# looked for. Gradients are taken by the last hook of a parameter: what was hooked before the build sees them, what
-# comes later is refused (GradFacade.take).
+# On the outermost module the engine's own hook runs before the hooks that gather (both are prepended, it is registered
+# later): it drops a pass that failed and refuses wrong uses before anything is gathered. After the pass the gathering
+# hooks release first; then the ranks finish their gathers together, and writes to gathered copies are looked for.
+# Gradients are taken by the last hook of a parameter: earlier hooks of the user see them, later ones are refused
+# (GradFacade.take).
 class Attachment:
-    """To one model.
+    """The hooks on one model.
 
     Args:
-        engine: of the model; its rooms do what a hook asks for.
+        engine: of the model.
 
     Attributes:
-        hooks: those that gather, where anything is gathered.
-        own_state: watches the states of the user's modules, once installed.
+        hooks: those that gather, or ``None`` if nothing is gathered.
+        own_state: watches ``state_dict`` of the user's modules, after :meth:`install`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,7 +56,7 @@ class Attachment:
         self._remove: list[Callable[[], None]] = []
 
     def install(self) -> Guards:
-        """From now on the model's passes are the engine's. What watches over it."""
+        """Install the hooks, and return the guards against wrong uses."""
         engine = self._engine
         unit_of: dict[int, int] = {}
         blocks: dict[str, list[int]] = {}
@@ -77,7 +77,7 @@ class Attachment:
             param = state.chunk.params[slot]
             on_grad = weakly(self._on_grad, place)
             handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
-            if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
+            if traced:  # backward gathers nothing, so complete gradients are its moments
                 seen = weakly(self._saw_grad, state.spec.unit)
                 handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
             engine.facade.follow(place, handles[-1])
@@ -95,7 +95,7 @@ class Attachment:
         return guards
 
     def _own_methods(self, guards: Guards) -> None:
-        """Of the user's model: those that mean the engine's parameters."""
+        """Replace methods of the user's model that would act on sharded parameters."""
         engine, own = self._engine, self._engine.model.__dict__
         staged = engine.staging is not None
         check = partial(engine.unfinished.check, "a state")
@@ -103,10 +103,10 @@ class Attachment:
         self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
         methods: dict[str, Any] = {"zero_grad": self._zero_all}
-        # Else what is said is of the first of our hooks that cannot be pickled.
+        # Otherwise the error would be about a hook of ours that cannot be pickled.
         methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
         methods |= {name: each for name, each in refusals_of_wrappers(engine.model).items() if name not in own}
-        # A class that loads in its own way, and whatever stands there already, goes first.
+        # A class with its own load_state_dict, and an attribute that exists already, stay.
         if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
             methods["load_state_dict"] = self._load_whole
         own.update(methods)
@@ -118,22 +118,22 @@ class Attachment:
         """
         engine = self._engine
         raise TypeError(
-            f"a {type(engine.model).__name__} sharded over {engine.mesh.size} ranks cannot be copied or pickled: save "
-            "state_dict() of what boost/build returned, and load that into another one"
+            f"a {type(engine.model).__name__} sharded over {engine.mesh.size} ranks cannot be copied or pickled: "
+            "save state_dict() of what boost/build returned, and load it into another model"
         )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The user's ``model.load_state_dict()``: every rank calls it, inside ``gathered(write_back=True)`` as well."""
+        """The user's ``model.load_state_dict()``: every rank calls it, also inside ``gathered(write_back=True)``."""
         engine = self._engine
         with engine.mesh.doing("load_state_dict() of the model"):
             if not engine.pool.blocks.all_held:
                 return load_full(engine, state_dict, strict, assign)
-            if self.own_state.kept:  # otherwise it is refused
+            if self.own_state.kept:  # otherwise it raises
                 compare_states(engine, state_dict)
             return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
 
     def _follow(self, hooks: GatherHooks) -> None:
-        """Whoever reads what follows a parameter gathers that."""
+        """Gather a parameter when a tensor that follows it is read."""
         for chunk in self._engine.chunks:
             for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
                 for follower in chunk.followers_of(slot.param):
@@ -141,7 +141,7 @@ class Attachment:
                     self._remove.append(partial(setattr, follower, "on_read", None))
 
     def _own_units(self) -> dict[str, list[int]]:
-        """By name of a module, the units of its own parameters."""
+        """Return the units of each module's own parameters, by module name."""
         engine = self._engine
         unit_of = {id(param): chunk.spec.unit for chunk in engine.chunks for param in chunk.params}
         own = {name: list(module.parameters(recurse=False)) for name, module in engine.model.named_modules()}
@@ -151,7 +151,7 @@ class Attachment:
         self._engine.pool.acquire(unit)
 
     def by_units(self, stats: MemStats) -> MemStats:
-        """A trace of the model's modules becomes one of the units that these use; any other stays what it is."""
+        """Convert a trace of the model's modules to units; return any other trace as it is."""
         engine = self._engine
         units_of = self.hooks.units_of if self.hooks is not None else self._own_units()
         return of_units(stats, engine.model, units_of, engine.pool) or stats
@@ -160,7 +160,7 @@ class Attachment:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         engine = self._engine
-        # What the engine does for itself is no part of a function that is transformed.
+        # The engine's own operations are not part of a transformed function.
         with outside_transforms():
             if self.hooks is None or not self.hooks.running:  # a model may call itself
                 engine.passes.recover()
@@ -201,7 +201,7 @@ class Attachment:
         try:
             meter.forward_ended()
         except DeviceMemoryError as error:
-            self._engine.pool.tell(error)  # they wait at the end of their passes
+            self._engine.pool.tell(error)  # the peers wait at the end of their passes
             raise
 
     def _expect_update(self) -> None:
@@ -209,7 +209,7 @@ class Attachment:
             self._engine.events.update_expected()
 
     def _on_grad(self, place: int, param: torch.Tensor) -> None:
-        if torch.is_grad_enabled():  # in passes that make a graph; elsewhere it is off, and to say so again takes time
+        if torch.is_grad_enabled():  # only with create_graph=True; otherwise it is off already
             with torch.no_grad():
                 self._take_grad(place, param)
         else:
@@ -217,19 +217,19 @@ class Attachment:
 
     def _take_grad(self, place: int, param: torch.Tensor) -> None:
         if not param.requires_grad:
-            return  # frozen since the forward pass: autograd adds nothing, and it counts as not used
+            return  # frozen since the forward pass: it counts as unused
         engine, (state, slot) = self._engine, self._places[place]
-        # Taken first, whatever is refused below: it must not stand there at the next pass.
+        # Taken before anything raises below: it must not be there in the next pass.
         grad = engine.facade.take(place, param)
         engine.passes.gradient_came()
         if grad is None:
             return
         if state.chunk.unseen:
             raise RuntimeError(
-                f"{engine.facade.name(state.spec.slots[slot].param)} got a gradient, and was not there when it was "
-                "used: no forward pass has gathered it since the last update, and outside of one it is NaN. Use it in "
-                "forward() of its module or of one around it (a method of the model that the loop calls is none), or "
-                "make the loss inside `with model.gathered():` of what boost/build returned"
+                f"{engine.facade.name(state.spec.slots[slot].param)} got a gradient, but no forward pass has "
+                "gathered it since the last update, so its values were NaN. Use it in forward() of its module or of a "
+                "parent (other methods of the model do not gather), or compute the loss inside "
+                "`with model.gathered():` of what boost/build returned"
             )
         if grad.requires_grad:
             grad = grad.detach()
@@ -241,7 +241,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[list[tuple[ChunkGrads, int, torch.Tensor]]]:
-        """Gradients of a pass inside wait for :meth:`hand_on` of what this gives."""
+        """Collect the gradients of a pass inside the block for :meth:`hand_on`."""
         self._kept = []
         try:
             yield self._kept
@@ -249,18 +249,18 @@ class Attachment:
             self._kept = None
 
     def hand_on(self, kept: list[tuple[ChunkGrads, int, torch.Tensor]]) -> None:
-        """Gradients of an earlier pass become the running one's, as if it had made them."""
+        """Reduce gradients of an earlier pass as those of the current one."""
         engine = self._engine
         for state, slot, grad in kept:
             engine.reducer.add(state, slot, grad, engine.passes.sync)
         kept.clear()
 
     def _zero_all(self, set_to_none: bool = True) -> None:
-        """The user's ``model.zero_grad()`` drops what the engine holds too."""
+        """The user's ``model.zero_grad()``."""
         self._engine.zero_grad(set_to_none=set_to_none)
 
     def remove(self) -> None:
-        """Take all of it off the model again."""
+        """Remove everything from the model."""
         for remove in self._remove:
             remove()
         self._remove.clear()
@@ -273,13 +273,13 @@ def _drop(own: dict[str, Any], name: str) -> None:
 def of_units(
     stats: MemStats, model: nn.Module, units_of: Mapping[str, Sequence[int]], pool: ChunkPool
 ) -> MemStats | None:
-    """``stats`` by units, or ``None`` where they are not of ``model``'s modules.
+    """Convert a trace of ``trace_memory``, which numbers modules, to units; ``None`` if it is not of ``model``.
 
     Args:
-        stats: what ``trace_memory`` gave for such a model.
-        model: the one that is trained.
-        units_of: by name of a module, the units that it uses.
-        pool: the units.
+        stats: the trace.
+        model: the model that is trained.
+        units_of: the units that each module uses, by module name.
+        pool: of the units.
     """
     modules = list(model.named_modules())
     shown = {number: name or type(module).__name__ for number, (name, module) in enumerate(modules)}
@@ -299,16 +299,12 @@ def of_units(
 
 
 # [Note: What keeps an engine alive]
-# The model holds its hooks, these hold the engine, and the engine the model: a cycle that Python's collector finds when
-# nobody uses any of it. It does not look at the post-accumulate hooks of a parameter: these refer to the engine weakly,
-# as does what stands in ``.grad``, or the model would never be freed. Whoever uses the model keeps the engine by its
-# other hooks, so the weak ones find it.
+# The model refers to its hooks, these to the engine, and the engine to the model: a cycle that Python's collector finds
+# when it is unused. The collector does not see post-accumulate hooks of parameters. They refer to the engine weakly, as
+# does the object in ``.grad``; otherwise the model would never be freed. A model in use keeps the engine by its other
+# hooks.
 def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """``method(*arguments, parameter)``, without keeping the method's object; nothing, once that is gone.
-
-    No collector sees a parameter's post-accumulate hooks: one that refers to the parameter's engine (``arguments``
-    included) would keep both for ever.
-    """
+    """Return a hook that calls ``method(*arguments, parameter)`` without keeping the method's object alive."""
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(param: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole parameters, put together from the shards of one axis and the parts of the other, one after the other."""
+"""Unsharded parameters, gradients and buffers of the whole model, one tensor after the other."""
 
 from __future__ import annotations
 
@@ -35,33 +35,36 @@ READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the d
 
 
 # [Note: Ranks with other parts have other chunks]
-# Parts may be of different sizes, and so chunks may end elsewhere on ranks with other parts. What all of these do
-# together goes by parameters, whose order is the same everywhere; only ranks with the same part go by chunks.
+# Ranks with different parts of the model (tensor parallelism) may have parts of different sizes, so their chunks have
+# different boundaries. Collectives over all of them go by parameters, whose order is the same everywhere. Only ranks
+# with the same part go by chunks.
 def full_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each parameter of the whole model by its place there, on the device: fp32 where ``masters`` and there is one.
-    Collective.
+    """Yield each parameter of the whole model with its place there, on the device. Collective.
 
-    Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
+    Values of parameters of one chunk are views of one array, which is gathered for the first of them.
+
+    Args:
+        engine: of the model.
+        masters: yield the fp32 master if there is one.
     """
     dtypes = {index: _dtype(engine, index, masters) for index in range(len(engine.params))}
     yield from _across_stages(engine, _own_values(engine, masters), dtypes)
 
 
 def state_names(engine: Engine) -> StateNames:
-    """Under which names the whole model saves what, by the parameters' places there. Values of buffers are not to be
-    read where it is in stages."""
+    """Return the names under which the whole model is saved, by the parameters' places. Values of buffers must not be
+    read from it if the model has pipeline stages."""
     return engine.partition.table.names or engine.attachment.own_state.names()
 
 
 def _across_stages(
     engine: Engine, own: Iterator[tuple[int, torch.Tensor]], dtypes: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What this rank has of its parameters, and what ranks with other stages have of theirs, by the places of all of
-    them, in order. Collective.
+    """Yield the tensors of all pipeline stages by the parameters' places, in order. Collective.
 
     Args:
-        engine: whose.
-        own: whole tensors by index, in order.
+        engine: of the model.
+        own: this rank's full tensors by index, in order.
         dtypes: of these.
     """
     table, pipeline = engine.partition.table, engine.mesh.pipeline
@@ -82,12 +85,11 @@ def _across_stages(
 
 
 def first_owners(engine: Engine, told: Mapping[int, Any], what: str) -> list[tuple[int, int, Any]]:
-    """Of each parameter that a rank of the pipeline tells something of: its place in the whole model, the first rank
-    that does, and what it says. In order; collective.
+    """Return place, first pipeline rank and its value for each parameter with a value, in order. Collective.
 
     Args:
-        engine: whose.
-        told: JSON-able, by this rank's index of the parameter.
+        engine: of the model.
+        told: this rank's values by its index of the parameter; JSON-able.
         what: for messages.
     """
     place = engine.partition.table.place
@@ -100,7 +102,7 @@ def first_owners(engine: Engine, told: Mapping[int, Any], what: str) -> list[tup
 
 
 def full_buffers_and_extra(engine: Engine) -> Iterator[tuple[str, Any]]:
-    """Buffers and extra state of the whole model by name. Collective."""
+    """Yield buffers and extra state of the whole model by name. Collective."""
     own, pipeline = engine.attachment.own_state.names().others, engine.mesh.pipeline
     outlines = engine.partition.table.names
     if outlines is None:
@@ -144,11 +146,11 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
 
 
 def reads_disk(engine: Engine, known: bool) -> bool:
-    """Whether ranks agree on a read for a parameter; it is the same on all of them.
+    """Whether ranks have to agree that a read succeeded; the same on all of them.
 
     Args:
-        engine: whose.
-        known: this rank has read what it needs for it.
+        engine: of the model.
+        known: this rank has read the values already.
     """
     if engine.mesh.tensor.size > 1:
         return engine.storage.uses_disk
@@ -156,7 +158,7 @@ def reads_disk(engine: Engine, known: bool) -> bool:
 
 
 def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
-    """This rank's, of masters or parameters; ``None`` where all of it is there already."""
+    """Return this rank's shard of masters or parameters; ``None`` if the chunk is unsharded."""
     state = engine.states.get(chunk.spec.index)
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
@@ -164,7 +166,7 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
         rounds = engine.storage.comm_dtypes.rounds(chunk.spec)
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
-            if shard is not None and not masters:  # what it would be if it were not rounded to travel
+            if shard is not None and not masters:  # not the values quantized for communication
                 shard = shard.to(chunk.spec.dtype)
         if shard is None:
             if chunk.resident and chunk.full is not None:
@@ -174,15 +176,15 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
 
 
 def full_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Reduced gradients of the parameters that have one: place in the whole model, index of the optimizer, and a new
-    tensor, fp32 (fp64 where they are), on the device. Collective."""
+    """Yield place in the whole model, index of the optimizer and a new tensor for each parameter with a gradient, fp32
+    (fp64 if the gradient is), on the device. Collective."""
     dtypes = _gradient_dtypes(engine)
     for place, value in _across_stages(engine, _own_gradients(engine, dtypes), dtypes):
         yield place, engine.partition.table.facts[place].optimizer, value
 
 
 def _gradient_dtypes(engine: Engine) -> dict[int, torch.dtype]:
-    """By index, of the gradients that a rank with parts of the same layers has. Collective over these."""
+    """Return the dtypes by index of gradients that any rank with the same layers has. Collective over these ranks."""
     own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
     touched = {param for post in engine.mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
     dtypes: dict[int, torch.dtype] = {}
@@ -217,7 +219,7 @@ def _has(state: ChunkGrads, place: int) -> bool:
 
 
 def merge_parts(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """The tensor of which the ranks of ``axis`` hold parts, ``value`` this one. Collective."""
+    """Return the full tensor of which each rank of ``axis`` has a part, this one ``value``. Collective."""
     shapes = [part.shape_on(rank) for rank in range(axis.size)]
     padded = value.new_zeros(max(shape.numel() for shape in shapes))
     padded[: value.numel()].copy_(value.reshape(-1))

@@ -1,4 +1,4 @@
-"""Which parameters of a model, and which parts of them, are this rank's, where ranks hold one model together."""
+"""This rank's part of the model under tensor, pipeline and sequence parallelism, and a table of all parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
 
 @dataclass(frozen=True)
 class ParamTable:
-    """The whole model's parameters, of which a rank may have some: what files, states and numbers of parameters go by.
+    """The parameters of the whole model. Files, states and numbers of parameters refer to it.
 
     Attributes:
-        facts: of all of them, in the model's order; the same on every rank but for the parts.
-        place: of each of this rank's, by index, its place among all.
-        index: the other way round.
-        groups: by optimizer and param group, the places of its parameters.
-        names: under which the whole model saves what, by place; ``None``: this rank's model is the whole one.
+        facts: of all parameters, in the model's order; equal on every rank except for the parts.
+        place: position of each of this rank's parameters in the whole model, by index.
+        index: index of this rank's parameters by place.
+        groups: places by optimizer and param group.
+        names: saved names of the whole model by place; ``None`` if this rank has the whole model.
     """
 
     facts: tuple[ParamFact, ...]
@@ -44,27 +44,27 @@ class ParamTable:
 
 
 class Partition:
-    """Of one model over the tensor-, pipeline- and sequence-parallel ranks of a mesh; all of it where there are none.
-    Nothing is changed before :meth:`install`.
+    """The partition of a model over the tensor-, pipeline- and sequence-parallel ranks of a mesh. The model does not
+    change before :meth:`install`.
 
     Args:
-        model: whole.
-        optimizers: with its parameters.
-        plan: how layers are cut and stages made.
+        model: the unsharded model.
+        optimizers: of its parameters.
+        plan: how layers and stages are divided.
         mesh: the ranks.
 
     Attributes:
-        cutting: of layers; ``None`` where none are cut.
-        draws: that ranks which hold parts of the same layers draw alike; ``None`` where there are none.
-        staging: of the model; ``None`` where it is in one piece.
-        sequences: that ranks share; ``None`` where each has its own.
-        every: all parameters of the model, and what is known of each, until it is installed.
-        table: what is known of them for ever.
+        cutting: tensor parallelism of layers, or ``None``.
+        draws: synchronises random numbers of tensor-parallel ranks, or ``None``.
+        staging: pipeline stages, or ``None``.
+        sequences: sequence parallelism, or ``None``.
+        every: all parameters of the model with their facts, until :meth:`install`.
+        table: the same without the parameters, kept.
         params, facts: those of this rank.
-        shared: gradients of what other stages use, too, once installed.
+        shared: gradients of parameters that several stages use, after :meth:`install`.
 
     Raises:
-        ValueError: the model cannot be divided so; an optimizer holds something else than its parameters.
+        ValueError: the model cannot be divided like this, or an optimizer has a tensor that is not a parameter of it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
@@ -86,13 +86,13 @@ class Partition:
         if wide:
             raise ValueError(
                 f"{plan.comm.compressed} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
-                f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave it off"
+                f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave the compression off"
             )
         packed = [fact.names[0] for fact in facts if fact.part is not None and not fact.dtype.is_floating_point]
         if packed:
             raise ValueError(
-                f"{mesh.tensor.size} tensor-parallel ranks with {len(packed)} packed weights in layers that are cut "
-                f"(as {packed[0]!r}): their numbers cannot be divided by rows or columns; give tp=1"
+                f"{mesh.tensor.size} tensor-parallel ranks with {len(packed)} packed weights in divided layers (as "
+                f"{packed[0]!r}): packed numbers cannot be divided by rows or columns; use tp=1"
             )
         self.every = list(zip(every, facts, strict=True))
         if mesh.pipeline.size > 1:
@@ -101,8 +101,8 @@ class Partition:
             self.staging = stage_model(model, rank, size, pipe.chunks, pipe.layers, pipe.body, v_shaped)
             if plan.grad.average != "sum":
                 raise ValueError(
-                    f"average={plan.grad.average!r} with {size} pipeline ranks: give 'sum'; a step's micro-batches are "
-                    "weighed by their rows"
+                    f"average={plan.grad.average!r} with {size} pipeline ranks: use 'sum'; the micro-batches of a step "
+                    "are weighted by their rows"
                 )
             if plan.precision.output_dtype is not None:
                 raise NotImplementedError(
@@ -137,22 +137,22 @@ class Partition:
                 _check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Whether this rank has any of it."""
+        """Whether this rank has any part of it."""
         return self.staging is None or self.staging.owns(param)
 
     def _counted(self, param: nn.Parameter, fact: ParamFact) -> ParamFact:
-        """With whether a rank of an earlier stage has it too."""
+        """Return the fact, marked if a rank of an earlier stage has the parameter, too."""
         earlier = self.staging is not None and self.staging.ranks_of(param)[0] != self.staging.rank
         return replace(fact, earlier=True) if earlier else fact
 
     def narrow(self, optimizer: torch.optim.Optimizer) -> None:
-        """It holds this rank's parameters alone."""
+        """Remove other stages' parameters from the optimizer's groups."""
         for group in optimizer.param_groups if self.staging is not None else ():
             group["params"] = [param for param in group["params"] if self.owns(param)]
 
     def install(self) -> None:
-        """The model becomes this rank's part of it; what others have is let go of."""
-        if self.sequences is not None:  # first: what is cut is cut of the layers that it leaves
+        """Reduce the model to this rank's part and free the rest."""
+        if self.sequences is not None:  # first, since the layers that it leaves are divided next
             self.sequences.install()
         if self.cutting is not None:
             if self._tensor_wire is not None:
@@ -168,7 +168,7 @@ class Partition:
         self.every = []
 
     def release(self) -> None:
-        """What it has others call is called no more."""
+        """Remove its hooks."""
         if self.shared is not None:
             self.shared.remove()
         if self.sequences is not None:
@@ -176,21 +176,21 @@ class Partition:
 
 
 def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> StateNames | None:
-    """Of the whole model, where it is in stages. Hooks are tried here, since what they give may be refused; without
-    values of their own they are tried at the first state."""
+    """Return the saved names of the whole model if it has stages. State hooks run here, since their results may be
+    refused; on a deferred model they run at the first state."""
     hooked = any(module._state_dict_hooks for module in model.modules()) and not is_deferred(model)
     found = StateNames.read(model, every) if staged or hooked else None
     return _outlined(found) if staged and found is not None else None
 
 
 def _outlined(names: StateNames) -> StateNames:
-    """Without the values of buffers, which may be on another rank alone."""
+    """Return the names without values of buffers, which only other ranks may have."""
     others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
     return replace(names, others=others)
 
 
 def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """By ``id`` of parameter: every name it has in ``model``."""
+    """Return all names in ``model`` by ``id`` of the parameter."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -204,10 +204,10 @@ def parameter_facts(
     plan: Plan,
     cutting: Cutting | None = None,
 ) -> list[ParamFact]:
-    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
+    """Return name, shape, dtype, optimizer, group and tensor-parallel part of each of ``params``.
 
     Raises:
-        ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
+        ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
     """
     held: dict[int, tuple[int, int]] = {}
     for optimizer_index, optimizer in enumerate(optimizers):
@@ -216,7 +216,8 @@ def parameter_facts(
                 if id(param) not in names:
                     raise ValueError(
                         f"optimizer {optimizer_index}, group {group_index} holds a tensor of shape "
-                        f"{tuple(param.shape)} that is not a parameter of the model; build it on model.parameters()"
+                        f"{tuple(param.shape)} that is not a parameter of the model; create it on "
+                        "model.parameters()"
                     )
                 if id(param) in held:
                     raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")

@@ -1,4 +1,4 @@
-"""Gives every chunk its memory: parameter shards, masters and gradients in the tiers that the plan names."""
+"""Allocates parameter shards, masters and gradients of every chunk, in the tiers of the plan."""
 
 from __future__ import annotations
 
@@ -33,41 +33,40 @@ from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["CommDtypes", "Storage", "trained"]
 
-REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
+REMEDY = "Nothing was sharded and no file is left: repair the disk or choose another directory, and build again."
 
 
 # [Note: Which memory a tensor gets]
-# * Exchange memory of the group, what peers read: shards and arrays that stay, where there are peers. On CPU ranks
-#   shards of the host tier are there too, since that is host memory. Shards that are gathered and evicted may lie side
-#   by side in one mapping (joint), so that a gather is a view of it; not under a declared capacity, where gathers are
-#   to take room.
-# * The arena, one block of host memory, page-locked where that is wanted: masters, gradients and shards of the host
-#   tier, and what waits there for step(). Its size is known before, so that a build that does not fit fails at once.
-# * Exchange memory of the smaller group that keeps a second copy, or the arena, in the tier of the shard: secondary
-#   shards. Beside them nothing is joint: gathers are copies.
-# * The store's buffers, for what is at home on a disk; see [Note: Buffers of shards on a disk].
-# * Memory of the device: the rest.
-# Every rank makes the same buffers in the same order, whatever it holds itself, because making them is collective.
+# * Exchange memory of the group, which peers read: shards and resident arrays, if there are peers; on CPU ranks also
+#   shards of the host tier. Shards that are gathered and evicted may be neighbours in one mapping (joint), so that a
+#   gather is a view of it; not under a declared capacity, where gathers have to take room.
+# * The arena, one block of host memory, page-locked on request: masters, gradients and shards of the host tier, and new
+#   parameters that wait for step(). Its size is known before, so that a build that does not fit fails at once.
+# * Exchange memory of the smaller group, or the arena: secondary shards, in the tier of the shard. With them nothing is
+#   joint: gathers are copies.
+# * Buffers of the store: what is at home on a disk; see [Note: Buffers of shards on a disk].
+# * Device memory: the rest.
+# Every rank allocates the same buffers in the same order, since this is collective.
 class Storage:
     """The memory of one model on this rank. Collective.
 
     Attributes:
         chunks: by index.
-        states: what the optimizer updates, by index of the chunks that it trains.
-        homes: tiers, by chunk index.
-        ledger: the device's accounts.
+        states: masters by chunk index, of chunks that an optimizer trains.
+        homes: tiers by chunk index.
+        ledger: accounts of device memory.
         uses_disk: whether any rank has something on a disk.
-        store: this rank's part of the disk, or ``None``.
-        value_buffer_bytes: the store's buffers for the values of tiles have this size.
-        comm_dtypes: which chunks travel in fewer bits, and over which groups.
-        new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
+        store: this rank's file on the disk, or ``None``.
+        value_buffer_bytes: size of the store's buffers for the values of tiles.
+        comm_dtypes: chunks that are quantized for communication.
+        new_shards: by chunk index, host memory for parameters that are updated on a disk before ``step()``.
 
     Raises:
-        DiskError: on every rank, where one cannot open its file or reserve what it needs.
+        DiskError: on every rank, if one cannot open its file or reserve space.
         ValueError: the plan wants secondary shards, and the mesh has no groups for them.
 
     Warns:
-        UserWarning: on rank 0, where chunks are too large for a share to be met.
+        UserWarning: on rank 0, if chunks are too large to meet a fraction.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
@@ -102,7 +101,7 @@ class Storage:
             with self._all_reserve():
                 self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
         except BaseException:
-            # The file must not outlive a build that failed.
+            # Remove the file of a build that failed.
             self.close()
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
@@ -126,8 +125,8 @@ class Storage:
         self._ahead = ReadAhead(largest, count - renewals, renewals)
 
     def on_any_disk(self, own: bool) -> bool:
-        """Whether any rank has something on a disk: data-parallel ranks have alike, ranks with other parts or stages
-        other chunks. Collective where there are such."""
+        """Whether any rank has something on a disk. Data-parallel ranks have the same chunks; with model parallelism
+        ranks have different ones, and this is collective."""
         if self.mesh.model_parallel is None or self.plan.tiers.disk is None:
             return own
         posts = self.mesh.everyone.exchange([float(own)], "whether anything is on a disk")
@@ -138,19 +137,19 @@ class Storage:
 
     @property
     def _pins_for(self) -> torch.device | None:
-        """The GPU that host memory is page-locked for: copies would else pass through the driver's own."""
+        """The GPU that host memory is page-locked for, so that copies are direct."""
         device = self.mesh.device
         return device if self.plan.tiers.pin_memory and device.type == "cuda" else None
 
     # ---- which memory
 
     def _resident(self, spec: ChunkSpec) -> bool:
-        """Whether the whole array stays on the device."""
+        """Whether the full array stays on the device."""
         stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
         return stays and self.homes[spec.index].param is Tier.DEVICE
 
     def round_(self, chunk: Chunk) -> None:
-        """The shard becomes what its peers get of it; its master is up to date. See [Note: Rounded parameters]."""
+        """Quantize the shard to what its peers get, from its current master. See [Note: Rounded parameters]."""
         if self.comm_dtypes.rounds(chunk.spec):
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
@@ -158,7 +157,7 @@ class Storage:
                 self.comm_dtypes.trained.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
-        """As :meth:`round_`, the peers' shards too where they are here."""
+        """As :meth:`round_`, with the peers' shards if they are here."""
         if not chunk.resident:
             self.round_(chunk)
         elif self.comm_dtypes.rounds(chunk.spec):
@@ -167,7 +166,7 @@ class Storage:
                 group.round_(group.slice_of(chunk.exchange.local, rank))
 
     def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
-        """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
+        """Return the dtype of masters; ``None`` if the shard itself is updated, because its state has the same home."""
         home = self.homes[spec.index]
         if not trained(spec):
             return None
@@ -178,18 +177,18 @@ class Storage:
         return None if shared and not self.comm_dtypes.rounds(spec) else spec.dtype
 
     def _waits(self, spec: ChunkSpec) -> bool:
-        """Whether new parameters need memory of their own between their update and ``step()``."""
+        """Whether new parameters need separate memory between their update and ``step()``."""
         home = self.homes[spec.index]
         on_disk = home.state is Tier.DISK and home.param is not Tier.DISK
         return trained(spec) and on_disk and self.plan.grad.update == "backward"
 
     @property
     def _keeps_whole(self) -> bool:
-        """Whether whole gradients stay on the device until the step."""
+        """Whether full gradients stay on the device until the step."""
         return self.plan.shard.reduce == "last"
 
     def _host_bytes(self) -> int:
-        """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
+        """Return the size of the arena. CPU ranks keep host shards in the group's exchange memory instead."""
         total = 0
         for spec, home in zip(self.layout.chunks, self.homes, strict=True):
             master = self.master_dtype(spec)
@@ -205,7 +204,7 @@ class Storage:
         return total
 
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
-        """In which gradients travel and add up."""
+        """Return the dtypes in which gradients are reduced and accumulated."""
         precision = self.plan.precision
         travel = precision.reduce_dtype or spec.dtype
         return travel, precision.accumulate_dtype or travel
@@ -213,7 +212,7 @@ class Storage:
     # ---- parameters
 
     def _own(self, spec: ChunkSpec) -> int:
-        """Elements of this rank's shard."""
+        """Return the number of elements of this rank's shard."""
         return spec.shard_numel(self.mesh.shard.rank)
 
     def _exchanged(self, spec: ChunkSpec) -> bool:
@@ -227,17 +226,17 @@ class Storage:
         return spec.trainable or not self._resident(spec)
 
     def _joint(self, spec: ChunkSpec) -> bool:
-        """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
+        """Whether the ranks' shards may be mapped as one array; not under a declared capacity."""
         in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
         in_place = in_place and not self.comm_dtypes.rounds_on_the_way(spec)
         return in_place and not self._resident(spec) and self._among is None
 
     def _secondary_numel(self, spec: ChunkSpec) -> int:
-        """Elements of the chunk's secondary shard; 0: it has none."""
+        """Return the number of elements of the chunk's secondary shard; 0 if it has none."""
         return 0 if self._among is None or self._resident(spec) else spec.padded_numel // self._among.size
 
     def _secondary_buffers(self) -> dict[int, Buffer]:
-        """Memory of secondary shards, by chunk."""
+        """Allocate secondary shards, by chunk."""
         if self._among is None:
             return {}
         kept = [s for s in self.layout.chunks if self._secondary_numel(s)]
@@ -274,7 +273,7 @@ class Storage:
         return chunks
 
     def _staging(self) -> dict[torch.dtype, Buffer]:
-        """Exchange memory for shards that come from the disk, one a dtype."""
+        """Allocate exchange memory for shards that come from the disk, one for each dtype."""
         on_disk = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         if self.mesh.shard.size == 1 or not on_disk:
             return {}
@@ -321,7 +320,7 @@ class Storage:
     # ---- masters
 
     def tile_ranges(self, spec: ChunkSpec) -> list[TileRange]:
-        """How the chunk's update is cut on this rank."""
+        """Return the tiles in which this rank updates the chunk."""
         on_device = self.homes[spec.index].state is Tier.DEVICE
         numel = TILE_NUMEL[self.mesh.device.type if on_device else "cpu"]
         return plan_tiles(spec, self.mesh.shard.rank, [fact.group for fact in self.layout.facts], numel)
@@ -343,7 +342,7 @@ class Storage:
     # ---- gradients
 
     def make_grads(self) -> dict[int, ChunkGrads]:
-        """Gradient states of the trainable chunks."""
+        """Create the gradient states of the trainable chunks."""
         return {chunk.spec.index: self._make_grads(chunk) for chunk in self.chunks if chunk.spec.trainable}
 
     def _make_grads(self, chunk: Chunk) -> ChunkGrads:
@@ -353,16 +352,16 @@ class Storage:
         if self.plan.grad.update == "backward":
             return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
         if home is Tier.HOST and self._keeps_whole:
-            # Only several reduced passes a step need it, which a plan like that is not for.
+            # Needed only with several reduced passes in one step, which is unusual for such a plan.
             take = partial(torch.empty, chunk.shard_numel, dtype=accumulate)
         elif home is Tier.HOST:
-            # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
+            # Taken now, since the arena's size was computed with it; its pages are touched at the first use.
             memory = self._arena.take(chunk.shard_numel, accumulate)
             take = lambda: memory  # noqa: E731
         return ChunkGrads(chunk, travel, accumulate, home, take)
 
     def ring(self, home: Tier) -> GradRing:
-        """Memory of gradients that stream, in the tier where their updates read them."""
+        """Return the buffers of gradients that stream, in the tier where their updates read them."""
         on_host = home is Tier.HOST
         device = torch.device("cpu") if on_host else self.mesh.device
         return self._rings.setdefault(home, GradRing(device, self._pins_for if on_host else None))
@@ -370,7 +369,7 @@ class Storage:
     # ---- accounts
 
     def parameter_bytes(self, tier: Tier) -> int:
-        """Bytes of parameter shards and resident arrays in ``tier``."""
+        """Return the bytes of parameter shards and resident arrays in ``tier``."""
         total = 0
         for chunk in self.chunks:
             if chunk.source.tier is tier:
@@ -379,12 +378,12 @@ class Storage:
         return total
 
     def secondary_bytes(self, tier: Tier) -> int:
-        """Bytes of secondary shards in ``tier``."""
+        """Return the bytes of secondary shards in ``tier``."""
         sources = [chunk.source for chunk in self.chunks if chunk.source.tier is tier]
         return sum(each.kept.exchange.local.nbytes for each in sources if isinstance(each, SecondarySource))
 
     def master_bytes(self, tier: Tier) -> int:
-        """Bytes of masters in ``tier``."""
+        """Return the bytes of masters in ``tier``."""
         total = 0
         for state in self.states.values():
             if state.tier is tier and state.dtype is not None:
@@ -392,17 +391,17 @@ class Storage:
         return total
 
     def new_shard_bytes(self, tier: Tier) -> int:
-        """Bytes of :attr:`new_shards` in ``tier``."""
+        """Return the bytes of :attr:`new_shards` in ``tier``."""
         return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file on the disk."""
         if self.store is not None:
             self.store.close()
 
 
 def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
-    """The ranks that keep a second copy of parameters together, if the plan wants one and it is not the first."""
+    """Return the ranks that share a second copy of parameters; ``None`` if the plan has none beyond the first."""
     wanted, group = plan.mesh.secondary, mesh.secondary
     if wanted is None or wanted == mesh.shard.size:
         return None
@@ -410,14 +409,14 @@ def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
         return group
     if group is None or group.size != wanted:
         raise ValueError(
-            f"secondary={wanted} with a mesh whose groups for secondary shards are of {group and group.size} ranks: "
-            "make the mesh of the same plan (Mesh.create(plan.mesh, ...))"
+            f"secondary={wanted}, but the mesh has groups of {group and group.size} ranks for secondary shards: make "
+            "the mesh from the same plan (Mesh.create(plan.mesh, ...))"
         )
     return group
 
 
 def _capacity(plan: Plan, device: torch.device) -> int | None:
-    """Declared bytes; under ``auto``, what the device has."""
+    """Return the declared bytes; under ``auto``, those of the device."""
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
     if device.type == "cuda":
@@ -429,32 +428,30 @@ PLAIN = nn.Parameter, DeferredParameter
 
 
 # [Note: Rounded parameters]
-# Where parameters travel in 8 bits all ranks compute with the same model, whatever carries it.
-# * What an optimizer trains: a shard is on every rank what its peers get of it, its owner's copy as well. It is rounded
-#   where it is published, from its master, which is not (master_dtype): a block may have parameters that a step has
-#   not updated, and what was rounded with another scale is not what its master rounds to. States and files are made of
-#   masters.
-# * What is frozen has no master. Its shard stays as it is, so that states and files have what was loaded, and each
-#   gather brings it rounded, this rank's own part too (Group.brought). Arrays that stay are whole from the beginning,
-#   and never travel. Numbers that cannot be written so (integers, fp64), and those of parameters of a class of its own,
-#   whose bits may be packed weights under the name of floating-point ones, travel as they are, and so does their chunk.
-# * What is trained by nobody and not frozen travels as it is.
-# * A secondary shard is some neighbours' shards as they arrived, which are written in the same blocks once more.
+# Where parameters are communicated in 8 bits, all ranks compute with the same quantized values.
+# * Trained chunks: every rank, the owner included, has the quantized shard. It is quantized when it is published,
+#   always from its master (master_dtype), since quantizing twice with different scales changes values. States and files
+#   are made from masters.
+# * Frozen chunks have no master. The shard keeps what was loaded, for states and files, and each gather quantizes it,
+#   this rank's own part too (Group.brought). Resident arrays are never communicated. A chunk with numbers that cannot
+#   be quantized (integers, fp64), or with a parameter class of its own, which may be packed weights, is communicated as
+#   it is.
+# * Chunks that no optimizer trains and that are not frozen are communicated as they are.
+# * A secondary shard consists of neighbours' shards as they arrived, and is quantized in the same blocks again.
 class CommDtypes:
-    """Of one model.
+    """Which chunks are quantized for communication, and by which groups.
 
     Args:
-        layout: of its parameters.
-        params: these.
-        plan: what is asked for.
-        shard: the ranks that share it.
-        among: those that share secondary shards.
-        resident: which chunks stay whole on the device, so that a frozen one never travels.
+        layout: of the parameters.
+        params: the parameters.
+        plan: see :class:`~shardwise.plan.CommPlan`.
+        shard: the ranks that shard parameters.
+        among: the ranks that share secondary shards.
+        resident: whether a chunk stays unsharded on the device.
 
     Attributes:
-        trained: over which shards travel that an optimizer trains; ``shard`` where nothing is rounded.
-        left: indices of frozen parameters of a class of their own, which travel as they are, and their chunks with
-            them.
+        trained: the group for trained shards; ``shard`` if they are not quantized.
+        left: indices of frozen parameters with classes of their own, whose chunks are not quantized.
     """
 
     def __init__(
@@ -479,29 +476,29 @@ class CommDtypes:
         self.left = [param for others in own.values() for param in others]
 
     def rounds(self, spec: ChunkSpec) -> bool:
-        """Whether the chunk's shards are rounded by their owners, before they travel."""
+        """Whether owners quantize the chunk's shards before they are communicated."""
         return self.trained is not self._shard and trained(spec)
 
     def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
-        """Whether gathers of the chunk bring something else than its shards."""
+        """Whether gathers quantize the chunk."""
         return spec.index in self._on_the_way
 
     def over(self, spec: ChunkSpec) -> Group | None:
-        """The group that carries its shards in fewer bits; ``None``: they travel as they are."""
+        """Return the group that quantizes the chunk's shards; ``None`` if they are not quantized."""
         if self.rounds_on_the_way(spec):
             return self._frozen
         return self.trained if self.rounds(spec) else None
 
     def over_few(self, spec: ChunkSpec) -> Group | None:
-        """The same for its secondary shards."""
+        """Return the same for its secondary shards."""
         over, few = self.over(spec), self._among
         if few is None or not isinstance(over, CompressedGroup):
             return None
         return compressed(few, over.format, rows=over.size // few.size)
 
     def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What makes of a master's values, in the shard's dtype and from the beginning of a block on, the shard's;
-        ``None``: they are the same."""
+        """Return the function from a master's values, cast, from the beginning of a block on, to the shard's; ``None``
+        if they are equal."""
         return self.trained.rounded if self.rounds(spec) else None
 
 

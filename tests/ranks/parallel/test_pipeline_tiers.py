@@ -46,7 +46,8 @@ def states(session: Session) -> dict[str, Any]:
 
 
 def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
-    """A disk fails on one rank, while a state is put together and in an update, after which states are loaded. Of the second stage nothing is trained where it is ``frozen``, so it has no state on a disk."""
+    """A disk fails on one rank, while a state is put together and in an update, after which states are loaded. The
+    second stage is not trained if it is ``frozen``, so it has no state on a disk."""
     model, told = case_of("llama", 0 if frozen else 1).made(), []
     for module in (*model.model.layers[3:], model.model.norm, model.lm_head) if frozen else ():
         module.requires_grad_(False)
