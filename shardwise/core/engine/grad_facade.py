@@ -79,8 +79,6 @@ class GradFacade:
         names = {index: engine.layout.facts[index].names[0] for index in self._params}
         self.user_grads = UserGrads(names, engine.mesh.shard)
         self._norms: dict[float, list[float]] = {}
-        self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
-        """By norm, dtype and device, with the clipping factors in them."""
         self._divisors: dict[int, float] = {}
         self._hook_ids = [-1] * len(self._in_order)
         self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
@@ -383,22 +381,11 @@ class GradFacade:
             )
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
-        param = self._params[indices[0]]
-        if len(indices) == 1:
-            return [self._norm_tensors(p, param)[self._place[indices[0]]].clone()]
-        places = torch.tensor([self._place[index] for index in indices], device=param.device)
-        return list(self._norm_tensors(p, param)[places].unbind())
-
-    def _norm_tensors(self, p: float, like: nn.Parameter) -> torch.Tensor:
-        """Return all norms, on the device and at least in fp32."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        clips, found = self._norm_values.get((p, dtype, like.device), ({}, None))
-        if found is None or clips != self.clip:
-            factors = [self._factor(self._where[index][0].spec.optimizer) for index in self._params]
-            values = [norm * factor for norm, factor in zip(self._norms[p], factors, strict=True)]
-            found = torch.tensor(values, dtype=dtype, device="cpu").to(like.device)
-            self._norm_values[p, dtype, like.device] = dict(self.clip), found
-        return found
+        param, own = self._params[indices[0]], self._norms[p]
+        factors = [self._factor(self._where[index][0].spec.optimizer) for index in indices]
+        values = [own[self._place[index]] * factor for index, factor in zip(indices, factors, strict=True)]
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return list(torch.tensor(values, dtype=dtype, device="cpu").to(param.device).unbind())
 
     def _all_norms(self, asked: int, p: float) -> list[float]:
         mesh = self.engine.mesh
@@ -468,7 +455,6 @@ class GradFacade:
         state, at = self._where[index]
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
         self._norms.clear()
-        self._norm_values.clear()
         self.user_grads.changed(optimizer, index, operands)
         state.claim()
         start, end = self._spans[index]
@@ -484,7 +470,6 @@ class GradFacade:
 
     def _changed(self) -> None:
         self._norms.clear()
-        self._norm_values.clear()
         self._divisors.clear()
 
 

@@ -47,10 +47,10 @@ HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (o
 # may have been updated already. Otherwise tiles in memory are updated, and publish() commits the records. See
 # [Note: Two versions of a record].
 class TileUpdates:
-    """The tiles of one optimizer.
+    """Updates the tiles of one optimizer.
 
     Args:
-        engine: the model side.
+        engine: of the model.
         optimizer: the user's own.
         index: its position among the engine's optimizers.
         grads: gradient states of the chunks that it trains.
@@ -62,9 +62,9 @@ class TileUpdates:
         self._engine, self.optimizer, self._index = engine, optimizer, index
         self.tiles: list[Tile] = []
         self._disk: dict[int, DiskTile] = {}
-        """By position among the tiles."""
+        """Tiles on a disk by position among all tiles."""
         homes = [engine.storage.homes[each.spec.index] for each in grads]
-        # Not whether this rank has tiles on a disk: it may have none of a small chunk, and its peers some.
+        # By homes, since a rank may have no tile of a small chunk whose other tiles its peers have on a disk.
         own = any(Tier.DISK in (home.param, home.state) for home in homes)
         self.uses_disk = engine.storage.on_any_disk(own)
         self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
@@ -82,15 +82,15 @@ class TileUpdates:
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
-        """Whose state is in memory."""
+        """Tiles with state in memory and parameters on a disk."""
         self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._calls = Calls(together=not self._stepper.foreign)
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if self._updates_early:  # which comes from the last chunk to the first
-            # The order that is expected of the first step; later ones follow the last (TileVisits).
+        if self._updates_early:  # backward comes from the last chunk to the first
+            # The expected order of the first step; later steps follow the previous one (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
@@ -103,15 +103,15 @@ class TileUpdates:
         engine.events.backward_asked.listen(self._offload.check)
 
     def state_bytes(self, tier: Tier) -> int:
-        """Optimizer state at home in ``tier``."""
+        """Return the bytes of optimizer state in ``tier``."""
         return self._stepper.state_bytes(tier)
 
     def expected_bytes(self, tier: Tier) -> int:
-        """What the state in ``tier`` will be once every parameter has been stepped. Steps a dummy to know it."""
+        """Return the bytes of state in ``tier`` after every parameter was stepped, found by stepping a dummy."""
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
-        # What is kept of matrices may differ from what is of vectors, and in each param group by its options.
+        # State may differ between matrices and vectors, and between param groups by their options.
         numels: dict[tuple[int, int, torch.dtype], tuple[Piece, int]] = {}
         for group, piece in ((tile.group, piece) for tile in own for piece in tile.pieces):
             kind = group, piece.value.dim(), piece.value.dtype
@@ -121,12 +121,12 @@ class TileUpdates:
         return sum(self._stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
 
     def _give_back(self, optimizer: int) -> None:
-        """Buffers that hold what was read ahead, if it is of this optimizer's."""
+        """Free the buffers of reads ahead, if they are this optimizer's."""
         if optimizer == self._index:
             self._visits.release()
 
     def _make_room(self, element_bytes: int) -> None:
-        """Buffers for the state of the largest tile, reserved when it is known what the optimizer keeps."""
+        """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
         disk = self._engine.plan.tiers.disk
         if element_bytes > self._roomy and disk is not None and self._engine.storage.store is not None:
             largest = max(each.tile.end - each.tile.start for each in self._disk.values())
@@ -136,18 +136,18 @@ class TileUpdates:
             self._roomy = element_bytes
 
     def opened(self, position: int) -> AbstractContextManager[None]:
-        """Inside the block the values and state of the tile at ``position`` can be read."""
+        """Return a context in which values and state of the tile at ``position`` can be read."""
         self._visits.release()
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
     def norm_of_tiles(self) -> TileNorm:
-        """Made by updates from here on."""
+        """Return the norm that updates compute from now on."""
         self._stepper.norm = TileNorm()
         return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
-        """Give the pieces of the tile at ``position`` this state, ``None`` for pieces that were never stepped."""
+        """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
         disk_tile = self._disk.get(position)
         if disk_tile is not None:
             self._visits.release()
@@ -160,7 +160,7 @@ class TileUpdates:
         self._stepper.state_changed()
 
     def dtype_for(self, key: str, stored: torch.dtype, piece: Piece) -> torch.dtype:
-        """Of per-element state that is loaded; see :meth:`TileStepper.dtype_for`."""
+        """Return the dtype for loaded element-wise state; see :meth:`TileStepper.dtype_for`."""
         return self._stepper.dtype_for(key, stored, piece.value)
 
     def move_to_device(self, room_bytes: int) -> None:
@@ -212,14 +212,13 @@ class TileUpdates:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """All state, and what the disk holds, is as it was if the block raises, but for tensors written in place.
+        """Restore all state, also on the disk, if the block raises; except for tensors that are written in place.
 
-        Behind the block it is unfinished until the caller ends that; also after an interrupt in it where the caller has
-        begun that, or where peers may have the new one.
+        The state is marked as unfinished until the caller ends that.
         """
         part = state_of(self._index)
         was_whole = part not in self._engine.unfinished
-        if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
+        if not isinstance(self.optimizer.state, dict):  # set to another type by the user
             self.optimizer.state = defaultdict(dict)
         before = dict(self.optimizer.state)
         undo = [each.snapshot() for each in self._disk.values()]
@@ -242,7 +241,7 @@ class TileUpdates:
 
     @property
     def param_groups(self) -> ParamGroups:
-        """The user's groups, and which they were when the model was sharded."""
+        """The user's param groups, now and when the model was sharded."""
         return self._stepper.param_groups
 
     def before_step(self) -> None:
@@ -255,7 +254,7 @@ class TileUpdates:
         self._stepper.after_step()
 
     def early(self) -> EarlyUpdates:
-        """Updates during backward; of parameters on a disk only where their state is there too."""
+        """Create the updates during backward; of parameters on a disk only if their state is there, too."""
         by_chunk: dict[int, list[DiskTile]] = {}
         for each in self._disk.values():
             by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
@@ -359,13 +358,13 @@ class TileUpdates:
 
 
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
-    """The chunk's shard; where all of it will be written, it is not read."""
+    """Open the chunk's shard, without reading it if all of it will be written."""
     return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
 
 
 @contextmanager
 def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
-    """A function that opens the shard of the tile it is asked for, for writing, and closes the one before."""
+    """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
     stack = ExitStack()
     current: list[tuple[Chunk, torch.Tensor]] = []
 
