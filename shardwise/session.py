@@ -437,7 +437,9 @@ def build(
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):
-                _foresee(wrapped, mesh)
+                with agreed_build(mesh.everyone, dict):  # the last validation of user input
+                    for sharded in wrapped:
+                        sharded.check_before_build()
                 _take_over(engine, wrapped)
             session = Session(engine, ShardedModule(engine), wrapped)
         undo.pop_all()
@@ -455,28 +457,18 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
         raise TypeError(f"model={shown(model)} is not a torch.nn.Module; give one{hint}")
     if optimizer is None:
         return []
-    several: list[Any] = [optimizer]
-    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
-        several = list(optimizer)
-    for each in several:
+    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)
+    optimizers: list[Any] = list(optimizer) if several else [optimizer]
+    for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            hint = "; give an instance, not the class: AdamW(model.parameters())" * isinstance(each, type)
-            raise TypeError(
-                f"optimizer={shown(each)} is not a torch.optim.Optimizer; give one, a sequence of them, or None{hint}"
-            )
+            hint = "; an instance, not the class: AdamW(model.parameters())" * isinstance(each, type)
+            raise TypeError(f"optimizer={shown(each)} is not a torch.optim.Optimizer; give one, several or None{hint}")
         if sharded_of(each) is not None:
             raise ValueError(
                 f"optimizer {type(each).__name__} was given to boost/build before, and its state is already sharded: "
                 "create a new one on model.parameters(), and load the state_dict() of the old one"
             )
-    return several
-
-
-def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:
-    """Last validation of user input; collective, all-or-none."""
-    with agreed_build(mesh.everyone, dict):
-        for each in optimizers:
-            each.check_before_build()
+    return optimizers
 
 
 def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -543,10 +535,8 @@ class Settings:
             f"precision={shown(self.precision)} is not known; use 'bf16', 'fp16', 'fp32' or None",
         )
         whole("replicas", self.replicas, 1, what="a number of copies")
-        require(
-            self.stage > 0 or self.replicas == 1,
-            f"replicas={self.replicas} at stage 0, where every rank is a replica: leave it 1, or use stage 1, 2 or 3",
-        )
+        copies = f"replicas={self.replicas} at stage 0, where every rank is a replica: use stage 1, 2 or 3"
+        require(self.stage > 0 or self.replicas == 1, copies)
         modes = (None, *IN_LAYERS, *EVERYWHERE)
         require(
             self.sequence in modes,
@@ -588,10 +578,7 @@ class Settings:
             place = f"offload={shown(self.offload)}: use 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
-            word = isinstance(self.offload, str) and os.path.basename(self.offload) == self.offload
-            near = word and difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
-            meant = near and not os.path.isdir(self.offload)
-            if meant or (word and NO_DIRECTORY.fullmatch(str(self.offload))):
+            if isinstance(self.offload, str) and NO_DIRECTORY.fullmatch(self.offload):
                 raise ValueError(f"{place} (write './{self.offload}' for a directory of that name)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)
