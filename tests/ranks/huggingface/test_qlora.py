@@ -224,7 +224,7 @@ def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
     session.close()
     session.mesh.close()
     waits = nn.Sequential(Linear4bit(64, 64))
-    assert "0.weight (Params4bit, (64, 64)) is torch.float32 still" in told(
+    assert "0.weight (Params4bit, (64, 64)) is still torch.float32" in told(
         lambda: shardwise.shard(waits, stage=3), ValueError
     )
 
