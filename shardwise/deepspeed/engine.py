@@ -704,13 +704,13 @@ class DeepSpeedEngine(ModeOfModule):
             )
         movable = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
         if include is None or any(kind in include for kind in movable):
-            self.session.set_aside(pin_memory)
+            self.session.offload_states(pin_memory)
         else:
             self.session.drop_gathered()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo :meth:`offload_states`."""
-        self.session.bring_back()
+        self.session.reload_states()
 
     @property
     def mp_world_size(self) -> int:

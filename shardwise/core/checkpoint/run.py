@@ -209,7 +209,7 @@ class EngineRun:
         try:
             with ExitStack() as stack:
                 for index in optimizers:  # no state may be left that is not on the disk
-                    stack.enter_context(self._session.optimizers[index].undone_on_error())
+                    stack.enter_context(self._session.optimizers[index].updates.undone_on_error())
                 yield
         except BaseException:
             if engine.storage.store is not None:

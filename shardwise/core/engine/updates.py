@@ -1,8 +1,7 @@
-"""One update of everything that an optimizer trains on this rank, whichever tier it is in.
+"""Updates all tiles of one optimizer on this rank, in whichever tier they are.
 
-State on a disk comes first, because it can fail: only when all ranks have agreed that it did not, the rest is updated.
-So after a failure there everything is as it was after the previous step, on every rank. Where only parameters are on a
-disk, and where updates are made during backward, a failure leaves values half-changed: a checkpoint has to be loaded.
+Tiles on a disk come first, because a disk can fail. A failure leaves values half-changed, so that a
+checkpoint has to be loaded.
 """
 
 from __future__ import annotations
@@ -10,61 +9,48 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from shardwise.core.base.device import random_state, set_random_state
+from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.checks.unfinished import PARAMETERS, state_of
-from shardwise.core.engine.aside import Aside
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.promote import promote
+from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
 from shardwise.core.memory.disk.agreement import disk_failures, raise_failures
-from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.tier import Tier
+from shardwise.core.optim.nested_state import mapped, tensors_of
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.core.update.runs import Calls
-from shardwise.core.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
+from shardwise.core.update.states import ChunkState
+from shardwise.core.update.tiles import Piece, Tile, TileStepper, make_tiles
 
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]
 DOING = "the optimizer updated"
-INTACT = (
-    "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
-    "and call step() again."
-)
-UPDATED = "whether the optimizer's update went through"
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
-LOST = (
-    "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
-    "again from a checkpoint."
-)
 
 
 # [Note: The order of an update]
-# * Tiles of state on a disk, which may fail, are visited, in the uncommitted version.
-# * The ranks tell each other whether it did fail. ``_begin`` is called right before: from the first moment at which a
-#   peer may know that all went well, this rank counts as half-changed until it is done.
-# * If it failed anywhere: the store is rolled back, small state and layouts are put back (snapshots), and shards in
-#   memory that were renewed already are read again from the disk (_renew); what cannot be read is NaN, and counts as
-#   stale until it can.
-# * Otherwise the rest is updated, and what raises there leaves its parts unfinished: parameters at home on a disk whose
-#   state is in memory, after which the ranks tell each other once more, and what is in memory. Then publish() commits.
-# What was updated during backward cannot be put back, so there a failure leaves the parts unfinished from the first.
-# See [Note: Two versions of a record].
+# The parts of the step are marked as unfinished before the first value changes. Tiles with state or parameters on a
+# disk come first, in the uncommitted version of their records. Then the ranks tell each other whether a disk failed. If
+# one did, the store is rolled back and every rank raises: the session needs a checkpoint, since parameters in memory
+# may have been updated already. Otherwise tiles in memory are updated, and publish() commits the records. See
+# [Note: Two versions of a record].
 class TileUpdates:
-    """The tiles of one optimizer.
+    """Updates the tiles of one optimizer.
 
     Args:
-        engine: the model side.
+        engine: of the model.
         optimizer: the user's own.
         index: its position among the engine's optimizers.
         grads: gradient states of the chunks that it trains.
@@ -76,13 +62,12 @@ class TileUpdates:
         self._engine, self.optimizer, self._index = engine, optimizer, index
         self.tiles: list[Tile] = []
         self._disk: dict[int, DiskTile] = {}
-        """By position among the tiles."""
+        """Tiles on a disk by position among all tiles."""
         homes = [engine.storage.homes[each.spec.index] for each in grads]
-        # Not whether this rank has tiles on a disk: it may have none of a small chunk, and its peers some.
+        # By homes, since a rank may have no tile of a small chunk whose other tiles its peers have on a disk.
         own = any(Tier.DISK in (home.param, home.state) for home in homes)
         self.uses_disk = engine.storage.on_any_disk(own)
         self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
-        self._stale: list[DiskTile] = []
         for each in grads:
             state = engine.states[each.spec.index]
             tiles = make_tiles(each, state, engine.storage.tile_ranges(each.spec))
@@ -97,19 +82,15 @@ class TileUpdates:
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
-        """Whose state is in memory."""
-        alone = any(home.param is Tier.DISK and home.state is not Tier.DISK for home in homes)
-        self._params_alone = engine.storage.on_any_disk(alone)
+        """Tiles with state in memory and parameters on a disk."""
         self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._calls = Calls(together=not self._stepper.foreign)
-        self.tells = index in engine.whole or is_foreign(optimizer)
-        """Ranks tell each other whether an update raised: not of torch's own, whose steps cost no message so."""
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if self._updates_early:  # which comes from the last chunk to the first
-            # The order that is expected of the first step; later ones follow the last (TileVisits).
+        if self._updates_early:  # backward comes from the last chunk to the first
+            # The expected order of the first step; later steps follow the previous one (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
@@ -117,20 +98,20 @@ class TileUpdates:
         if self._disk:
             engine.events.masters_wanted.listen(self._give_back)
             engine.events.update_expected.listen(self._visits.read_ahead)
-        self._aside = Aside(optimizer, self.tiles, self._stepper.state_changed)
-        engine.asides.append(self._aside)
-        engine.events.backward_asked.listen(self._aside.check)
+        self._offload = StateOffload(optimizer, self.tiles, self._stepper.state_changed)
+        engine.state_offloads.append(self._offload)
+        engine.events.backward_asked.listen(self._offload.check)
 
     def state_bytes(self, tier: Tier) -> int:
-        """Optimizer state at home in ``tier``."""
+        """Return the bytes of optimizer state in ``tier``."""
         return self._stepper.state_bytes(tier)
 
     def expected_bytes(self, tier: Tier) -> int:
-        """What the state in ``tier`` will be once every parameter has been stepped. Steps a dummy to know it."""
+        """Return the bytes of state in ``tier`` after every parameter was stepped, found by stepping a dummy."""
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
-        # What is kept of matrices may differ from what is of vectors, and in each param group by its options.
+        # State may differ between matrices and vectors, and between param groups by their options.
         numels: dict[tuple[int, int, torch.dtype], tuple[Piece, int]] = {}
         for group, piece in ((tile.group, piece) for tile in own for piece in tile.pieces):
             kind = group, piece.value.dim(), piece.value.dtype
@@ -140,12 +121,12 @@ class TileUpdates:
         return sum(self._stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
 
     def _give_back(self, optimizer: int) -> None:
-        """Buffers that hold what was read ahead, if it is of this optimizer's."""
+        """Free the buffers of reads ahead, if they are this optimizer's."""
         if optimizer == self._index:
             self._visits.release()
 
     def _make_room(self, element_bytes: int) -> None:
-        """Buffers for the state of the largest tile, reserved when it is known what the optimizer keeps."""
+        """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
         disk = self._engine.plan.tiers.disk
         if element_bytes > self._roomy and disk is not None and self._engine.storage.store is not None:
             largest = max(each.tile.end - each.tile.start for each in self._disk.values())
@@ -155,18 +136,18 @@ class TileUpdates:
             self._roomy = element_bytes
 
     def opened(self, position: int) -> AbstractContextManager[None]:
-        """Inside the block the values and state of the tile at ``position`` can be read."""
+        """Return a context in which values and state of the tile at ``position`` can be read."""
         self._visits.release()
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
     def norm_of_tiles(self) -> TileNorm:
-        """Made by updates from here on."""
+        """Return the norm that updates compute from now on."""
         self._stepper.norm = TileNorm()
         return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
-        """Give the pieces of the tile at ``position`` this state, ``None`` for pieces that were never stepped."""
+        """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
         disk_tile = self._disk.get(position)
         if disk_tile is not None:
             self._visits.release()
@@ -179,25 +160,65 @@ class TileUpdates:
         self._stepper.state_changed()
 
     def dtype_for(self, key: str, stored: torch.dtype, piece: Piece) -> torch.dtype:
-        """Of per-element state that is loaded; see :meth:`TileStepper.dtype_for`."""
+        """Return the dtype for loaded element-wise state; see :meth:`TileStepper.dtype_for`."""
         return self._stepper.dtype_for(key, stored, piece.value)
 
-    def promote(self, room_bytes: int) -> None:
-        """Move state to the device, as much as has room; see :func:`shardwise.core.engine.promote.promote`."""
-        promote(self._engine, self.optimizer, self.tiles, room_bytes)
+    def move_to_device(self, room_bytes: int) -> None:
+        """Move masters and state of whole chunks from the host to the device, in the order of the tiles, as long as
+        they fit. Called between steps, when no gradient is held.
+
+        Source: Gemini's ``gpu_margin_mem_ratio`` and ZeRO-Offload++'s twin flow: their updates then run on the device.
+        """
+        engine, early = self._engine, self._updates_early
+        by_chunk: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            if tile.state.tier is Tier.HOST:
+                by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
+        moved = 0
+        for index, own in by_chunk.items():
+            state, grads = engine.states[index], engine.grads[index]
+            size = self._bytes_on_device(state, grads, own)
+            if moved + size <= room_bytes:
+                self._move(state, own)
+                grads.move_to_device(engine.storage.ring(Tier.DEVICE) if early else None)
+                moved += size
+        if moved and early:
+            engine.storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
         self._calls.forget()
         self._stepper.state_changed()
 
+    def _bytes_on_device(self, state: ChunkState, grads: ChunkGrads, tiles: Sequence[Tile]) -> int:
+        entries = [self.optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
+        itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
+        state_bytes: int = sum(value.nbytes for value in tensors_of(entries))
+        return state_bytes + state.chunk.shard_numel * itemsize
+
+    @torch.no_grad()
+    def _move(self, state: ChunkState, tiles: Sequence[Tile]) -> None:
+        chunk = state.chunk
+        with chunk.opened() as shard:
+            # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
+            values = state.master if state.master is not None else shard
+            state.master = values.to(chunk.device, copy=True)
+        # From here on these are masters of their own, also where the shard itself was updated before.
+        state.dtype = state.master.dtype
+        state.home = replace(state.home, state=Tier.DEVICE)
+        for tile in tiles:
+            for piece in tile.pieces:
+                entry = self.optimizer.state.get(piece.value, {})
+                point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
+                move = partial(_moved, elements=piece.value.shape, device=chunk.device)
+                entry.update({key: mapped(value, move) for key, value in entry.items()})
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """All state, and what the disk holds, is as it was if the block raises, but for tensors written in place.
+        """Restore all state, also on the disk, if the block raises; except for tensors that are written in place.
 
-        Behind the block it is unfinished until the caller ends that; also after an interrupt in it where the caller has
-        begun that, or where peers may have the new one.
+        The state is marked as unfinished until the caller ends that.
         """
         part = state_of(self._index)
         was_whole = part not in self._engine.unfinished
-        if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
+        if not isinstance(self.optimizer.state, dict):  # set to another type by the user
             self.optimizer.state = defaultdict(dict)
         before = dict(self.optimizer.state)
         undo = [each.snapshot() for each in self._disk.values()]
@@ -220,17 +241,12 @@ class TileUpdates:
 
     @property
     def param_groups(self) -> ParamGroups:
-        """The user's groups, and which they were when the model was sharded."""
+        """The user's param groups, now and when the model was sharded."""
         return self._stepper.param_groups
-
-    @property
-    def hooked(self) -> bool:
-        """See :attr:`TileStepper.hooked`."""
-        return self._stepper.hooked
 
     def before_step(self) -> None:
         """See :meth:`TileStepper.before_step`."""
-        self._aside.check()
+        self._offload.check()
         self._stepper.before_step()
 
     def after_step(self) -> None:
@@ -238,7 +254,7 @@ class TileUpdates:
         self._stepper.after_step()
 
     def early(self) -> EarlyUpdates:
-        """Updates during backward; of parameters on a disk only where their state is there too."""
+        """Create the updates during backward; of parameters on a disk only if their state is there, too."""
         by_chunk: dict[int, list[DiskTile]] = {}
         for each in self._disk.values():
             by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
@@ -255,49 +271,35 @@ class TileUpdates:
     def run(self, factor: float, early: EarlyUpdates | None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
 
-        From the moment when nothing can be put back any more :attr:`parts` are unfinished, until the caller ends that.
+        :attr:`parts` are unfinished from the first change until the caller ends that.
 
         Args:
             factor: gradients are multiplied by it.
-            early: what was updated during backward has only its parameters renewed.
+            early: updates that were made during backward; only their parameters are written here.
 
         Raises:
-            DiskError: on every rank, when the disk of one failed; it says what is left.
-            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+            DiskError: on every rank, if the disk of one failed.
         """
         with self._stepper.stepping(factor) as update:
+            self._engine.unfinished.begin("optimizer.step()", *self.parts)
             if self.uses_disk:
                 self._update_disk(update, early.failure if early is not None else None)
-            self._begin()
-            failure = None
-            try:
-                if early is not None:
-                    early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
-                self._update_memory(update)
-            except Exception as error:
-                if not self.tells:
-                    raise
-                failure = error
-        self._tell(failure)
+            if early is not None:
+                early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
+            self._update_memory(update)
 
     def finish_early(self, early: EarlyUpdates) -> None:
-        """Before a step: wait for the updates during backward. Of an optimizer on a disk all ranks meet in
-        :meth:`run`, and learn there what failed.
+        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises what
+        failed, on every rank.
 
         Raises:
             Exception: what one of them raised.
-            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         early.catch_up()
-        if self.uses_disk:
-            return
-        try:
-            if early.failure is not None and not self.tells:
-                raise early.failure
-            self._tell(early.failure)
-        except Exception:
+        failure = early.failure
+        if failure is not None and not self.uses_disk:
             self._engine.early.lose([self._index])
-            raise
+            raise failure
 
     def _update_memory(self, update: Update) -> None:
         # Nothing here is on a disk: the shards need not be opened.
@@ -305,153 +307,64 @@ class TileUpdates:
         for run in self._calls.of(rest):
             update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
-    def _tell(self, failure: Exception | None) -> None:
-        """Every rank says how its update went, where that is not known of the class.
-
-        Raises:
-            RuntimeError: it raised on another rank. Here, what it raised.
-        """
-        everyone = self._engine.mesh.everyone
-        if not self.tells or all(post[0] for post in everyone.exchange([float(failure is None)], UPDATED)):
-            return
-        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        told = {rank: text for rank, text in enumerate(everyone.exchange_object(own, UPDATED)) if text}
-        name = type(self.optimizer).__name__
-        if failure is not None:
-            failure.add_note(f"raised by {name} in step(). {HALF}")
-            raise failure
-        listed = "".join(f"\n  rank {rank}: {text}" for rank, text in told.items())
-        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{HALF}")
-
     @property
     def parts(self) -> tuple[str, str]:
-        """What an update changes; see :class:`Unfinished`."""
+        """The parts that an update changes; see :class:`Unfinished`."""
         return PARAMETERS, state_of(self._index)
 
-    def _begin(self) -> None:
-        self._engine.unfinished.begin("optimizer.step()", *self.parts)
-
-    def _live(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
-        """Those that have a gradient, by chunk."""
-        live = [tile for tile in tiles if self._stepper.live(tile)]
-        return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
+    def _active(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
+        """The tiles that have a gradient, by chunk."""
+        active = [tile for tile in tiles if self._stepper.live(tile)]
+        return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
 
     def _update_disk(self, update: Update, failure: Exception | None) -> None:
-        """``failure``: of an update during backward."""
-        device = self._engine.mesh.device
-        live = [each for each in self._disk.values() if self._stepper.live(each.tile)]
-        undo: list[Callable[[], None]] = [each.snapshot() for each in live]
-        failure = failure or self._renew()
-        before = random_state(device)
-        changed: list[DiskTile] = []
-        try:
-            failure = failure or self._try_disk(update, live, changed)
-            failures = disk_failures(self._engine.mesh.everyone, failure, DOING, self._begin)
-        except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
-            # As if the step had never drawn anything.
-            set_random_state(device, before)
-            self._undo(changed, undo)
-            if self._updates_early:
-                self._engine.early.lose([self._index])
-            elif isinstance(error, Exception) or self._engine.mesh.everyone.size == 1:
-                self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
-            raise
-        if failures:
-            set_random_state(device, before)
-            self._undo(changed, undo)
-            if self._updates_early:
-                self._engine.early.lose([self._index])
-                raise_failures(failures, failure, DOING, HALF)
-            self._engine.unfinished.end(*self.parts)
-            self._engine.mesh.shard.fence("after an update")  # peers read the shards that were put back
-            posts = self._engine.mesh.everyone.exchange([float(len(self._stale))], "what could not be read back")
-            lost = [rank for rank, post in enumerate(posts) if post[0]]
-            raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
-        self._visits.end_step()
-        if self._params_alone:
-            self._update_params_on_disk(update)
+        """Update what has its state or its parameters on a disk.
 
-    def _try_disk(self, update: Update, tiles: Sequence[DiskTile], changed: list[DiskTile]) -> Exception | None:
-        """What was wrong, if anything."""
+        Args:
+            update: updates tiles.
+            failure: of an update during backward.
+        """
+        failure = failure or self._try_disk(update)
+        failures = disk_failures(self._engine.mesh.everyone, failure, DOING)
+        self._visits.end_step()
+        if failures:
+            if self._updates_early:
+                self._engine.early.lose([self._index])
+            if self._engine.storage.store is not None:
+                self._engine.storage.store.rollback(self._index)
+            self._stepper.state_changed()
+            raise_failures(failures, failure, DOING, HALF)
+
+    def _try_disk(self, update: Update) -> Exception | None:
+        """Update this rank's part and return what failed, if anything."""
         try:
             with _shards() as shard_of:
-                for each in tiles:
-                    self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
-            # Out here, since the last parameters are written when the block ends, and beside these tiles.
+                for each in self._disk.values():
+                    if self._stepper.live(each.tile):
+                        self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
+            # After the block, at whose end the last parameters are written.
             self._visits.drain()
-        except Exception as error:
-            return error
-        return None
-
-    def _update_params_on_disk(self, update: Update) -> None:
-        """Of those whose state is in memory."""
-        failure: Exception | None = None
-        try:
-            for chunk, tiles in self._live(self._params_on_disk):
+            for chunk, tiles in self._active(self._params_on_disk):
                 with _for_update(chunk, tiles[0].grads) as shard:
                     for tile in tiles:
                         update([(tile, shard)])
         except Exception as error:
-            failure = error
-        failures = disk_failures(self._engine.mesh.everyone, failure, DOING)
-        if failures and self._engine.storage.store is not None:
-            self._engine.storage.store.rollback(self._index)
-        raise_failures(failures, failure, DOING, HALF)
-
-    def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
-        store = self._engine.storage.store
-        self._visits.end_step()
-        if store is not None:
-            store.rollback(self._index)
-        for restore in undo:
-            restore()
-        self._stepper.state_changed()
-        self._stale += [each for each in changed if each.tile.chunk.source.tier is not Tier.DISK]
-        self._renew()
-
-    @torch.no_grad()
-    def _renew(self) -> DiskError | None:
-        """Parameters in memory become again what the values on the disk say; NaN, and the error, where that fails."""
-        failure: DiskError | None = None
-        if not self._stale:
-            return None
-        self._visits.release()
-        for each in tuple(self._stale):
-            shard = each.tile.chunk.shard
-            each.tile.chunk.source.forget()
-            try:
-                with each.opened():
-                    for piece in each.tile.pieces:
-                        shard[piece.start : piece.end].copy_(piece.value.view(-1))
-                # Only when all of it was read.
-                self._stale.remove(each)
-            except DiskError as error:
-                failure = failure or error
-                for piece in each.tile.pieces:
-                    shard[piece.start : piece.end].fill_(float("nan"))
-        return failure
+            return error
+        return None
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self._stepper.close(given_back or all(chunk.resident for chunk in self._engine.chunks))
 
 
-def _step_disk_tile(
-    update: Update, shard_of: Callable[[Tile], torch.Tensor], changed: list[DiskTile], each: DiskTile
-) -> None:
-    # Before the first value: an interrupt within the update must find it among the changed.
-    changed.append(each)
-    update([(each.tile, shard_of(each.tile))])
-
-
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
-    """The chunk's shard; where all of it will be written, it is not read."""
+    """Open the chunk's shard, without reading it if all of it will be written."""
     return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
 
 
 @contextmanager
 def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
-    """A function that opens the shard of the tile it is asked for, for writing, and closes the one before."""
+    """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
     stack = ExitStack()
     current: list[tuple[Chunk, torch.Tensor]] = []
 
@@ -463,3 +376,10 @@ def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
 
     with stack:
         yield shard_of
+
+
+def _moved(value: Any, elements: torch.Size, device: torch.device) -> Any:
+    """Return a tensor on ``device``, unless it is a count."""
+    if isinstance(value, torch.Tensor) and (value.shape == elements or value.numel() > 1):
+        return value.to(device, copy=True)
+    return value

@@ -246,5 +246,5 @@ def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
 def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
     for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
         assert how == "interrupt" or "rank 1" in message, message
-        assert len(notes) == 1 and "make the model anew (its optimizers, too) and build again" in notes[0], notes
+        assert len(notes) == 1 and "create the model and its optimizers again, and build again" in notes[0], notes
     assert not list(tmp_path.iterdir())

@@ -180,12 +180,12 @@ def model_data(session: Session) -> int:
         if grads.ring is not None and grads.home is Tier.DEVICE:
             tensors += grads.ring.idle()
     for own in session.optimizers:
-        for tile in own._updates.tiles:
+        for tile in own.updates.tiles:
             if tile.state.tier is Tier.DEVICE:
                 tensors += [tile.state.master] if tile.state.master is not None else []
                 for piece in tile.pieces:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
-        tensors += [s for (_, tier), s in own._updates._stepper._scratch.items() if tier is Tier.DEVICE]
+        tensors += [s for (_, tier), s in own.updates._stepper._scratch.items() if tier is Tier.DEVICE]
     given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
     return live_bytes(tensors) + given_up
 

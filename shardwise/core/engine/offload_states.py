@@ -1,4 +1,4 @@
-"""Masters and optimizer state of the device that wait in host memory, while the device is wanted for something else."""
+"""Moves masters and optimizer state from the device to host memory for a while, and back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.update.tiles import Tile
 
-__all__ = ["Aside"]
+__all__ = ["StateOffload"]
 
 
-class Aside:
-    """Of one optimizer. Between steps alone, and on every rank alike.
+class StateOffload:
+    """Masters and state of one optimizer. Used between steps, on every rank, with Ctrl-C deferred.
 
     Args:
         optimizer: the user's.
@@ -29,45 +29,39 @@ class Aside:
     def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], changed: Callable[[], None]) -> None:
         self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
         self._moved: list[Tile] = []
-        """Noted before the first of them moves: an interrupt may leave some here and some there."""
-        self._half = False
-        """They are moving, or an interrupt has ended that."""
         self._arena: torch.Tensor | None = None
-        self._left: list[torch.Tensor] = []
-        """Inside nested state, and on the host before anything was moved there."""
+        self._host_before: list[torch.Tensor] = []
+        """Tensors of nested state that were on the host before anything was moved there."""
 
     def check(self) -> None:
-        """Training needs what waits.
+        """Raise if state is offloaded, since training needs it.
 
         Raises:
-            RuntimeError: something does.
+            RuntimeError: it is.
         """
         if self._moved:
             raise RuntimeError(
-                f"training with the masters and state of {len(self._moved)} tiles set aside in host memory: bring them "
-                "back first (bring_back() of the session, or reload_states())"
+                f"the masters and state of {len(self._moved)} tiles are offloaded to host memory: call "
+                "reload_states() before training goes on"
             )
 
-    def put(self, pin: bool) -> int:
+    def offload(self, pin: bool) -> int:
         """Move what is at home on the device to host memory, which must have room for it.
 
         Args:
-            pin: page-lock that, where the device is a GPU; it is kept for the next time then.
+            pin: page-lock that memory if the device is a GPU, and keep it for the next time.
 
         Returns:
             Bytes moved.
         """
-        if self._half:
-            self.bring_back()
-        mine = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
-        if not mine:
+        tiles = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
+        if not tiles:
             return 0
-        if not self._moved:
-            self._left = [inner for inner in self._inner(mine) if inner.device != mine[0].chunk.device]
-        sizes = [HostArena.rounded(value.nbytes) for value in self._values(mine)]
+        self._host_before = [inner for inner in self._inner(tiles) if inner.device != tiles[0].chunk.device]
+        sizes = [HostArena.rounded(value.nbytes) for value in self._values(tiles)]
         arena, start = self._arena, 0
         if arena is None or sum(sizes) > arena.numel():
-            arena = host_block(sum(sizes), mine[0].chunk.device if pin else None)
+            arena = host_block(sum(sizes), tiles[0].chunk.device if pin else None)
         self._arena = arena if pin else None
 
         def copied(value: torch.Tensor) -> torch.Tensor:
@@ -76,16 +70,16 @@ class Aside:
             start += HostArena.rounded(value.nbytes)
             return place.copy_(value.reshape(-1)).view(value.shape)
 
-        self._moved = mine
-        self._replace(mine, copied, Tier.HOST)
+        self._moved = tiles
+        self._replace(tiles, copied, Tier.HOST)
         return sum(sizes)
 
-    def bring_back(self) -> None:
-        """Move it back to where it was; also what an interrupt has left half moved, either way."""
+    def reload(self) -> None:
+        """Move it back to the device."""
         if self._moved:
             device = self._moved[0].chunk.device
             self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
-            self._moved, self._left = [], []
+            self._moved, self._host_before = [], []
 
     def _values(self, tiles: Sequence[Tile]) -> Iterator[torch.Tensor]:
         for state in {id(tile.state): tile.state for tile in tiles}.values():
@@ -96,7 +90,7 @@ class Aside:
         yield from self._inner(tiles)
 
     def _elements(self, tiles: Sequence[Tile]) -> Iterator[tuple[dict[str, Any], str]]:
-        """State of the shape of its piece: what is there for each element."""
+        """Element-wise state: of the shape of its piece."""
         for tile in tiles:
             for piece in tile.pieces:
                 own = self._optimizer.state.get(piece.value, {})
@@ -105,15 +99,15 @@ class Aside:
                         yield own, key
 
     def _inner(self, tiles: Sequence[Tile]) -> list[torch.Tensor]:
-        """Tensors in lists, tuples and dicts of state, each once; none that counts (of no dimension), and none that was
-        on the host before."""
-        left, found = {id(each) for each in self._left}, {}
+        """Tensors in lists, tuples and dicts of state, each once, without counts (of no dimension) and without those
+        that were on the host before."""
+        skipped, found = {id(each) for each in self._host_before}, {}
         for tile in tiles:
             for piece in tile.pieces:
                 own = self._optimizer.state.get(piece.value, {})
                 for value in (value for value in own.values() if not isinstance(value, torch.Tensor)):
                     for each in tensors_of(value):
-                        if each.dim() and id(each) not in left:
+                        if each.dim() and id(each) not in skipped:
                             found[id(each)] = each
         return list(found.values())
 
@@ -122,29 +116,16 @@ class Aside:
         by_state: dict[int, list[Tile]] = {}
         for tile in tiles:
             by_state.setdefault(id(tile.state), []).append(tile)
-        self._half = True
-        try:
-            for own in by_state.values():
-                if own[0].state.master is not None:
-                    own[0].state.master = copied(own[0].state.master)
-                    _point(own)
-            for entry, key in list(self._elements(tiles)):
-                entry[key] = copied(entry[key])
-            for inner in self._inner(tiles):
-                point(inner, copied(inner))  # where it stands in its list or tuple
-            for own in by_state.values():
-                own[0].state.home = replace(own[0].state.home, state=tier)
-        except BaseException:
-            _point(tiles)  # loads write masters, and saves read pieces: also before it is brought back
-            raise
-        finally:
-            self._changed()
-        self._half = False
-
-
-def _point(tiles: Sequence[Tile]) -> None:
-    """Pieces have the memory of their masters."""
-    for tile in tiles:
-        if tile.state.master is not None:
-            for piece in tile.pieces:
-                point(piece.value, tile.state.master[piece.start : piece.end].view(piece.value.shape))
+        for own in by_state.values():
+            state = own[0].state
+            if state.master is not None:
+                state.master = copied(state.master)
+                for piece in (piece for tile in own for piece in tile.pieces):
+                    point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
+        for entry, key in list(self._elements(tiles)):
+            entry[key] = copied(entry[key])
+        for inner in self._inner(tiles):
+            point(inner, copied(inner))  # in place, since it stands in a list or tuple
+        for own in by_state.values():
+            own[0].state.home = replace(own[0].state.home, state=tier)
+        self._changed()

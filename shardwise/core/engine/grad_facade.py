@@ -1,12 +1,13 @@
-"""``.grad`` of sharded parameters as users see it: shown after each reduced pass, and taken back where they changed it.
+"""The ``.grad`` facade: ``.grad`` of sharded parameters as users see it, and what they assign to it.
 
-Between passes each parameter that any rank has a gradient for has a :class:`ShardedGrad` in its ``.grad``. During a
-pass there is nothing, so that autograd puts the pass's own gradient there. Whatever else stands there at the next pass
-or step was put there by hand: it replaces what the engine holds, as it does in plain PyTorch.
+Between passes each parameter with a gradient on any rank has a :class:`ShardedGrad` in its ``.grad``. During a pass
+``.grad`` is ``None``, so that autograd puts the pass's own gradient there. Anything else that is there at the next pass
+or step was assigned by the user: it replaces the engine's gradient, as in plain PyTorch.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.engine.by_hand import ByHand
-from shardwise.core.engine.grad_readers import Readers
-from shardwise.core.engine.other_parts import in_shard, is_divided
+from shardwise.core.engine.norm_parts import in_shard, is_divided
 from shardwise.core.engine.staging import gather_parts
+from shardwise.core.engine.user_grads import UserGrads
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
 from shardwise.core.grads.sharded_grad import ShardedGrad
@@ -29,26 +30,25 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
-__all__ = ["VisibleGrads"]
+__all__ = ["GradFacade", "Readers", "StaleGradWarnings"]
 
 
 # [Note: What stands in .grad]
-# Between passes a ShardedGrad, which has no memory, for each parameter of which any rank has a gradient: what is done
-# to it is done to the shards. During a pass nothing, so that autograd finds the place empty and puts the pass's own
-# gradient there, which is taken at once (take). Anything else was put there by hand, and is taken over before the next
-# pass or step (collect). A pass that nobody announced finds a ShardedGrad there, and is caught when autograd adds to it
-# (``arrived``). Values are averaged and unscaled. What is stored is neither, so each use converts by the factor of the
-# moment.
-class VisibleGrads:
+# Between passes: a ShardedGrad, which has no memory, for each parameter with a gradient on any rank. Operations on it
+# apply to the shards. During a pass: None, so that autograd puts the pass's own gradient there, which is taken at once
+# (take). Anything else was assigned by the user, and is taken over before the next pass or step (collect). A pass that
+# was not announced finds a ShardedGrad there, and is noticed when autograd adds to it (``arrived``). Users see averaged
+# and unscaled values. Stored values are neither, so each use converts them by the current factor.
+class GradFacade:
     """``.grad`` of one engine's trainable parameters.
 
     Attributes:
-        clip: by optimizer, a factor of its next step that the stored gradients do not have yet.
-        asked: by optimizer, calls for its next step and their arguments, which are the same on every rank.
+        clip: by optimizer, a factor of its next step that is not applied to the stored gradients yet.
+        asked: by optimizer, clipping calls for its next step and their arguments, which every rank makes.
     """
 
     def __init__(self, engine: Engine) -> None:
-        # Parameters hold what is shown, and must not keep the engine.
+        # Parameters refer to this object, and must not keep the engine alive.
         self._engine: weakref.ref[Engine] = weakref.ref(engine)
         self._where: dict[int, tuple[ChunkGrads, int]] = {}
         for state in engine.grads.values():
@@ -56,7 +56,7 @@ class VisibleGrads:
                 self._where[slot.param] = state, at
         self._params: dict[int, nn.Parameter] = {index: engine.params[index] for index in sorted(self._where)}
         self._spans: dict[int, tuple[int, int]] = {}
-        """Where in this rank's shard its part is."""
+        """Ranges in this rank's shard, by parameter."""
         own = weakref.ref(self)
         self._grads: list[ShardedGrad] = []
         for index in self._params:
@@ -66,22 +66,19 @@ class VisibleGrads:
             start, end = state.chunk.overlap(state.spec.slots[at])
             self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
         self._indices, self._place = list(self._params), {index: place for place, index in enumerate(self._params)}
-        # By place, since all of them are gone through in every pass.
+        # Lists by place, since every pass iterates over them.
         self._in_order = list(self._params.values())
         self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
         self._owned: dict[int, list[tuple[nn.Parameter, int | None]]] = {}
-        """By optimizer (-1: in none), its parameters, those that are not trained here as well, and their places."""
+        """Parameters and their places by optimizer (-1: none), frozen ones included."""
         for index, param in enumerate(engine.params):
             owner = engine.layout.facts[index].optimizer
             self._owned.setdefault(owner, []).append((param, self._place.get(index)))
         self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
         self._with_graph: set[int] = set()
-        trained = sorted({state.spec.optimizer for state in engine.grads.values()} - {-1})
         names = {index: engine.layout.facts[index].names[0] for index in self._params}
-        self.by_hand = ByHand(names, trained, engine.mesh, self._reduced_part)
+        self.user_grads = UserGrads(names, engine.mesh.shard)
         self._norms: dict[float, list[float]] = {}
-        self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
-        """By norm, dtype and device, with the factors that are in them."""
         self._divisors: dict[int, float] = {}
         self._hook_ids = [-1] * len(self._in_order)
         self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
@@ -92,7 +89,7 @@ class VisibleGrads:
 
     @property
     def engine(self) -> Engine:
-        """The engine, which lives while this is in use."""
+        """The engine; raise if its session is gone."""
         engine = self._engine()
         if engine is None:
             raise RuntimeError(f"the session of {len(self._params)} gradients is gone ({engine}): keep clones")
@@ -102,19 +99,19 @@ class VisibleGrads:
 
     @property
     def places(self) -> list[tuple[ChunkGrads, int]]:
-        """By place, that is in the order of the model's parameters: whose gradient stands there, and of which slot."""
+        """Gradient state and slot by place, in the order of the model's parameters."""
         return [self._where[index] for index in self._indices]
 
     def follow(self, place: int, handle: RemovableHandle) -> None:
-        """The engine's last hook on the parameter at ``place``, after which no other may come."""
+        """Register the engine's last hook on the parameter at ``place``, after which there must be no other."""
         self._hook_ids[place] = handle.id
 
     def begin_pass(self) -> None:
-        """An outermost pass begins: what was put into ``.grad`` counts, and then nothing is there."""
+        """Begin an outermost pass: take over what was assigned to ``.grad``, and clear it."""
         self.collect()
         self._changed()
         if not any(state.touched or state.filled for state in self.engine.grads.values()):
-            self.forget()  # of a pass that failed
+            self.forget()  # left by a pass that failed
         self._settle_clip()
         shown = self._shown
         for place, param in enumerate(self._in_order):
@@ -122,7 +119,7 @@ class VisibleGrads:
                 shown[place] = param.grad = None
 
     def _settle_clip(self) -> None:
-        """What is there is multiplied by what it was clipped by, and what comes is not."""
+        """Apply the clipping factor to the stored gradients, before gradients without it are added."""
         clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
         with self.engine.passes.rewriting() if clips else nullcontext():
             for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
@@ -130,13 +127,13 @@ class VisibleGrads:
             self.clip.clear()
 
     def end_pass(self) -> None:
-        """A pass is over."""
+        """End a pass: show the gradients."""
         self._changed()
         reduced = not self.engine.passes.unreduced
         for state, places in self._by_state:
             for at in state.touched if reduced else state.touched | state.filled:
                 place = places[at]
-                if self._in_order[place].grad is self._shown[place]:  # else put there between: reduce_rest()
+                if self._in_order[place].grad is self._shown[place]:  # otherwise assigned since: reduce_rest()
                     self._in_order[place].grad = self._shown[place] = self._grads[place]
 
     def _show(self, index: int) -> None:
@@ -144,23 +141,22 @@ class VisibleGrads:
         self._in_order[place].grad = self._shown[place] = self._grads[place]
 
     def _hide(self, index: int) -> None:
-        """Nothing of ours is shown any more."""
+        """Show no gradient."""
         self._shown[self._place[index]] = None
 
     def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
-        """What autograd left in ``param.grad``, which is then empty: the running pass's gradient. Other hooks that take
-        it are errors."""
+        """Take the pass's gradient that autograd left in ``param.grad``. Another hook that takes it is an error."""
         grad, hooks = param.grad, accumulate_hooks(param)
         if next(reversed(hooks)) != self._hook_ids[place]:
             raise RuntimeError(
                 f"{self.name(self._indices[place])} has a post-accumulate-grad hook from after boost/build "
-                f"({len(hooks)} hooks): it would see no gradient. Tensor.register_hook sees this rank's gradient of "
-                "the pass, .grad the averaged one after the pass; GradPlan(update='backward') updates during backward"
+                f"({len(hooks)} hooks), which would see no gradient. Use Tensor.register_hook for this rank's gradient "
+                "of the pass, .grad for the averaged one after it, or GradPlan(update='backward') to update in backward"
             )
         if grad is None:
             raise RuntimeError(
-                f"{self.name(self._indices[place])} has no gradient any more: a post-accumulate-grad hook from before "
-                "boost/build has used this rank's. Remove it; GradPlan(update='backward') updates during backward"
+                f"{self.name(self._indices[place])} has no gradient: a post-accumulate-grad hook from before "
+                "boost/build has taken it. Remove the hook; GradPlan(update='backward') updates during backward"
             )
         param.grad = None
         if grad.requires_grad:
@@ -170,16 +166,16 @@ class VisibleGrads:
         shown = self._shown[place]
         if shown is None:
             return grad
-        # Nothing announced this pass, so the gradient of those before was still there.
+        # The pass was not announced, so the gradient of earlier passes was still there.
         self._shown[place] = None
         arrived, shown.arrived = shown.arrived, None
         if grad is shown or grad is arrived:
             return arrived
-        self._replace(self._indices[place], None)  # or what was put there by hand, and then autograd added to it
+        self._replace(self._indices[place], None)  # autograd added to what the user had assigned
         return grad
 
     def clear(self, optimizer: int | None = None) -> None:
-        """``zero_grad`` of one optimizer (of all): nothing is shown for its parameters and for those in none."""
+        """Show no gradients of one optimizer's parameters and of parameters in none, or none at all."""
         shown = self._shown
         for owner in self._owned if optimizer is None else (optimizer, -1):
             for param, place in self._owned.get(owner, ()):
@@ -187,27 +183,18 @@ class VisibleGrads:
                 if place is not None:
                     shown[place] = None
 
-    def shown(self, optimizer: int | None) -> dict[int, set[int]]:
-        """By optimizer (one or all), the parameters that have a gradient, used or not."""
-        found: dict[int, set[int]] = {}
-        for index, place in self._place.items():
-            owner = self._where[index][0].spec.optimizer
-            if self._shown[place] is not None and optimizer in (None, owner):
-                found.setdefault(owner, set()).add(index)
-        return found
-
     def forget(self, optimizer: int | None = None) -> None:
-        """The gradients of one optimizer, or of all, were used or dropped."""
+        """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
         self._changed()
-        self.by_hand.forget(optimizer)
+        self.user_grads.forget(optimizer)
         for held in (self.clip, self.asked):
             for each in list(held) if optimizer is None else (optimizer, -1):
                 held.pop(each, None)
 
-    # ---- what users put there
+    # ---- assigned gradients
 
     def collect(self) -> None:
-        """Take over what was put into ``.grad`` by hand, on this rank: a tensor, or ``None``.
+        """Take over what the user assigned to ``.grad`` on this rank: a tensor, or ``None``.
 
         Raises:
             RuntimeError: the gradients have been used already, or are not reduced yet.
@@ -238,7 +225,7 @@ class VisibleGrads:
                 self._hide(index)
                 param.grad = None
             return
-        self.engine.used.replaced(index)
+        self.engine.stale_grads.replaced(index)
         if given is None and not held:
             self._hide(index)  # of a step that is over
             return
@@ -257,7 +244,7 @@ class VisibleGrads:
 
     @torch.no_grad()
     def _replace(self, index: int, given: torch.Tensor | None) -> None:
-        """``given`` (full shape, averaged, unscaled), or no gradient, in place of what there is."""
+        """Replace the gradient by ``given`` (full shape, averaged, unscaled), or by none."""
         state, at = self._where[index]
         gathered = isinstance(given, ShardedGrad)
         if given is not None and gathered:
@@ -275,18 +262,18 @@ class VisibleGrads:
         part, where, scale = self._edited(index, ())
         whole = given.detach().to_dense() if given.is_sparse else given.detach()
         if not gathered:
-            self.by_hand.given(state.spec.optimizer, index, whole)
+            self.user_grads.assigned(state.spec.optimizer, index, whole)
         part.copy_(whole.reshape(-1)[where])
         if scale != 1.0:
             part.mul_(scale)
 
     def has(self, index: int) -> bool:
-        """Whether a pass has left a gradient that no step has used; the same on every rank."""
+        """Whether there is a gradient that no step has used; the same on every rank."""
         state, at = self._where.get(index, (None, 0))
         return state is not None and (at in state.touched or at in state.filled)
 
     def replace(self, index: int, value: torch.Tensor) -> None:
-        """``value`` (full shape, averaged, unscaled, any float dtype) in place of the gradient. Every rank calls it."""
+        """Replace the gradient by ``value`` (full shape, averaged, unscaled, any float dtype). Every rank calls it."""
         plan = self.engine.plan
         if plan.grad.update == "backward":
             raise RuntimeError(
@@ -297,7 +284,7 @@ class VisibleGrads:
         self._show(index)
 
     def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
-        """Every rank called it for the next step, which has gradients times ``factor``."""
+        """Note a clipping call of every rank for the next step, which multiplies gradients by ``factor``."""
         asked, clip = self.asked.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
         self.asked[optimizer], self.clip[optimizer] = (*asked, (call, argument)), clip  # no interrupt between the two
 
@@ -309,7 +296,7 @@ class VisibleGrads:
 
     def check_use(self, index: int, what: str) -> None:
         """Raises:
-        RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
+        RuntimeError: there is no reduced gradient now, or an optimizer that was made after the build reads it.
         """
         self.check_caller(index, what)
         with self._alike(index, what):
@@ -318,25 +305,29 @@ class VisibleGrads:
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 
     def zeroed(self, index: int) -> bool:
-        """Whether a gradient that is made zero is one that stands there used, as in loops that zero the gradients of
-        groups: that is ``zero_grad(set_to_none=False)`` of it, and no edit."""
+        """Whether ``zero_()`` is called on a gradient that a step has used, as in loops that zero gradients; this is no
+        edit, but ``zero_grad(set_to_none=False)``."""
         used = self._shown[self._place[index]] is not None and not (self.has(index) or self.engine.passes.running)
         if used:
             self.check_caller(index, "zero_()")
-            self.engine.used.zeroed(self._where[index][0].spec.optimizer, index)
+            self.engine.stale_grads.replaced(index)
         return used
 
     def _why_not(self, index: int) -> str:
         engine, (state, at) = self.engine, self._where[index]
         if engine.passes.running:
-            return "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own of it"
+            return (
+                "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own gradient"
+            )
         if engine.plan.grad.update == "backward":
             return (
                 f"with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and not "
                 "kept; use update='step'"
             )
         if engine.passes.unreduced:
-            return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
+            return (
+                "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside of it"
+            )
         if state.reduced is None or at not in state.touched:
             return (
                 "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
@@ -344,8 +335,8 @@ class VisibleGrads:
             )
         if index in self._with_graph and torch.is_grad_enabled():
             return (
-                "of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read it "
-                "under torch.no_grad()"
+                "of a pass with create_graph=True: the sharded gradient has no graph; use torch.autograd.grad, or read "
+                "it under torch.no_grad()"
             )
         return ""
 
@@ -361,7 +352,7 @@ class VisibleGrads:
             return False
 
     def divisor(self, optimizer: int) -> float:
-        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
+        """Return the divisor of accumulated gradients: loss scale times number or tokens of the passes. Collective."""
         if optimizer not in self._divisors:
             engine = self.engine
             divisor = engine.counts.loss_scale
@@ -370,13 +361,13 @@ class VisibleGrads:
             elif engine.plan.grad.average == "tokens":
                 own = engine.passes.tokens(optimizer)
                 total, _ = engine.mesh.world.total(own, "tokens of the step", engine.party)
-                # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
+                # The reduction took the mean over ranks; this makes it the mean over the tokens of all ranks.
                 divisor *= total / engine.mesh.world.size if total else 1.0
             self._divisors[optimizer] = divisor
         return self._divisors[optimizer]
 
     def _factor(self, optimizer: int) -> float:
-        """Stored gradients times it are the averaged, unscaled ones."""
+        """Return the factor from stored gradients to averaged, unscaled ones."""
         return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
@@ -390,22 +381,11 @@ class VisibleGrads:
             )
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
-        param = self._params[indices[0]]
-        if len(indices) == 1:
-            return [self._norm_tensors(p, param)[self._place[indices[0]]].clone()]
-        places = torch.tensor([self._place[index] for index in indices], device=param.device)
-        return list(self._norm_tensors(p, param)[places].unbind())
-
-    def _norm_tensors(self, p: float, like: nn.Parameter) -> torch.Tensor:
-        """All norms, on the device and at least in fp32."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        clips, found = self._norm_values.get((p, dtype, like.device), ({}, None))
-        if found is None or clips != self.clip:
-            factors = [self._factor(self._where[index][0].spec.optimizer) for index in self._params]
-            values = [norm * factor for norm, factor in zip(self._norms[p], factors, strict=True)]
-            found = torch.tensor(values, dtype=dtype, device="cpu").to(like.device)
-            self._norm_values[p, dtype, like.device] = dict(self.clip), found
-        return found
+        param, own = self._params[indices[0]], self._norms[p]
+        factors = [self._factor(self._where[index][0].spec.optimizer) for index in indices]
+        values = [own[self._place[index]] * factor for index, factor in zip(indices, factors, strict=True)]
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return list(torch.tensor(values, dtype=dtype, device="cpu").to(param.device).unbind())
 
     def _all_norms(self, asked: int, p: float) -> list[float]:
         mesh = self.engine.mesh
@@ -420,16 +400,12 @@ class VisibleGrads:
             return each_norm(parts, p, mesh.shard, others, divided)
 
     def _counted_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`_own_part`, without what a lower rank of the parameter's parts holds too."""
+        """As :meth:`_own_part`, without elements that a lower tensor-parallel rank has, too."""
         part, (state, at) = self.engine.layout.facts[index].part, self._where[index]
         if reduced is None or part is None or not part.cut.holders():
             return self._own_part(index, reduced)
         spans = in_shard(state, state.spec.slots[at], part.own_spans())
         return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
-
-    def _reduced_part(self, index: int) -> torch.Tensor | None:
-        state, at = self._where[index]
-        return self._own_part(index, state.reduced) if at in state.touched else None
 
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
         start, end = self._spans[index]
@@ -450,7 +426,9 @@ class VisibleGrads:
                     own = gather_parts(group, state.spec, slot, own)
             if len({post[0] for post in posts}) > 1:
                 asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
-                raise RuntimeError(f"the ranks read .grad of different parameters: {asked}; read them alike on all")
+                raise RuntimeError(
+                    f"the ranks read .grad of different parameters: {asked}; read the same ones on all ranks"
+                )
         elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
             own = own.clone()
         factor = self._factor(state.spec.optimizer)
@@ -464,21 +442,20 @@ class VisibleGrads:
         try:
             yield
         except PeerError as error:
-            told = f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
+            told = f"{what} of {self.name(index)}.grad is collective, so every rank must do it: {error}"
             raise PeerError(told) from error
 
     def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
         """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
         if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
-            self.by_hand.given(self._where[index][0].spec.optimizer, index, operands[0].detach())
+            self.user_grads.assigned(self._where[index][0].spec.optimizer, index, operands[0].detach())
         return self._edited(index, operands)
 
     def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
         state, at = self._where[index]
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
         self._norms.clear()
-        self._norm_values.clear()
-        self.by_hand.changed(optimizer, index, operands)
+        self.user_grads.changed(optimizer, index, operands)
         state.claim()
         start, end = self._spans[index]
         if state.reduced is None or start >= end:
@@ -487,11 +464,108 @@ class VisibleGrads:
         return state.reduced[start:end], slice(first, first + end - start), self.scale(optimizer)
 
     def scale(self, optimizer: int) -> float:
-        """What averaged, unscaled values are multiplied by to be stored."""
+        """Return the factor from averaged, unscaled values to stored ones."""
         clip = self.clip.get(optimizer, 1.0)
         return self.divisor(optimizer) / clip if clip else 1.0
 
     def _changed(self) -> None:
         self._norms.clear()
-        self._norm_values.clear()
         self._divisors.clear()
+
+
+CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+"""Functions of torch, and their module, that take what they are given for all gradients."""
+
+
+class Readers:
+    """Finds callers that would take a sharded gradient for a full one, by the call stack.
+
+    Args:
+        params: the parameters with sharded gradients.
+        optimizers: those that the engine steps; their groups may be in any wrapper.
+        stages: number of pipeline ranks.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], stages: int
+    ) -> None:
+        self._params, self._optimizers, self._stages = tuple(params), tuple(optimizers), stages
+        self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def check(self, name: str, what: str) -> None:
+        """Raise if the caller must not use ``what`` of the gradient of ``name``.
+
+        Raises:
+            RuntimeError: an optimizer that was made after the build reads it; or torch computes the norm of one
+                pipeline stage only.
+        """
+        frame, stages = sys._getframe(1), self._stages
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if stages > 1 and frame.f_code.co_name in OF_ALL and frame.f_globals.get("__name__") == CLIPPING:
+                raise RuntimeError(
+                    f"torch's {frame.f_code.co_name} on one of {stages} pipeline ranks would compute the norm of this "
+                    "rank's stages only; give max_norm to the plugin, or call optimizer.clip_grad_by_norm"
+                )
+            if frame.f_code.co_name == "step":
+                caller = frame.f_locals.get("self")
+                if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
+                    raise RuntimeError(
+                        f"{what} of {name}.grad by step() of a {type(caller).__name__} that was made on "
+                        "the parameters of a sharded model: it would train nothing; make the optimizer before "
+                        "boost/build, pass it, and step what boost/build returned"
+                    )
+
+    def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        judged = self._judged.get(optimizer)
+        if judged is None or judged[0] != len(groups):
+            own = {id(param) for param in self._params}
+            stepped = {id(group) for each in self._optimizers for group in each.param_groups}
+            others = (group for group in groups if id(group) not in stepped)
+            found = any(id(param) in own for group in others for param in group["params"])
+            judged = self._judged[optimizer] = len(groups), found
+        return judged[1]
+
+
+# [Note: A step uses gradients up]
+# In plain PyTorch gradients stay until zero_grad(): without it, the next pass adds to them, or a second step applies
+# them again. Here a step uses them up, since updates during backward have used them already, and a mean over passes or
+# tokens has no meaning across a step. A program without zero_grad() gets another result at its next step, so the
+# warning comes there, and not in the pass before, whose gradients zero_grad() may still drop (two losses, one network).
+class StaleGradWarnings:
+    """Warns about programs that rely on gradients that a step has used."""
+
+    def __init__(self) -> None:
+        self._stale: dict[int, set[int]] = {}
+        """By optimizer, parameters whose gradient a step has used, and no ``zero_grad()`` has dropped since."""
+        self._warned = False
+
+    def note(self, optimizer: int, states: Iterable[ChunkGrads]) -> None:
+        """A step of ``optimizer`` is about to drop the gradients in ``states``."""
+        if not self._warned:
+            stale = self._stale.setdefault(optimizer, set())
+            stale.update(state.spec.slots[at].param for state in states for at in state.touched)
+
+    def cleared(self, optimizer: int | None) -> None:
+        """``zero_grad()`` of one optimizer, or of all (``None``)."""
+        for each in list(self._stale) if optimizer is None else [optimizer]:
+            self._stale.pop(each, None)
+
+    def replaced(self, param: int) -> None:
+        """The user assigned the gradient of a parameter, cleared it, or made it zero."""
+        for stale in self._stale.values():
+            stale.discard(param)
+
+    def check(self, optimizer: int, name: str) -> None:
+        """Warn once if a step of ``optimizer``, of the class ``name``, differs from plain PyTorch's."""
+        stale = self._stale.get(optimizer)
+        if not stale or self._warned:
+            return
+        self._warned = True
+        self._stale.clear()
+        warn_user(
+            f"step() of {name} without zero_grad() since the step before, which cleared {len(stale)} gradients: plain "
+            "PyTorch would have accumulated them. Call zero_grad() between steps; to accumulate gradients, call "
+            "backward() several times before one step()"
+        )

@@ -1,4 +1,4 @@
-"""Which gradients count towards the norm where other ranks hold other parts of the same model (tensor parallelism).
+"""Which gradients count in the norm if ranks hold different parts of the same model (tensor and pipeline parallelism).
 
 Source: the rule of Megatron-LM and DeepSpeed: a parameter that is marked as divided counts on every rank of the
 model-parallel group; one without a mark is the same on all of them and counts on the first.
@@ -14,7 +14,6 @@ from torch import nn
 
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.checks.hyper_parameters import HyperParameters
-from shardwise.core.comm import PeerError
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
 from shardwise.core.shards.layout import Slot
@@ -25,26 +24,26 @@ if TYPE_CHECKING:
 __all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
 
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
-"""Attributes of parameters, true where each rank has a part, as libraries of tensor parallelism set them."""
+"""Attributes that libraries of tensor parallelism set to True on parameters of which each rank has a part."""
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Whether the ranks of a model-parallel group have different parts of it."""
+    """Whether the ranks of a model-parallel group have different parts of the parameter."""
     return any(getattr(parameter, mark, False) is True for mark in MARKS)
 
 
 class Counting:
-    """What of this rank's gradients counts.
+    """The part of this rank's gradients that counts.
 
     Args:
         engine: its mesh has a model-parallel group.
         states: gradients of one optimizer.
 
     Warns:
-        UserWarning: on one rank, where no parameter is marked.
+        UserWarning: on one rank, if no parameter is marked.
 
     Raises:
-        NotImplementedError: updates are made during backward, where gradients are not kept.
+        NotImplementedError: updates are made during backward, which does not keep gradients.
     """
 
     def __init__(self, engine: Engine, states: Sequence[ChunkGrads]) -> None:
@@ -57,54 +56,38 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._draws, self._batches = engine.division.draws, engine.batches
+        self._draws, self._batches = engine.partition.draws, engine.batches
         self._alone = engine.staging is None and engine.mesh.joined is None
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
-        marked = (
-            engine.cutting is not None
-            or engine.staging is not None
-            or any(is_divided(parameter) for parameter in engine.params)
-        )
+        marked = engine.cutting is not None or engine.staging is not None or any(map(is_divided, engine.params))
         if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
             warn_user(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
-                f"{' = '.join(MARKS)} = True): all are taken to be the same on its ranks, and count once in the norm"
+                f"{' = '.join(MARKS)} = True): all of them are taken to be replicated, and count once in the norm"
             )
 
-    def others(self, settings: HyperParameters, refusal: Exception | None = None) -> OtherParts:
-        """For ``global_norm``, now; with it the ranks compare what they will update with,
-        and are told of a ``refusal`` to update. Collective."""
-        words: tuple[float, ...] = (settings.word(), *self._batches.words(), float(refusal is not None))
-        differ = partial(self._explain, settings, refusal)
+    def others(self, settings: HyperParameters) -> OtherParts:
+        """Return the argument for ``global_norm``, with which the ranks compare their settings. Collective."""
+        words: tuple[float, ...] = (settings.word(), *self._batches.words())
         if self._draws is not None:
             self._draws.check()
             # The stages of a pipeline have passes of their own.
             words += (self._draws.word(),) * self._alone
-        # The first rank's gradients all count: None stands for that.
+        # All gradients of the first rank count: None stands for that.
         if self._group.rank == 0:
-            return OtherParts(self._group, None, words, differ)
+            return OtherParts(self._group, None, words, partial(self._explain, settings))
         counted = [
             state.reduced[start:end]
             for state, spans in self._spans
             if state.reduced is not None
             for start, end in spans
         ]
-        return OtherParts(self._group, counted, words, differ)
+        return OtherParts(self._group, counted, words, partial(self._explain, settings))
 
-    def _explain(self, settings: HyperParameters, refusal: Exception | None) -> None:
-        """Some of the words differ."""
-        text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        told = self._group.exchange_object(text, "a step that a rank refused")
-        if refusal is not None:
-            raise refusal
-        for rank, each in enumerate(told):
-            if each is not None:
-                raise PeerError(
-                    f"step() was refused on rank {rank} of the {self._group.size} that hold the model: {each}. Nothing "
-                    "was updated on this one"
-                )
+    def _explain(self, settings: HyperParameters) -> None:
+        """Raise: some of the words differ."""
         self._batches.explain(self._group)
         if self._draws is not None and self._alone:
             self._draws.explain(self._group)
@@ -112,7 +95,8 @@ class Counting:
 
 
 def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:
-    """Where in this rank's shard, in elements, the gradient of a parameter counts on a rank that is not the first."""
+    """Return the ranges of this rank's shard, in elements, in which the gradient of a parameter counts on a rank that
+    is not the first."""
     fact, mesh = engine.layout.facts[slot.param], engine.mesh
     alone = mesh.pipeline.size > 1 and mesh.tensor.rank == 0  # the first with this stage
     if fact.earlier or (fact.part is None and not alone and not is_divided(engine.params[slot.param])):
@@ -121,7 +105,7 @@ def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, in
 
 
 def in_shard(state: ChunkGrads, slot: Slot, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of a parameter, where they are in this rank's shard."""
+    """Return the ranges of this rank's shard that have these ranges of a parameter."""
     first, last = state.chunk.overlap(slot)
-    found = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]
-    return [(start - state.chunk.shard_start, end - state.chunk.shard_start) for start, end in found if start < end]
+    ranges = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]
+    return [(start - state.chunk.shard_start, end - state.chunk.shard_start) for start, end in ranges if start < end]

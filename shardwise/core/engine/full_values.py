@@ -1,4 +1,4 @@
-"""Whole parameters, put together from the shards of one axis and the parts of the other, one after the other."""
+"""Unsharded parameters, gradients and buffers of the whole model, one tensor after the other."""
 
 from __future__ import annotations
 
@@ -22,75 +22,77 @@ if TYPE_CHECKING:
 
 __all__ = [
     "READ_AGAIN",
-    "first_holders",
+    "first_owners",
+    "full_buffers_and_extra",
+    "full_gradients",
+    "full_values",
+    "merge_parts",
     "reads_disk",
     "state_names",
-    "together",
-    "whole_gradients",
-    "whole_others",
-    "whole_values",
 ]
 
 READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
 
 
 # [Note: Ranks with other parts have other chunks]
-# Parts may be of different sizes, and so chunks may end elsewhere on ranks with other parts. What all of these do
-# together goes by parameters, whose order is the same everywhere; only ranks with the same part go by chunks.
-def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each parameter of the whole model by its place there, on the device: fp32 where ``masters`` and there is one.
-    Collective.
+# Ranks with different parts of the model (tensor parallelism) may have parts of different sizes, so their chunks have
+# different boundaries. Collectives over all of them go by parameters, whose order is the same everywhere. Only ranks
+# with the same part go by chunks.
+def full_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each parameter of the whole model with its place there, on the device. Collective.
 
-    Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
+    Values of parameters of one chunk are views of one array, which is gathered for the first of them.
+
+    Args:
+        engine: of the model.
+        masters: yield the fp32 master if there is one.
     """
     dtypes = {index: _dtype(engine, index, masters) for index in range(len(engine.params))}
     yield from _across_stages(engine, _own_values(engine, masters), dtypes)
 
 
 def state_names(engine: Engine) -> StateNames:
-    """Under which names the whole model saves what, by the parameters' places there. Values of buffers are not to be
-    read where it is in stages."""
-    return engine.division.census.names or engine.attachment.own_state.names()
+    """Return the names under which the whole model is saved, by the parameters' places. Values of buffers must not be
+    read from it if the model has pipeline stages."""
+    return engine.partition.table.names or engine.attachment.own_state.names()
 
 
 def _across_stages(
     engine: Engine, own: Iterator[tuple[int, torch.Tensor]], dtypes: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What this rank has of its parameters, and what ranks with other stages have of theirs, by the places of all of
-    them, in order. Collective.
+    """Yield the tensors of all pipeline stages by the parameters' places, in order. Collective.
 
     Args:
-        engine: whose.
-        own: whole tensors by index, in order.
+        engine: of the model.
+        own: this rank's full tensors by index, in order.
         dtypes: of these.
     """
-    census, pipeline = engine.division.census, engine.mesh.pipeline
+    table, pipeline = engine.partition.table, engine.mesh.pipeline
     if pipeline.size == 1:
         yield from own
         return
     told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
-    for place, rank, kind in first_holders(engine, told, "what stages have"):
+    for place, rank, kind in first_owners(engine, told, "what stages have"):
         # The ranks of a stage agree on what they read; the other stages learn of it here.
         with agreed(engine.mesh.everyone, READING, READ_AGAIN, needed=engine.storage.uses_disk):
-            value = next(own)[1] if census.index.get(place) in dtypes else None
+            value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != pipeline.rank:
-            shape = census.facts[place].whole
+            shape = table.facts[place].whole
             value = torch.empty(shape, dtype=getattr(torch, kind), device=engine.mesh.device)
         value = value.contiguous()
         pipeline.broadcast(value, rank)
         yield place, value
 
 
-def first_holders(engine: Engine, told: Mapping[int, Any], what: str) -> list[tuple[int, int, Any]]:
-    """Of each parameter that a rank of the pipeline tells something of: its place in the whole model, the first rank
-    that does, and what it says. In order; collective.
+def first_owners(engine: Engine, told: Mapping[int, Any], what: str) -> list[tuple[int, int, Any]]:
+    """Return place, first pipeline rank and its value for each parameter with a value, in order. Collective.
 
     Args:
-        engine: whose.
-        told: JSON-able, by this rank's index of the parameter.
+        engine: of the model.
+        told: this rank's values by its index of the parameter; JSON-able.
         what: for messages.
     """
-    place = engine.division.census.place
+    place = engine.partition.table.place
     posts = engine.mesh.pipeline.exchange_object([[place[index], each] for index, each in told.items()], what)
     found: dict[int, tuple[int, Any]] = {}
     for rank, post in enumerate(posts):
@@ -99,10 +101,10 @@ def first_holders(engine: Engine, told: Mapping[int, Any], what: str) -> list[tu
     return [(at, rank, each) for at, (rank, each) in sorted(found.items())]
 
 
-def whole_others(engine: Engine) -> Iterator[tuple[str, Any]]:
-    """Buffers and extra state of the whole model by name. Collective."""
+def full_buffers_and_extra(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """Yield buffers and extra state of the whole model by name. Collective."""
     own, pipeline = engine.attachment.own_state.names().others, engine.mesh.pipeline
-    outlines = engine.division.census.names
+    outlines = engine.partition.table.names
     if outlines is None:
         for name, value in own.items():
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
@@ -140,15 +142,15 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
         left[index] -= 1
         if not left[index]:
             del arrays[index]
-        yield param, value if part is None else together(mesh.tensor, part, value)
+        yield param, value if part is None else merge_parts(mesh.tensor, part, value)
 
 
 def reads_disk(engine: Engine, known: bool) -> bool:
-    """Whether ranks agree on a read for a parameter; it is the same on all of them.
+    """Whether ranks have to agree that a read succeeded; the same on all of them.
 
     Args:
-        engine: whose.
-        known: this rank has read what it needs for it.
+        engine: of the model.
+        known: this rank has read the values already.
     """
     if engine.mesh.tensor.size > 1:
         return engine.storage.uses_disk
@@ -156,15 +158,15 @@ def reads_disk(engine: Engine, known: bool) -> bool:
 
 
 def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
-    """This rank's, of masters or parameters; ``None`` where all of it is there already."""
+    """Return this rank's shard of masters or parameters; ``None`` if the chunk is unsharded."""
     state = engine.states.get(chunk.spec.index)
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        rounds = engine.storage.narrow.rounds(chunk.spec)
+        rounds = engine.storage.comm_dtypes.rounds(chunk.spec)
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
-            if shard is not None and not masters:  # what it would be if it were not rounded to travel
+            if shard is not None and not masters:  # not the values quantized for communication
                 shard = shard.to(chunk.spec.dtype)
         if shard is None:
             if chunk.resident and chunk.full is not None:
@@ -173,16 +175,16 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
         return shard.to(chunk.device, copy=tier is Tier.DISK)  # its buffer is used again
 
 
-def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Reduced gradients of the parameters that have one: place in the whole model, index of the optimizer, and a new
-    tensor, fp32 (fp64 where they are), on the device. Collective."""
+def full_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield place in the whole model, index of the optimizer and a new tensor for each parameter with a gradient, fp32
+    (fp64 if the gradient is), on the device. Collective."""
     dtypes = _gradient_dtypes(engine)
     for place, value in _across_stages(engine, _own_gradients(engine, dtypes), dtypes):
-        yield place, engine.division.census.facts[place].optimizer, value
+        yield place, engine.partition.table.facts[place].optimizer, value
 
 
 def _gradient_dtypes(engine: Engine) -> dict[int, torch.dtype]:
-    """By index, of the gradients that a rank with parts of the same layers has. Collective over these."""
+    """Return the dtypes by index of gradients that any rank with the same layers has. Collective over these ranks."""
     own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
     touched = {param for post in engine.mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
     dtypes: dict[int, torch.dtype] = {}
@@ -209,15 +211,15 @@ def _own_gradients(engine: Engine, dtypes: Mapping[int, torch.dtype]) -> Iterato
         left[index] -= 1
         if not left[index]:
             del arrays[index]
-        yield param, value.clone() if part is None else together(mesh.tensor, part, value)
+        yield param, value.clone() if part is None else merge_parts(mesh.tensor, part, value)
 
 
 def _has(state: ChunkGrads, place: int) -> bool:
     return state.reduced is not None and place in state.touched
 
 
-def together(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """The tensor of which the ranks of ``axis`` hold parts, ``value`` this one. Collective."""
+def merge_parts(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of which each rank of ``axis`` has a part, this one ``value``. Collective."""
     shapes = [part.shape_on(rank) for rank in range(axis.size)]
     padded = value.new_zeros(max(shape.numel() for shape in shapes))
     padded[: value.numel()].copy_(value.reshape(-1))
