@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-IN_LAYERS, EVERYWHERE = ("split_gather", "ring"), ("all_to_all", "ring_attn")
+IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Words of other libraries for a place, which nobody means as the name of a directory."""
 MOVED = (
@@ -508,8 +508,8 @@ class Settings:
         tp: ranks that hold parts of the same layers.
         pp: ranks that hold the stages of one model.
         sp: ranks that see parts of the same sequences.
-        sequence: how: ``"all_to_all"`` or ``"ring_attn"`` over ``sp`` ranks, ``"split_gather"`` or ``"ring"`` between
-            the layers that ``tp`` ranks hold. ``None``: ``"all_to_all"`` where ``sp`` is above 1.
+        sequence: how: ``"all_to_all"`` or ``"ring_attn"`` over ``sp`` ranks, ``"split_gather"`` between the layers
+            that ``tp`` ranks hold. ``None``: ``"all_to_all"`` where ``sp`` is above 1.
         microbatches: of a batch in a pipeline; ``None``: one a stage.
         device_memory: what may be used of the device, in bytes or as a text such as ``"64MiB"``; ``None``: all of it,
             on a CPU without a limit.

@@ -120,7 +120,7 @@ class GeminiArguments(EngineArguments, _First):
         enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
             (HybridParallelPlugin's ``"split_gather"``).
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
         enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.
@@ -164,9 +164,7 @@ class GeminiArguments(EngineArguments, _First):
         if stats is None or isinstance(stats, MemStats):
             return stats
         if not isinstance(stats, str | os.PathLike):
-            raise TypeError(
-                f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one"
-            )
+            raise TypeError(f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one")
         return MemStats.load(Path(stats))
 
 

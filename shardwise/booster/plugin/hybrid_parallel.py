@@ -107,11 +107,11 @@ class HybridParallelArguments(EngineArguments, _First):
             kernel where there is one. A model that cannot is left as it is, with a warning.
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
-        sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
-            are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
-            from rank to rank), over those of ``sp_size``: everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``,
-            otherwise ``"split_gather"``.
-        enable_sequence_overlap: ``"split_gather"`` multiplies what has come while the rest travels, as ``"ring"`` does.
+        sequence_parallelism_mode: ``"split_gather"``, or ``"ring"``, which is the same: over the ranks of ``tp_size``,
+            between layers that are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"``
+            (keys and values pass from rank to rank): over those of ``sp_size``, everywhere. ``None``: ``"all_to_all"``
+            with ``sp_size > 1``, otherwise ``"split_gather"``.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
             one either way.
         num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.

@@ -77,7 +77,6 @@ class Division:
         self.shared: SharedGradients | None = None
         self.draws: SameDraws | None = None
         self._wire = mesh.wire
-        self._tensor_wire = mesh.tensor_wire if plan.tensor.sequence == "ring" else None
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
@@ -157,8 +156,6 @@ class Division:
         if self.sequences is not None:  # first: what is cut is cut of the layers that it leaves
             self.sequences.install()
         if self.cutting is not None:
-            if self._tensor_wire is not None:
-                self.cutting.axis.wire = self._tensor_wire()
             self.cutting.install()
         if self.draws is not None:
             self.draws.align()

@@ -14,7 +14,7 @@ from tensor_setup import PAD, Case, Exact, loss_of
 from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
 
-from shardwise.core.parallel.pipeline import make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline import make_schedule, split_batch
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks

@@ -316,10 +316,8 @@ class Sloped(Case):
 
 
 def sloped() -> None:
-    scope = Scope("shared")
-    with scope as group:
+    with Scope("shared") as group:
         axis = Axis(group)
-        axis.wire = scope.wire()
         case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
         compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
 

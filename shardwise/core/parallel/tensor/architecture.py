@@ -81,7 +81,7 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
         UnknownModelError: the model is of no known architecture.
         ValueError: it has nothing that the plan's own describes, or cannot be cut over so many ranks.
     """
-    sequences = Sequences(axis, plan.sequence == "ring") if plan.sequence is not None else None
+    sequences = Sequences(axis) if plan.sequence is not None else None
     cutting, found = Cutting(axis, sequences), False
     if hasattr(plan.architecture, "collect"):
         if plan.sequence is not None:

@@ -89,7 +89,7 @@ class Cutting:
         if getattr(module, "bias", None) is not None:
             parts["bias"] = Cut(0, cut.size, cut.ranges)
         sequences = self.sequences if self.divides(module) else None
-        own: dict[str, Any] = {"_gathers": gathers, "_copies": sequences is None, "_sequences": sequences}
+        own: dict[str, Any] = {"_gathers": gathers, "_copies": sequences is None}
         own["_private"] = self._region(owner) if owner is not None and sequences is None else None
         self._take(module, parts, Columns, **own)
         self._say_size(module, cut, ("out_features", "nf"))
@@ -306,20 +306,18 @@ class Cutting:
         """Whether it is one of them."""
         return (id(module), Divided) in self._around
 
-    def block(self, module: nn.Module, crossed: Sequence[str] = (), columns: Sequence[nn.Module] = ()) -> None:
+    def block(self, module: nn.Module, crossed: Sequence[str] = ()) -> None:
         """Cut layers begin where ``module`` does: its first argument is gathered, of a rank's own tokens.
 
         Args:
             module: with the first layers that are cut, or one of them.
             crossed: names of arguments that all ranks have whole (another sequence).
-            columns: layers cut by columns that multiply the first argument as it is, so that it may be multiplied while
-                it is gathered.
         """
         if not self.divides(module):
             return
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) if name in names else -1 for name in crossed}
-        own = {"_hidden": hidden_name(module), "_crossed": places, "_columns": tuple(columns)}
+        own = {"_hidden": hidden_name(module), "_crossed": places}
         self._wrap(module, Block, _sequences=self.sequences, **own)
         self._gathered.update(id(each) for each in module.modules())
 
@@ -389,7 +387,9 @@ class Cutting:
             if id(module) in within and id(module) not in self._beside and not self.divides(module)
             if self._layers.get(id(module), _NOTHING)[1] not in said
             for name, param in module._parameters.items()
-            if param is not None and param.requires_grad and id(param) not in self._parts
+            if param is not None
+            and param.requires_grad
+            and id(param) not in self._parts
             and not (param.dim() == 1 and param.numel() in within[id(module)])
         ]
 

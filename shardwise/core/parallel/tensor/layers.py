@@ -13,8 +13,7 @@ from shardwise.core.base.draws import Dropouts, Private
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.cut import Held, Part
 from shardwise.core.parallel.tensor.loss import check_inside
-from shardwise.core.parallel.tensor.ring import pieces_of_rows
-from shardwise.core.parallel.tensor.sequence import Sequences, multiplies_otherwise
+from shardwise.core.parallel.tensor.sequence import Sequences
 
 __all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 
@@ -73,39 +72,29 @@ class Columns(CutLayer):
         _gathers: then all of it.
         _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
         _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
-        _sequences: whose tokens were gathered for it, and maybe multiplied (``None``: all ranks have all).
     """
 
     _copies: bool
     _gathers: bool
     _held: dict[str, Held]
     _private: tuple[Private, Dropouts] | None
-    _sequences: Sequences | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self._sequences.product(self, x) if self._sequences is not None else None
-        if made is not None:
-            return made
         x = self._axis.copied(x) if self._copies else x
         if self._private is not None and self.training:
             private, dropouts = self._private
             private.enter(x.device, dropouts)
-        weight, bias, _ = self.factors()
+        weight, bias = self.weight, self.bias
+        if self._held:
+            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
+            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
         y = _product(self, x, weight, bias)
         if self._gathers:
             cut, whole = self._parts["weight"].cut, self._parts["weight"].whole
             y = self._axis.gathered(y, -1, [cut.numel(rank) for rank in range(cut.ranks)])
             y = y[..., : whole[cut.dim]]  # without padding
         return y
-
-    def factors(self) -> tuple[Tensor, Tensor | None, bool]:
-        """Weight, bias, and whether the weight is ``[inputs, outputs]``."""
-        weight, bias = self.weight, self.bias
-        if self._held:
-            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
-            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
-        return weight, bias, not isinstance(self, nn.Linear)
 
 
 class Rows(CutLayer):
@@ -123,11 +112,7 @@ class Rows(CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         bias, sequences = self.bias, self._sequences
         if sequences is not None:
-            if sequences.passes and not multiplies_otherwise(self):
-                turned = not isinstance(self, nn.Linear)
-                y = pieces_of_rows(sequences.ring, x, *sequences.current.of(x), self.weight, turned)
-            else:
-                y = sequences.from_parts(_product(self, x, self.weight, None))
+            y = sequences.from_parts(_product(self, x, self.weight, None))
             return y if bias is None else y + self._axis.copied(bias)
         y = self._axis.summed(_product(self, x, self.weight, None))
         if self._leaves is not None:

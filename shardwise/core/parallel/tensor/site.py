@@ -129,9 +129,9 @@ class Site:
         single = len(columns) == 1 and module is self.module and not crossed
         if single or self.cutting.is_layer(module):
             for path in columns:
-                self.cutting.block(self.child(path), columns=[self._base(path)])
+                self.cutting.block(self.child(path))
         else:
-            self.cutting.block(module, crossed, [self._base(path) for path in columns])
+            self.cutting.block(module, crossed)
 
     def layers(self, path: str) -> tuple[nn.Module, ...]:
         """A linear layer that is cut by columns, and what of its adapters is."""
