@@ -15,7 +15,7 @@ from torch.nn import functional
 from shardwise.core.base.device import on_stream, side_stream
 from shardwise.core.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
 from shardwise.core.parallel.sequence import SequenceAxis
-from shardwise.core.parallel.sequence.heads import attend_by_heads
+from shardwise.core.parallel.sequence.attention import attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention

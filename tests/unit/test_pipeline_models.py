@@ -13,7 +13,7 @@ from tensor_setup import Exact
 from torch import Tensor, nn
 
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, register_body, split_batch, stage_model
-from shardwise.core.parallel.pipeline.tables import TABLES
+from shardwise.core.parallel.pipeline.staging import TABLES
 from shardwise.testing import assert_close
 
 IDS = torch.randint(1, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(5))

@@ -16,7 +16,7 @@ from shardwise.core.engine.load_hooks import check_load_hooks
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
-from shardwise.core.parallel.tensor import Axis, Cutting, SameDraws, cut_model
+from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import Plan
 
@@ -71,17 +71,17 @@ class Division:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         every = list(model.parameters())
-        self.cutting: Cutting | None = None
+        self.cutting: TPPlan | None = None
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
-        self.draws: SameDraws | None = None
+        self.draws: RngAlignment | None = None
         self._wire = mesh.wire
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
             self.cutting = cut_model(model, axis, plan.tensor)
-            self.draws = SameDraws(model, axis, mesh.device)
+            self.draws = RngAlignment(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:

@@ -142,8 +142,6 @@ class Engine:
         events.backward_ended.listen(self._pass_ended)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
-        if self.division.draws is not None:
-            self.division.draws.listen(events)
         self.reducer.riders.append(visible.by_hand)
         mesh, pool = self.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also here where only another replica gathers in order

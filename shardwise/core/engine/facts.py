@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.core.parallel.tensor import Cutting
+from shardwise.core.parallel.tensor import TPPlan
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import Plan
 
@@ -27,7 +27,7 @@ def parameter_facts(
     names: dict[int, tuple[str, ...]],
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
-    cutting: Cutting | None = None,
+    cutting: TPPlan | None = None,
 ) -> list[ParamFact]:
     """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
 

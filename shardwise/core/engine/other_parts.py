@@ -58,7 +58,6 @@ class Counting:
             )
         self._group = group
         self._draws, self._batches = engine.division.draws, engine.batches
-        self._alone = engine.staging is None and engine.mesh.joined is None
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
@@ -80,8 +79,6 @@ class Counting:
         differ = partial(self._explain, settings, refusal)
         if self._draws is not None:
             self._draws.check()
-            # The stages of a pipeline have passes of their own.
-            words += (self._draws.word(),) * self._alone
         # The first rank's gradients all count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group, None, words, differ)
@@ -106,8 +103,6 @@ class Counting:
                     "was updated on this one"
                 )
         self._batches.explain(self._group)
-        if self._draws is not None and self._alone:
-            self._draws.explain(self._group)
         settings.explain(self._group)
 
 

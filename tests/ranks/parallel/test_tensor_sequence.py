@@ -22,7 +22,7 @@ from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import Case, Exact, compare, cut, run, whole
 from torch import Tensor, nn
 
-from shardwise.core.parallel.tensor import Axis, Cutting, cut_model
+from shardwise.core.parallel.tensor import Axis, TPPlan, cut_model
 from shardwise.core.parallel.tensor.layers import Rows
 from shardwise.core.parallel.tensor.sequence import Router
 from shardwise.plan import Plan, TensorPlan
@@ -114,7 +114,7 @@ def drawn() -> None:
     with axis_of() as axis:
         for case, name in noisy():
             model = case.made()
-            cutting = cut(model, axis, plan_of())
+            tp_plan = cut(model, axis, plan_of())
             dropped: list[Tensor] = []
             if name:
                 model.get_submodule(name).register_forward_hook(
@@ -130,7 +130,7 @@ def drawn() -> None:
                 loss.backward()
                 grads = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
                 assert not differs(axis, loss.detach()), "the ranks do not have the same loss"
-                assert not cutting.private.inside and not differs(axis, torch.get_rng_state().double())
+                assert not tp_plan.private.inside and not differs(axis, torch.get_rng_state().double())
                 whole(model, axis, grads)
                 found.append({key: grad.clone() for key, grad in grads.items()})
             assert not name or (differs(axis, dropped[0]) and bool(dropped[0].any()))
@@ -227,7 +227,7 @@ def taken_for_alike(self: Axis, x: Tensor, dim: int, sizes: Any, gradient: bool 
 
 FAULTS: dict[str, tuple[str, int, Any]] = {
     "gradients of norms are not summed": (
-        "llama", 0, lambda: mock.patch.object(Cutting, "sum_whole", lambda _: None),
+        "llama", 0, lambda: mock.patch.object(TPPlan, "sum_whole", lambda _: None),
     ),
     "gradients of a bias behind a sum are not summed": (
         "llama", 1, lambda: mock.patch.object(Rows, "forward", whole_bias),
@@ -271,7 +271,7 @@ def refused() -> list[str]:
     with axis_of() as axis:
         case = CASES["llama"]()[0]
         model = case.made()
-        cutting = cut(model, axis, plan_of())
+        tp_plan = cut(model, axis, plan_of())
         with pytest.raises(ValueError) as error:
             model(**case.batch(), output_hidden_states=True)
         told.append(str(error.value))
@@ -279,7 +279,7 @@ def refused() -> list[str]:
             model.model.layers[0].mlp(torch.zeros(2, 3, 24).double())
         told.append(str(failed.value))
         assert run(case, model, case.batch())[0].isfinite()
-        cutting.remove()
+        tp_plan.remove()
         assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
         assert type(model.model) is transformers.LlamaModel
         changes: list[tuple[str, dict[str, Any]]] = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.core.base.draws import Dropouts, Private
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cut import shares
+from shardwise.core.parallel.tensor.shard_spec import shares
 
 __all__ = [
     "Block",
