@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-IN_LAYERS, EVERYWHERE = ("split_gather", "ring"), ("all_to_all", "ring_attn")
+IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Names of devices in other libraries, which are not meant as directories."""
 MOVED = (
@@ -503,8 +503,8 @@ class Settings:
         pp: number of pipeline-parallel ranks.
         sp: number of sequence-parallel ranks.
         sequence: the mode of sequence parallelism: ``"all_to_all"`` or ``"ring_attn"`` over ``sp`` ranks;
-            ``"split_gather"`` or ``"ring"`` between layers, over the ``tp`` ranks. ``None`` is ``"all_to_all"`` if
-            ``sp`` is above 1.
+            ``"split_gather"`` between layers, over the ``tp`` ranks. ``None`` is ``"all_to_all"`` if ``sp`` is above
+            1.
         microbatches: of a batch in a pipeline; ``None`` is one for each stage.
         device_memory: limit of device memory, in bytes or as a string such as ``"64MiB"``; ``None``: no limit.
 

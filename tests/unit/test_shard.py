@@ -42,7 +42,7 @@ CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"pp": 2, "microbatches": 4}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, pp=2), microbatches=4)),
     ({"sp": 2}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, sp=2))),
     ({"sp": 2, "sequence": "ring_attn"}, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
-    ({"tp": 2, "sequence": "ring"}, zero(3).but(tp=2, tensor=TensorPlan(sequence="ring"))),
+    ({"tp": 2, "sequence": "split_gather"}, zero(3).but(tp=2, tensor=TensorPlan(sequence="split_gather"))),
 ]
 
 
@@ -77,7 +77,7 @@ def test_every_setting_has_a_case() -> None:
         ({"pp": -1}, "pp=-1"),
         ({"sp": 0}, "sp=0"),
         ({"sequence": "ulysses"}, "sequence='ulysses' is not a mode of sequence parallelism; use one of"),
-        ({"sequence": "ring"}, "sequence='ring' with tp=1, sp=1"),
+        ({"sequence": "split_gather"}, "sequence='split_gather' with tp=1, sp=1"),
         (
             {"sequence": "ring_attn", "tp": 2},
             "sequence='ring_attn' with tp=2, sp=1: this mode uses the sp ranks; set sp > 1",

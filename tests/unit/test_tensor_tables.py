@@ -16,18 +16,18 @@ from torch import nn
 from shardwise.core.parallel.tensor import (
     Architecture,
     Axis,
-    Cut,
     Embedding,
     Head,
     Mlp,
-    Site,
+    ModuleRules,
+    ShardSpec,
     cut_model,
     known_architectures,
     propose_architecture,
     register_architecture,
 )
-from shardwise.core.parallel.tensor.heads import Heads
 from shardwise.core.parallel.tensor.rules import _is_causal
+from shardwise.core.parallel.tensor.shard_spec import Heads
 from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.plan import TensorPlan
 
@@ -108,8 +108,8 @@ def test_an_embedding_that_finds_its_rows_by_itself() -> None:
 
 def test_one_rank_pads_nothing() -> None:
     model = transformers.LlamaForCausalLM(decoder("Llama"))
-    cutting = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
-    found = [part for part in map(cutting.part_of, model.parameters()) if part is not None]
+    tp_plan = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
+    found = [part for part in map(tp_plan.part_of, model.parameters()) if part is not None]
     assert found and all(part.shape == part.whole for part in found)
 
 
@@ -143,9 +143,9 @@ def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> No
     model = Ours(decoder("Llama"))
     assert "head.weight would be a part, tied to a layer that is cut" in message(model, 2)
     named = Architecture("ours", {"Ours": (Embedding("embed_tokens"), Head("head"))})
-    cutting = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
-    part = cutting.part_of(model.head.weight)
-    assert part is not None and part.shape == (16, 24) and part is cutting.part_of(model.embed_tokens.weight)
+    tp_plan = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
+    part = tp_plan.part_of(model.head.weight)
+    assert part is not None and part.shape == (16, 24) and part is tp_plan.part_of(model.embed_tokens.weight)
 
 
 class Gated(nn.Module):
@@ -168,10 +168,10 @@ def test_what_is_trained_among_cut_layers_and_no_rule_names() -> None:
     names = ("self_attn.heads", "mlp.gate.weight")
     assert all(f"model.layers.0.{name}" in found for name in names) and "norm" not in found
     assert ".gate.bias" not in found  # as wide as what all have
-    assert "gradients might be sums" in found and "`beside`" in found
+    assert "gradients might be sums" in found and "`replicated`" in found
     layer.self_attn.heads.requires_grad_(False)
-    beside = replace(rules["Gated"][0], beside=("gate",))  # type: ignore[type-var]
-    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (beside,)})))
+    replicated = replace(rules["Gated"][0], replicated=("gate",))  # type: ignore[type-var]
+    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (replicated,)})))
     layer.mlp.act_fn = nn.PReLU(24)
     assert "act_fn.weight of (24,) stands between layers that are cut" in message(model, 2, plan)
 
@@ -218,10 +218,10 @@ def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
     """Of a llama with as many heads: everything but norms is divided, the vocabulary with its padding."""
     config = decoder("Llama", num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, hidden_size=32)
     model = transformers.LlamaForCausalLM(config)
-    cutting = cut_model(model, axis(ranks), PLAN)
+    tp_plan = cut_model(model, axis(ranks), PLAN)
     held = 0
     for param in model.parameters():
-        part = cutting.part_of(param)
+        part = tp_plan.part_of(param)
         held += (part.shape if part is not None else param.shape).numel()
     rows = 29 + -29 % (4 * ranks)
     norms = 5 * 32
@@ -285,7 +285,7 @@ def test_an_adapter_that_cannot_be_cut_is_named(config: Any, text: str) -> None:
 class _Says:
     """An architecture that is no set of rules."""
 
-    def collect(self, model: nn.Module, cutting: object) -> None:
+    def collect(self, model: nn.Module, tp_plan: object) -> None:
         raise AssertionError("not asked")
 
 
@@ -301,8 +301,8 @@ class _Alone(nn.Module):
 class _OwnRule:
     """Cuts a layer of which it does not say where its block begins."""
 
-    def collect(self, site: Site) -> None:
-        site.columns("gate_proj", Cut.even(0, 22, site.ranks).ranges)
+    def collect(self, rules: ModuleRules) -> None:
+        rules.columns("gate_proj", ShardSpec.even(0, 22, rules.ranks).ranges)
 
 
 def test_sequences_that_cannot_be_divided() -> None:

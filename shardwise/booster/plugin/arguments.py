@@ -187,11 +187,9 @@ class SequenceArguments:
         return 1 if not self.enabled or self.in_layers else self.sp_size or 1
 
     @property
-    def between_layers(self) -> Literal["split_gather", "ring"] | None:
+    def between_layers(self) -> Literal["split_gather"] | None:
         """Of :class:`~shardwise.plan.TensorPlan`."""
-        if not self.in_layers:
-            return None
-        return "ring" if self.chosen == "ring" or self.overlap else "split_gather"
+        return "split_gather" if self.in_layers else None
 
     @property
     def plan(self) -> SequencePlan:
@@ -211,7 +209,7 @@ class SequenceArguments:
         if self.in_layers:
             return {
                 f"{self.chosen!r} is over the ranks of tp_size": ("sp_size", "inner_ring_size"),
-                "'ring' always overlaps": ("enable_sequence_overlap",) if self.chosen == "ring" else (),
+                "gathers of sequences and products do not overlap": ("enable_sequence_overlap",),
             }
         found: dict[str, Any] = {f"{self.chosen!r} has nothing of that kind": ("enable_sequence_overlap",)}
         if self.sp == 1:

@@ -106,7 +106,7 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         enable_sequence_parallelism: between sharded layers each rank of ``tp_size`` has a part of every sequence
             (``"split_gather"`` of HybridParallelPlugin).
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_overlap: multiplication overlaps with the communication of sequences.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
         enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.

@@ -77,11 +77,11 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
             kernel where there is one. A model that cannot is left as it is, with a warning.
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
-        sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
-            are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
-            from rank to rank), over those of ``sp_size``: everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``,
-            otherwise ``"split_gather"``.
-        enable_sequence_overlap: ``"split_gather"`` overlaps multiplication with communication, as ``"ring"`` does.
+        sequence_parallelism_mode: ``"split_gather"``, or ``"ring"`` with the same meaning: between tensor-parallel
+            layers, over the ranks of ``tp_size``. ``"all_to_all"`` (attention over full sequences for a part of the
+            heads) or ``"ring_attn"`` (keys and values travel from rank to rank): over the ranks of ``sp_size``,
+            everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``, otherwise ``"split_gather"``.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
         parallel_output: logits stay sharded by vocabulary if the model's own loss allows it; the loss is the same.
         num_microbatches: micro-batches of a batch, evenly divided; fewer if the batch has fewer rows.
         microbatch_size: rows of a micro-batch (the last may be smaller), for ``num_microbatches=None``. Without either

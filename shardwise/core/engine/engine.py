@@ -136,8 +136,6 @@ class Engine:
         events.backward_began.listen(facade.begin_pass)
         events.backward_ended.listen(self._pass_ended)
         events.backward_ended.listen(facade.end_pass)
-        if self.partition.draws is not None:
-            self.partition.draws.listen(events)
         mesh, pool = self.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also if only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731

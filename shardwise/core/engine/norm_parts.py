@@ -57,7 +57,6 @@ class Counting:
             )
         self._group = group
         self._draws, self._batches = engine.partition.draws, engine.batches
-        self._alone = engine.staging is None and engine.mesh.joined is None
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
@@ -73,8 +72,6 @@ class Counting:
         words: tuple[float, ...] = (settings.word(), *self._batches.words())
         if self._draws is not None:
             self._draws.check()
-            # The stages of a pipeline have passes of their own.
-            words += (self._draws.word(),) * self._alone
         # All gradients of the first rank count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group, None, words, partial(self._explain, settings))
@@ -89,8 +86,6 @@ class Counting:
     def _explain(self, settings: HyperParameters) -> None:
         """Raise: some of the words differ."""
         self._batches.explain(self._group)
-        if self._draws is not None and self._alone:
-            self._draws.explain(self._group)
         settings.explain(self._group)
 
 

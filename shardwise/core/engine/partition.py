@@ -14,7 +14,7 @@ from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
-from shardwise.core.parallel.tensor import Axis, Cutting, SameDraws, cut_model
+from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import Plan
 
@@ -69,18 +69,17 @@ class Partition:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         every = list(model.parameters())
-        self.cutting: Cutting | None = None
+        self.cutting: TPPlan | None = None
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
-        self.draws: SameDraws | None = None
+        self.draws: RngAlignment | None = None
         self._wire = mesh.wire
-        self._tensor_wire = mesh.tensor_wire if plan.tensor.sequence == "ring" else None
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
             self.cutting = cut_model(model, axis, plan.tensor)
-            self.draws = SameDraws(model, axis, mesh.device)
+            self.draws = RngAlignment(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
@@ -155,8 +154,6 @@ class Partition:
         if self.sequences is not None:  # first, since the layers that it leaves are divided next
             self.sequences.install()
         if self.cutting is not None:
-            if self._tensor_wire is not None:
-                self.cutting.axis.wire = self._tensor_wire()
             self.cutting.install()
         if self.draws is not None:
             self.draws.align()
@@ -202,7 +199,7 @@ def parameter_facts(
     names: dict[int, tuple[str, ...]],
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
-    cutting: Cutting | None = None,
+    cutting: TPPlan | None = None,
 ) -> list[ParamFact]:
     """Return name, shape, dtype, optimizer, group and tensor-parallel part of each of ``params``.
 

@@ -466,8 +466,6 @@ PAGES: dict[str, list[Block]] = {
         Block(first="shardwise.testing.pool.RankError:", how="shown", why=AN_ERROR),
         Block(first="# parity.py", how="main", after=_loads),
         Block(first="parameters after 5 steps:", how="shown", why=AN_ERROR),
-        Block(first="from shardwise.testing import MODELS, make_batches", how="main"),
-        Block(first="import torch", how="main"),
         Block(first="# traffic.py", how="main"),
         Block(first="# conftest.py", how="main", after=_fixture),
     ],

@@ -22,7 +22,8 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import build
-from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.models import MODELS, make_batches
 
 CASE, STEPS = "gpt", 2
 PLANS: dict[str, Callable[[torch.dtype | None], Plan]] = {

@@ -29,8 +29,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.session import MemoryReport, Session
-from shardwise.testing import MODELS, live_tensor_bytes, run_ranks
-from shardwise.testing.counters import live_tensors
+from shardwise.testing import run_ranks
+from tests.support.counters import live_tensor_bytes, live_tensors
+from tests.support.models import MODELS
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH

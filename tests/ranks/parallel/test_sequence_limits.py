@@ -16,7 +16,7 @@ from tensor_setup import Case
 from torch import nn
 
 from shardwise.core.parallel.sequence import SequenceBody, register_sequence, share_sequences
-from shardwise.core.parallel.sequence.tables import TABLES
+from shardwise.core.parallel.sequence.requirements import TABLES
 from shardwise.plan import SequencePlan, zero
 from shardwise.testing import assert_close, run_ranks
 

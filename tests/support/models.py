@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.testing import modules
+from tests.support import modules
 
 __all__ = ["MODELS", "ModelCase", "make_batches", "mean_square"]
 

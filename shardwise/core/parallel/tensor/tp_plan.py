@@ -1,30 +1,31 @@
-"""Which layers of a model are cut over an axis, and how: collected first, done when everything is known to fit."""
+"""Collects which parameters of a model are sharded by tensor parallelism, and installs the sharded layers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import nn
 
 from shardwise.core.base.draws import Dropouts, Private, dropouts_of
 from shardwise.core.base.torch_internals import point
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cut import Cut, Part, Range
 from shardwise.core.parallel.tensor.layers import (
-    Alike,
     Columns,
     CutLayer,
+    Drops,
     Enters,
     Experts,
     Features,
+    GradAllReduce,
+    Guard,
     PerHead,
     Rows,
     Vocabulary,
     out_dim,
 )
-from shardwise.core.parallel.tensor.private import Drops, Guard
 from shardwise.core.parallel.tensor.sequence import (
     Block,
     Body,
@@ -36,8 +37,15 @@ from shardwise.core.parallel.tensor.sequence import (
     hidden_name,
     inside,
 )
+from shardwise.core.parallel.tensor.shard_spec import Part, Range, Ranges, ShardSpec
+from shardwise.plan import TensorPlan
 
-__all__ = ["Cutting", "parts_of"]
+__all__ = [
+    "ModuleRules",
+    "Rule",
+    "TPPlan",
+    "parts_of",
+]
 
 
 # [Note: What cutting a model changes]
@@ -46,7 +54,7 @@ __all__ = ["Cutting", "parts_of"]
 # forward pass; attributes that say sizes (a number of heads) become those of the part. Until install() nothing is
 # changed but what this object remembers, so whatever does not fit is refused before. Values are cut by whoever holds
 # them: cut_values() here, an engine from each whole value as it comes.
-class Cutting:
+class TPPlan:
     """Of one model over one axis. Every rank of the axis collects the same.
 
     Args:
@@ -64,14 +72,14 @@ class Cutting:
         self._layers: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
         self._holders: set[tuple[int, str]] = set()
         self._blocks: dict[int, tuple[nn.Module, list[nn.Module], set[int]]] = {}
-        self._beside: set[int] = set()
+        self._replicated: set[int] = set()
         self._attributes: list[tuple[Any, str, Any]] = []
         self._undo: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
     # ---- what will be cut
 
-    def columns(self, module: nn.Module, cut: Cut, gathers: bool = False, owner: nn.Module | None = None) -> None:
+    def columns(self, module: nn.Module, cut: ShardSpec, gathers: bool = False, owner: nn.Module | None = None) -> None:
         """Each rank makes a part of the layer's output, of an input that all have alike ("column-parallel").
 
         Args:
@@ -87,14 +95,14 @@ class Cutting:
         self._check(module, cut, dim)
         parts = {"weight": cut}
         if getattr(module, "bias", None) is not None:
-            parts["bias"] = Cut(0, cut.size, cut.ranges)
+            parts["bias"] = ShardSpec(0, cut.size, cut.ranges)
         sequences = self.sequences if self.divides(module) else None
-        own: dict[str, Any] = {"_gathers": gathers, "_copies": sequences is None, "_sequences": sequences}
+        own: dict[str, Any] = {"_gathers": gathers, "_copies": sequences is None}
         own["_private"] = self._region(owner) if owner is not None and sequences is None else None
         self._take(module, parts, Columns, **own)
         self._say_size(module, cut, ("out_features", "nf"))
 
-    def rows(self, module: nn.Module, cut: Cut) -> None:
+    def rows(self, module: nn.Module, cut: ShardSpec) -> None:
         """Each rank has a part of the layer's input, and all get the sum ("row-parallel"); the bias is added once.
 
         Args:
@@ -110,7 +118,7 @@ class Cutting:
         self._take(module, {"weight": cut}, Rows, _leaves=leaves, _sequences=sequences)
         self._say_size(module, cut, ("in_features", "nx"))
 
-    def vocabulary(self, module: nn.Embedding, cut: Cut) -> None:
+    def vocabulary(self, module: nn.Embedding, cut: ShardSpec) -> None:
         """Each rank has the rows of a part of the vocabulary ("vocabulary-parallel").
 
         Args:
@@ -140,7 +148,7 @@ class Cutting:
             )
         self._take(module, {"weight": cut}, Vocabulary)
 
-    def features(self, module: nn.Embedding, cut: Cut) -> None:
+    def features(self, module: nn.Embedding, cut: ShardSpec) -> None:
         """Each rank has a part of every row (a bias of each head).
 
         Raises:
@@ -153,11 +161,11 @@ class Cutting:
             )
         self._take(module, {"weight": cut}, Features)
 
-    def per_head(self, module: nn.Module, cut: Cut) -> None:
+    def per_head(self, module: nn.Module, cut: ShardSpec) -> None:
         """Each rank has the rows of ``module.weight`` for its heads (a norm of each)."""
         self._take(module, {"weight": cut}, PerHead)
 
-    def experts(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
+    def experts(self, module: nn.Module, cuts: dict[str, ShardSpec]) -> None:
         """Each rank has a part of what lies between the layers of every expert.
 
         Args:
@@ -176,13 +184,13 @@ class Cutting:
         assert kind is Columns
         own["_copies"] = False
 
-    def alike(self, module: nn.Module) -> None:
+    def grad_allreduce(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, for its part: its gradients are summed."""
         if self.divides(module):  # as those of all that is whole there
             return
-        self._swap(module, Alike, {"_axis": self.axis})
+        self._swap(module, GradAllReduce, {"_axis": self.axis})
 
-    def encloses(self, module: nn.Module, holders: Sequence[nn.Module], widths: Sequence[int]) -> None:
+    def sharded_region(self, module: nn.Module, holders: Sequence[nn.Module], widths: Sequence[int]) -> None:
         """Layers are cut in ``module``, so that of what is whole in there it has to be said how it is used, too.
 
         Args:
@@ -194,9 +202,9 @@ class Cutting:
         among += holders
         known.update(widths)
 
-    def beside(self, module: nn.Module) -> None:
+    def replicated(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, before or behind cut layers: its gradients are the whole ones."""
-        self._beside.update(id(each) for each in module.modules())
+        self._replicated.update(id(each) for each in module.modules())
 
     def drops(self, module: nn.Module, own: bool) -> None:
         """A dropout of a part (``own``), or of what all ranks have alike, between two layers that are cut."""
@@ -215,7 +223,7 @@ class Cutting:
         """Attributes of ``owner`` that are others with the parts (a number of heads)."""
         self._attributes += [(owner, name, value) for name, value in values.items()]
 
-    def _check(self, module: nn.Module, cut: Cut, dim: int) -> None:
+    def _check(self, module: nn.Module, cut: ShardSpec, dim: int) -> None:
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
         if cut.dim != dim or cut.size < weight.shape[dim]:
             raise ValueError(
@@ -223,7 +231,7 @@ class Cutting:
                 f"give dim {dim} and {weight.shape[dim]}"
             )
 
-    def _take(self, module: nn.Module, cuts: dict[str, Cut], kind: type[CutLayer], **own: Any) -> None:
+    def _take(self, module: nn.Module, cuts: dict[str, ShardSpec], kind: type[CutLayer], **own: Any) -> None:
         for name, cut in cuts.items():
             if cut.ranks != self.axis.size:
                 raise ValueError(f"a cut for {cut.ranks} ranks over an axis of {self.axis.size}: give one range a rank")
@@ -262,7 +270,7 @@ class Cutting:
         found: dict[str, tuple[int, int, int, int]] = own["_of_heads"]
         return found
 
-    def _say_size(self, module: nn.Module, cut: Cut, names: tuple[str, str]) -> None:
+    def _say_size(self, module: nn.Module, cut: ShardSpec, names: tuple[str, str]) -> None:
         """What the module says of its own size is that of its part, which reshapes of its output rely on."""
         self.sets(module, **{name: cut.numel(self.axis.rank) for name in names if name in vars(module)})
 
@@ -306,20 +314,18 @@ class Cutting:
         """Whether it is one of them."""
         return (id(module), Divided) in self._around
 
-    def block(self, module: nn.Module, crossed: Sequence[str] = (), columns: Sequence[nn.Module] = ()) -> None:
+    def block(self, module: nn.Module, crossed: Sequence[str] = ()) -> None:
         """Cut layers begin where ``module`` does: its first argument is gathered, of a rank's own tokens.
 
         Args:
             module: with the first layers that are cut, or one of them.
             crossed: names of arguments that all ranks have whole (another sequence).
-            columns: layers cut by columns that multiply the first argument as it is, so that it may be multiplied while
-                it is gathered.
         """
         if not self.divides(module):
             return
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) if name in names else -1 for name in crossed}
-        own = {"_hidden": hidden_name(module), "_crossed": places, "_columns": tuple(columns)}
+        own = {"_hidden": hidden_name(module), "_crossed": places}
         self._wrap(module, Block, _sequences=self.sequences, **own)
         self._gathered.update(id(each) for each in module.modules())
 
@@ -344,7 +350,7 @@ class Cutting:
                     "columns, so it would get a rank's own tokens; use sequence=None, or have its rule tell Site.block"
                 )
             if kind is not Rows and any(id(p) not in self._parts for p in module._parameters.values() if p is not None):
-                self._wrap(module, Alike, _axis=self.axis)
+                self._wrap(module, GradAllReduce, _axis=self.axis)
 
     def _wrap(self, module: nn.Module, kind: type[nn.Module], **own: Any) -> None:
         """The module's forward pass will have that of ``kind`` around it, whatever else it is."""
@@ -382,14 +388,16 @@ class Cutting:
             tops = [each for each in holders if each is not module] if others else [module]
             for each in (each for top in tops for each in top.modules() if id(each) not in elsewhere):
                 within.setdefault(id(each), set()).update(widths)
-        said = (Alike, Enters, Rows)
+        said = (GradAllReduce, Enters, Rows)
         return [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
-            if id(module) in within and id(module) not in self._beside and not self.divides(module)
+            if id(module) in within and id(module) not in self._replicated and not self.divides(module)
             if self._layers.get(id(module), _NOTHING)[1] not in said
             for name, param in module._parameters.items()
-            if param is not None and param.requires_grad and id(param) not in self._parts
+            if param is not None
+            and param.requires_grad
+            and id(param) not in self._parts
             and not (param.dim() == 1 and param.numel() in within[id(module)])
         ]
 
@@ -455,3 +463,162 @@ def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
         _CLASSES[kind, own] = type(own.__name__, bases, names)
     return _CLASSES[kind, own]
+
+
+@dataclass(frozen=True)
+class ModuleRules:
+    """A module that rules are applied to.
+
+    Attributes:
+        cutting: collects what they say.
+        plan: what was asked for.
+        module: this one.
+    """
+
+    tp_plan: TPPlan
+    plan: TensorPlan
+    module: nn.Module
+
+    @property
+    def ranks(self) -> int:
+        return self.tp_plan.axis.size
+
+    @property
+    def rank(self) -> int:
+        return self.tp_plan.axis.rank
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a module below this one."""
+        try:
+            return bool(path) and isinstance(self.module.get_submodule(path), nn.Module)
+        except AttributeError:
+            return False
+
+    def replicated(self, paths: Iterable[str]) -> None:
+        """Those of the modules that are there compute beside the layers that are cut; see :meth:`Cutting.beside`."""
+        for path in filter(self.has, paths):
+            self.tp_plan.replicated(self.child(path))
+
+    def child(self, path: str) -> nn.Module:
+        """A module below this one, itself for ``""``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError:
+            names = ", ".join(name for name, _ in self.module.named_children())
+            raise ValueError(f"it has no {path!r}, only {names}: give a rule for this class") from None
+
+    def size(self, path: str, out: bool) -> int:
+        """Outputs or inputs of a linear layer."""
+        module = self._base(path)
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        return weight.shape[out_dim(module) if out else 1 - out_dim(module)]
+
+    def columns(
+        self, path: str, ranges: Ranges, owner: nn.Module | None = None, *, padded: int = 0, gathers: bool = False
+    ) -> None:
+        """The outputs of a linear layer, with ``padded`` behind them, are cut into ``ranges``; of an adapter beside it,
+        those of its second layer."""
+        module = self._base(path)
+        cut = ShardSpec(out_dim(module), self.size(path, True) + padded, ranges)
+        self.tp_plan.columns(module, cut, gathers, owner)
+        for first, second, dropout in self._adapters(path):
+            self.tp_plan.replicated(first)
+            self.tp_plan.columns(second, ShardSpec(0, cut.size, ranges), gathers)
+            if isinstance(dropout, nn.Dropout):
+                self.tp_plan.drops(dropout, own=False)
+
+    def rows(self, path: str, ranges: Ranges) -> None:
+        """The inputs of a linear layer are; of an adapter beside it, those of its first layer."""
+        module = self._base(path)
+        cut = ShardSpec(1 - out_dim(module), self.size(path, False), ranges)
+        self.tp_plan.rows(module, cut)
+        for first, second, dropout in self._adapters(path):
+            self.tp_plan.replicated(second)
+            self.tp_plan.rows(first, ShardSpec(1, cut.size, ranges))
+            if isinstance(dropout, nn.Dropout):
+                self.tp_plan.drops(dropout, own=True)
+
+    def sharded_region(self, columns: Sequence[str], rows: Sequence[str]) -> None:
+        """Between layers cut by columns and by rows stands nothing whose gradients would be parts, or it is named."""
+        holders = [self.child(path.rpartition(".")[0]) for path in (*columns, *rows)]
+        widths = [*(self.size(path, False) for path in columns), *(self.size(path, True) for path in rows)]
+        self.tp_plan.sharded_region(self.module, holders, widths)
+
+    def grad_allreduce(self, path: str) -> None:
+        """What stands between layers that are cut and has numbers that count for every element alike (a slope).
+
+        Raises:
+            ValueError: it has others.
+        """
+        module = self.child(path)
+        for name, param in module.named_parameters():
+            if param.numel() != 1:
+                raise ValueError(
+                    f"{path}.{name} of {tuple(param.shape)} stands between layers that are cut, and only one number "
+                    f"for all elements can be used for a part of them: give a {type(module).__name__} with one"
+                )
+        for each in module.modules():
+            if each._parameters:
+                self.tp_plan.grad_allreduce(each)
+
+    def block(self, module: nn.Module, columns: Sequence[str], crossed: Sequence[str] = ()) -> None:
+        """Where sequences are divided, the tokens for these layers are gathered where ``module`` begins: once for all
+        of them, unless it holds more than them (it is a layer of the model), or there is but one.
+
+        Args:
+            module: with ``columns``; its first argument is what they get.
+            columns: paths below this site's module of what is cut by columns.
+            crossed: names of arguments for them that are whole.
+        """
+        single = len(columns) == 1 and module is self.module and not crossed
+        if single or self.tp_plan.is_layer(module):
+            for path in columns:
+                self.tp_plan.block(self.child(path))
+        else:
+            self.tp_plan.block(module, crossed)
+
+    def layers(self, path: str) -> tuple[nn.Module, ...]:
+        """A linear layer that is cut by columns, and what of its adapters is."""
+        return (self._base(path), *(second for _, second, _ in self._adapters(path)))
+
+    def vocabulary(self, rows: int) -> ShardSpec:
+        """Over all ranks, padded where there are several."""
+        unit = self.plan.vocabulary_multiple if self.ranks > 1 else 1
+        return ShardSpec.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
+
+    def _base(self, path: str) -> nn.Module:
+        """The layer itself, where an adapter stands around it."""
+        module = self.child(path)
+        base = getattr(module, "base_layer", None)
+        return base if isinstance(base, nn.Module) else module
+
+    def _adapters(self, path: str) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+        """First layer, second layer and dropout of each low-rank adapter (peft's LoRA) around a layer."""
+        module: Any = self.child(path)
+        if self._base(path) is module:
+            return []
+        first, second = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+        if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict) or not len(first):
+            raise ValueError(
+                f"{path} is a {type(module).__name__} around a layer: only LoRA is cut with its layer; leave "
+                "this one out of the adapter's targets"
+            )
+        if getattr(module, "lora_variant", None) or any(getattr(module, "use_dora", {}).values()):
+            raise ValueError(f"{path} has a variant of LoRA that needs whole layers: use plain LoRA (use_dora=False)")
+        return [(first[name], second[name], module.lora_dropout[name]) for name in first]
+
+
+class Rule(Protocol):
+    """What is cut in modules of a class."""
+
+    def collect(self, rules: ModuleRules) -> None:
+        """Tell ``site.cutting``.
+
+        Raises:
+            TypeError, ValueError: the module has other layers or sizes than the rule is for.
+        """
+        ...

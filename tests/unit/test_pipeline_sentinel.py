@@ -9,20 +9,20 @@ import torch
 from hybrid_setup import made
 
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
-from shardwise.core.parallel.pipeline.void import is_void, void
+from shardwise.core.parallel.pipeline.run import is_sentinel, sentinel
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_void_is_known_and_no_result_is_taken_for_one(dtype: torch.dtype) -> None:
     for shape in ((2, 3), (1,), (5,)):
-        x = void(torch.Size(shape), dtype, torch.device("cpu"))
-        assert x.dtype == dtype and x.shape == shape and is_void(x) and x.isnan().all()
+        x = sentinel(torch.Size(shape), dtype, torch.device("cpu"))
+        assert x.dtype == dtype and x.shape == shape and is_sentinel(x) and x.isnan().all()
         nans = torch.full(shape, float("nan"), dtype=dtype)
         infinite = torch.full(shape, float("inf"), dtype=dtype)
         for other in (nans, -nans, infinite - infinite, 0 * infinite, torch.zeros(shape, dtype=dtype)):
-            assert not is_void(other)
-    assert not is_void(void(torch.Size((2,)), torch.int64, torch.device("cpu")))
-    assert not is_void(torch.zeros(0))
+            assert not is_sentinel(other)
+    assert not is_sentinel(sentinel(torch.Size((2,)), torch.int64, torch.device("cpu")))
+    assert not is_sentinel(torch.zeros(0))
 
 
 def test_an_interrupt_ends_the_session_and_an_error_does_not() -> None:
