@@ -138,11 +138,11 @@ class Exit(nn.Module):
 
 def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
     for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=f"{name}=True for a LlamaModel in stages"):
+        with pytest.raises(ValueError, match=f"{name}=True for a LlamaModel in pipeline stages"):
             staged(Exit(**{name: True}), BATCH)
     model = Exit()
     model.lm.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaModel in stages"):
+    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaModel in pipeline stages"):
         staged(model, BATCH)
     model.asked["output_hidden_states"] = False
     check_is_plain(model, BATCH)

@@ -75,7 +75,7 @@ def test_an_unknown_model_names_the_known_architectures_and_how_to_add_one() -> 
 def test_an_architecture_that_is_not_the_models() -> None:
     plan = TensorPlan(architecture=Architecture("mine", {"Other": (Mlp(columns=("up",), rows=("down",)),)}))
     found = message(transformers.LlamaForCausalLM(decoder("Llama")), 2, plan)
-    assert "no module that architecture 'mine' has rules for (Other)" in found
+    assert "architecture 'mine' has rules for Other, and" in found
 
 
 def test_an_attribute_that_says_other_heads_than_the_layers_have() -> None:
@@ -141,7 +141,7 @@ class Ours(transformers.LlamaModel):
 
 def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> None:
     model = Ours(decoder("Llama"))
-    assert "head.weight would be a part, tied to a layer that is cut" in message(model, 2)
+    assert "head.weight are tied to sharded layers" in message(model, 2)
     named = Architecture("ours", {"Ours": (Embedding("embed_tokens"), Head("head"))})
     tp_plan = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
     part = tp_plan.part_of(model.head.weight)
@@ -178,10 +178,10 @@ def test_what_is_trained_among_cut_layers_and_no_rule_names() -> None:
 
 def test_two_architectures_of_one_name_or_with_one_class() -> None:
     before = known_architectures()
-    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, as 'llama' has"):
+    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, and so does 'llama'"):
         register_architecture(Architecture("mine", {"LlamaMLP": ()}))
     take_back = register_architecture(Architecture("mine", {"Mine": ()}))
-    with pytest.raises(ValueError, match="there is an architecture 'mine' already"):
+    with pytest.raises(ValueError, match="architecture 'mine' is registered already"):
         register_architecture(Architecture("mine", {"Another": ()}))
     take_back()
     take_back()
@@ -249,7 +249,7 @@ def test_an_unknown_model_with_a_plan_is_told_of_it() -> None:
 
 
 def test_plans_that_no_rule_says() -> None:
-    with pytest.raises(ValueError, match="StableLmForCausalLM brings no plan of its own"):
+    with pytest.raises(ValueError, match="StableLmForCausalLM has no tensor-parallel plan of its own"):
         propose_architecture(transformers.StableLmForCausalLM(decoder("StableLm")))
     model = transformers.LlamaForCausalLM(decoder("Llama"))
     model._tp_plan = {"model.layers.*.mlp.up_proj": "something"}
@@ -257,7 +257,7 @@ def test_plans_that_no_rule_says() -> None:
         propose_architecture(model)
     model = transformers.Qwen3ForCausalLM(decoder("Qwen3"))
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
-    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, beside layers that it cuts"):
+    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, next to layers"):
         propose_architecture(model)
 
 
@@ -311,7 +311,7 @@ def test_sequences_that_cannot_be_divided() -> None:
     found = message(llama, 2, replace(divided, architecture=_Says()))
     assert "sequence='split_gather' with" in found and "only an Architecture of rules" in found
     found = message(_Alone(), 2, divided)
-    assert "_Alone has no list of layers (nn.ModuleList) that all hold attention which is cut" in found
+    assert "_Alone has no list of layers (nn.ModuleList) that all hold sharded attention" in found
     rules = {"LlamaAttention": TABLES["llama"]["LlamaAttention"], "LlamaMLP": (_OwnRule(),)}
     found = message(llama, 2, replace(divided, architecture=Architecture("own", rules)))
     assert "model.layers.0: no rule says where the block of a Linear begins" in found and "Site.block" in found

@@ -20,19 +20,19 @@ __all__ = ["TABLES", "Body", "Staging", "known_bodies", "layers_of_stages", "reg
 
 @dataclass(frozen=True)
 class Body:
-    """The module whose forward pass runs the layers, one behind the other, and what else it has.
+    """Describes the module whose forward pass runs the layers in order, so that it can be divided into stages.
 
-    What is named neither here nor on the way to the layers comes after them, as does all of the model that is outside
-    of the body: it belongs to the last stage, and is an error where it is called before the layers.
+    Modules that are not named here come after the layers, and so do modules outside of the body: they belong to the
+    last stage, and calling one before the layers is an error.
 
     Attributes:
-        layers: its list of layers.
-        tokens: what it calls first, with the inputs: there later stages take what the stage before has sent.
-        zeros: what it adds to that (positions): nothing in later stages.
-        before: what it puts that through (dropout, a norm): later stages leave it as it came.
-        everywhere: what every stage calls (rotary embeddings; outside of the body what is done to inputs, by its name
-            in the model); it may hold no trainable parameters.
-        tuples: a layer returns a tuple whose first is the hidden state.
+        layers: the path of its list of layers.
+        tokens: the token embedding, called first. It belongs to the first stage.
+        zeros: modules whose output is added to the embedding (positions); they return 0 in later stages.
+        before: modules between the embedding and the layers (dropout, a norm); later stages skip them.
+        everywhere: modules that every stage calls (rotary embeddings; outside of the body, modules that change the
+            inputs, by their name in the model). They may not have trainable parameters.
+        tuples: a layer returns a tuple whose first element is the hidden state.
     """
 
     layers: str = "layers"
@@ -67,7 +67,7 @@ def known_bodies() -> tuple[str, ...]:
 
 
 def register_body(class_name: str, body: Body) -> None:
-    """From here on models with a module of that class can be divided into stages. On every rank."""
+    """Register how models with a module of this class are divided into stages. Call it on every rank."""
     TABLES[class_name] = body
 
 
@@ -81,21 +81,21 @@ OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attenti
 
 
 def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
-    """How many layers each stage has: as given, or as even as can be, with more in the middle, where neither
-    embeddings nor heads are.
+    """Return the number of layers of each stage: ``given``, or an even division with the larger stages in the middle,
+    since the first and the last have the embedding and the head.
 
     Raises:
-        ValueError: fewer layers than stages, or what is given does not add up.
+        ValueError: fewer layers than stages, or ``given`` does not add up to ``layers``.
     """
     if given is not None:
         if len(given) != stages or sum(given) != layers or min(given) < 1:
             raise ValueError(
-                f"layers={list(given)} for {stages} stages of a model with {layers} layers: give {stages} numbers "
-                f">= 1 whose sum is {layers}"
+                f"layers={list(given)} does not fit {stages} stages of a model with {layers} layers; give {stages} "
+                f"numbers >= 1 whose sum is {layers}"
             )
         return list(given)
     if layers < stages:
-        raise ValueError(f"{layers} layers in {stages} stages: use fewer stages, each needs a layer")
+        raise ValueError(f"{layers} layers are too few for {stages} stages; use at most {layers} stages")
     rest = layers % stages
     first = (stages - rest) // 2
     return [layers // stages + (first <= stage < first + rest) for stage in range(stages)]
@@ -144,7 +144,7 @@ class _Alias(torch.autograd.Function):
 
 
 class Staging:
-    """Of one model over the ranks of a pipeline.
+    """The division of one model into the stages of a pipeline.
 
     Args:
         model: whole.
@@ -507,13 +507,13 @@ def _dots(name: str) -> list[int]:
 
 def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
     """Raises:
-    ValueError: something of all layers is asked for, of which the last stage has its own alone.
+    ValueError: an output of all layers is asked for; the last stage only has those of its own.
     """
     for name in OF_ALL_LAYERS:
         if settings.get(name):
             raise ValueError(
-                f"{name}={settings[name]} for a {whose} in stages: the last one has what its own layers give, and not "
-                "the others'; leave it False (a loss of all routers needs pp=1)"
+                f"{name}={settings[name]} for a {whose} in pipeline stages: the last stage only has the outputs of its "
+                "own layers; leave it False (a loss of all routers needs pp=1)"
             )
 
 
@@ -540,20 +540,20 @@ def stage_model(
     body: Body | None = None,
     v_shaped: bool = False,
 ) -> Staging:
-    """Which part of ``model`` each rank gets; nothing is changed. Every rank makes the same of the same model.
+    """Divide ``model`` into stages. The model is not changed until :meth:`Staging.install`.
 
     Args:
-        model: whole.
-        rank: of the pipeline.
-        ranks: in it.
-        chunks: stages a rank.
+        model: the full model.
+        rank: of this process in the pipeline.
+        ranks: number of pipeline ranks.
+        chunks: stages per rank.
         given: layers by stage.
-        body: what the model's body consists of, if its class is not known; then the model is the body itself.
-        v_shaped: where stages are, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+        body: describes the model itself, if its class is not registered.
+        v_shaped: the order of stages over ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
 
     Raises:
-        UnknownModelError: the model is of no known class.
-        ValueError: it has too few layers, or is to return something of all layers.
+        UnknownModelError: the model's class is not registered.
+        ValueError: the model has too few layers, or its configuration asks for outputs of all layers.
     """
     if body is not None:
         found = [("", body)]
@@ -566,12 +566,12 @@ def stage_model(
     if not found:
         raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
-            f"({', '.join(known_bodies())}); describe it with shardwise.register_body(class name, Body(...))"
+            f"({', '.join(known_bodies())}). Describe it with shardwise.register_body(class name, Body(...))"
         )
     if len(found) > 1:
         raise ValueError(
             f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
-            "one can be divided into stages; use pp=1"
+            "a model with one body can be divided into stages; use pp=1"
         )
     config = getattr(model, "config", None)
     check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
@@ -579,10 +579,15 @@ def stage_model(
     owner = model.get_submodule(name)
     layers = owner.get_submodule(table.layers)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}: give an nn.ModuleList")
+        raise ValueError(
+            f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}; name an nn.ModuleList in Body.layers"
+        )
     counts = layers_of_stages(len(layers), ranks * chunks, given)
     staging = Staging(model, name, table, rank, ranks, counts, v_shaped)
     for name in table.everywhere:
         if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
-            raise ValueError(f"{type(owner).__name__}.{name} is used in every stage and has trainable parameters")
+            raise ValueError(
+                f"{type(owner).__name__}.{name} is in Body.everywhere and has trainable parameters; "
+                "freeze them, or use pp=1"
+            )
     return staging

@@ -30,9 +30,9 @@ class Architecture:
     """A family of models.
 
     Attributes:
-        name: for messages.
-        modules: by the name of a module's class, or of one that it is derived from, what is cut in it. What no rule
-            names is whole on every rank.
+        name: used in error messages.
+        modules: rules by class name. The rules of a class also apply to its subclasses. Layers without a rule are
+            replicated on every rank.
     """
 
     name: str
@@ -43,23 +43,24 @@ _KNOWN: dict[str, Architecture] = {name: Architecture(name, modules) for name, m
 
 
 def register_architecture(architecture: Architecture) -> Callable[[], None]:
-    """From here on models with these classes can be cut. On every rank. To cut one with other rules than it has, give
-    them to the plan instead.
+    """Register rules for the modules of an architecture. Call it on every rank before the build.
+
+    To replace the rules of a known architecture for one model, use ``TensorPlan(architecture=...)``.
 
     Returns:
-        a function that takes it back.
+        A function that removes the architecture again.
 
     Raises:
-        ValueError: there is one of this name, or with a class of the same name.
+        ValueError: an architecture of this name, or with rules for one of these classes, is registered already.
     """
     if architecture.name in _KNOWN:
-        raise ValueError(f"there is an architecture {architecture.name!r} already: give another name")
+        raise ValueError(f"architecture {architecture.name!r} is registered already; use another name")
     for name, other in _KNOWN.items():
         both = sorted(set(other.modules) & set(architecture.modules))
         if both:
             raise ValueError(
-                f"architecture {architecture.name!r} has rules for {', '.join(both)}, as {name!r} has: leave them out, "
-                "or give it to the plan (TensorPlan(architecture=...)), where it counts alone"
+                f"architecture {architecture.name!r} has rules for {', '.join(both)}, and so does {name!r}. Leave them "
+                "out, or pass the architecture to the plan (TensorPlan(architecture=...)), which then uses no other"
             )
     _KNOWN[architecture.name] = architecture
 
@@ -71,22 +72,22 @@ def register_architecture(architecture: Architecture) -> Callable[[], None]:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Names of the architectures that can be cut, in alphabetical order."""
+    """Return the names of all registered architectures, sorted."""
     return tuple(sorted(_KNOWN))
 
 
 def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
-    """Collect what of ``model`` is cut over ``axis``. Nothing is changed; every rank collects the same.
+    """Collect which layers of ``model`` are sharded over ``axis``. The model is not changed.
 
     Args:
-        model: whole, with parameters of any kind (their shapes count).
+        model: unsharded; only the shapes of its parameters are used.
         axis: the ranks.
-        plan: how; its ``architecture`` counts alone where it has one: an :class:`Architecture`, or any object with a
-            method ``collect(model, cutting)``.
+        plan: if it has an ``architecture``, only that one is used: an :class:`Architecture`, or any object with a
+            method ``collect(model, tp_plan)``.
 
     Raises:
-        UnknownModelError: the model is of no known architecture.
-        ValueError: it has nothing that the plan's own describes, or cannot be cut over so many ranks.
+        UnknownModelError: the model is of no registered architecture.
+        ValueError: the plan's architecture has no rules for the model, or a layer cannot be sharded over so many ranks.
     """
     sequences = Sequences(axis) if plan.sequence is not None else None
     tp_plan, found = TPPlan(axis, sequences), False
@@ -117,9 +118,9 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
     left = tp_plan.uncovered(model)
     if left:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut over {axis.size} ranks: {', '.join(left)} would be a part, tied to "
-            "a layer that is cut, and no rule says how it is used there: add one to the architecture (Head, Embedding, "
-            "or Unused), or untie it"
+            f"{type(model).__name__} cannot be cut over {axis.size} ranks: {', '.join(left)} are tied to "
+            "sharded layers, and no rule says how their other modules use them. Add a rule to the architecture (Head, "
+            "Embedding or Unused), or untie them"
         )
     _check_whole(model, tp_plan)
     if plan.sequence is not None:
@@ -131,11 +132,11 @@ def _check_whole(model: nn.Module, tp_plan: TPPlan) -> None:
     unexplained = tp_plan.unexplained(model)
     if unexplained:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut over {tp_plan.axis.size} ranks: {', '.join(unexplained)} would be "
-            "whole among layers that are cut, and no rule says whether each rank uses them for its part, so their "
-            "gradients might be sums: move them out of the block, freeze them (requires_grad=False), or give "
-            "TensorPlan(architecture=) with a rule that names their module (`grad_allreduce`: between "
-            "these layers; `replicated`: before or after them)"
+            f"{type(model).__name__} cannot be cut over {tp_plan.axis.size} ranks: {', '.join(unexplained)} are "
+            "replicated inside of a block of sharded layers, and no rule names their module. Their gradients might be "
+            "sums over the ranks. Move them out of the block, freeze them (requires_grad=False), or pass "
+            "TensorPlan(architecture=) with a rule that names their module (`grad_allreduce`: between the sharded "
+            "layers; `replicated`: before or after them)"
         )
 
 
@@ -152,7 +153,7 @@ def _divide_sequences(
     if not found and any(_rules_of(module, rules) for module in model.modules()):
         raise ValueError(
             f"sequence={plan.sequence!r}: {type(model).__name__} has no list of layers (nn.ModuleList) that all hold "
-            "attention which is cut, so it is not known where sequences could be divided; leave sequence None"
+            "sharded attention, so there is no place to divide sequences; leave sequence None"
         )
 
 
@@ -167,11 +168,11 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
     if plan.architecture is not None:
         classes = ", ".join(sorted(plan.architecture.modules))
         return (
-            f"{type(model).__name__} has no module that architecture {plan.architecture.name!r} has rules for "
-            f"({classes}): give the one that describes it"
+            f"architecture {plan.architecture.name!r} has rules for {classes}, and {type(model).__name__} has no "
+            "module of these classes; pass the architecture that describes the model"
         )
     own = (
-        "; or use the plan that it brings: TensorPlan(architecture=shardwise.propose_architecture(model))"
+        "; or use the model's own plan: TensorPlan(architecture=shardwise.propose_architecture(model))"
         if getattr(model, "_tp_plan", None)
         else ""
     )
@@ -193,20 +194,21 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "repl
 
 
 def propose_architecture(model: nn.Module) -> Architecture:
-    """What ``model._tp_plan`` says, as rules, for :attr:`shardwise.plan.TensorPlan.architecture`.
+    """Convert ``model._tp_plan`` to an :class:`Architecture` for ``TensorPlan(architecture=...)``.
 
-    Sizes are checked when the model is cut. The logits are gathered, since nobody says what the model does with them.
+    Sizes are checked when the model is sharded. Logits are gathered.
 
     Args:
-        model: of transformers, whole.
+        model: a transformers model, unsharded.
 
     Raises:
-        ValueError: it has no plan, or one with something that rules cannot say.
+        ValueError: the model has no plan, or its plan has an entry that no rule covers.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:
         raise ValueError(
-            f"{type(model).__name__} brings no plan of its own (_tp_plan): describe it with an Architecture"
+            f"{type(model).__name__} has no tensor-parallel plan of its own (_tp_plan); describe it with an "
+            "Architecture"
         )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found: dict[str, dict[str, Rule]] = {}
@@ -235,7 +237,7 @@ def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Styles]:
 
 
 def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | None) -> dict[str, Rule]:
-    """By a word for what they cut."""
+    """Rules by the name of what they shard."""
     rules: dict[str, Rule] = {}
     for leaf, style in styles.items():
         child = getattr(module, leaf)
@@ -250,8 +252,8 @@ def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | Non
     left = sorted({name for name, _ in module.named_parameters() if name.split(".")[0] not in styles})
     if left:
         raise ValueError(
-            f"{parent} ({type(module).__name__}): the plan says nothing of {', '.join(left)}, beside layers that it "
-            "cuts, so their gradients might be sums: describe the model with an Architecture"
+            f"{parent} ({type(module).__name__}): the plan says nothing of {', '.join(left)}, next to layers that it "
+            "shards, so their gradients might be sums; describe the model with an Architecture"
         )
     if by_style[PACKED]:
         if len(by_style[PACKED]) != 1 or len(rows) != 1 or columns:
