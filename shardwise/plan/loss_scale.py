@@ -1,10 +1,10 @@
-"""Published arguments of the dynamic loss scale as a plan, for every interface that has them."""
+"""Published arguments of the dynamic loss scale -> ScalerPlan, for all front-ends that have them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.core.base.checked import number, whole
+from shardwise.core.base.validate import integer, number
 from shardwise.plan import ScalerPlan
 
 __all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
@@ -13,15 +13,15 @@ START_SCALE = 2.0**16
 
 
 class PublishedDefault(float):
-    """A default value that can be told from the same number given by the caller."""
+    """A default value that can be told apart from the same number given by the caller."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScalerArguments:
-    """The arguments of the dynamic loss scale, as every published interface names, orders and, mostly, sets them.
+    """The arguments of the dynamic loss scale, with the names, order and usual defaults of the published interfaces.
 
     Attributes:
-        initial_scale: first loss scale (fp16 only, as the six after it).
+        initial_scale: first loss scale (fp16 only, like all others here).
         min_scale: the scale never falls below it.
         growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
         backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
@@ -40,14 +40,16 @@ class ScalerArguments:
 
 
 def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
-    """The loss scale. A default ``initial_scale`` above 2**16 that was left alone starts at 2**16 (within the bounds):
-    from 2**32 the first 15 steps or so are certain to overflow and be skipped.
+    """Return the loss scale.
+
+    A default ``initial_scale`` above 2**16 starts at 2**16 (within the bounds): from 2**32 about 15 steps would be
+    certain to overflow and be skipped.
 
     Raises:
-        TypeError, ValueError: no number, or one out of range, see :class:`~shardwise.plan.ScalerPlan`.
+        TypeError, ValueError: a value is not a number, or out of range; see :class:`~shardwise.plan.ScalerPlan`.
     """
     for name in ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "max_scale"):
-        number(name, getattr(arguments, name), "(-inf, inf)")  # kinds; the plan has the ranges
+        number(name, getattr(arguments, name), "(-inf, inf)")  # types; the plan checks the ranges
     start = float(arguments.initial_scale)
     if isinstance(arguments.initial_scale, PublishedDefault):
         start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
@@ -56,7 +58,7 @@ def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
         min_scale=float(arguments.min_scale),
         growth_factor=float(arguments.growth_factor),
         backoff_factor=float(arguments.backoff_factor),
-        growth_interval=whole("growth_interval", arguments.growth_interval, 1, what="a number of steps", floats=True),
-        hysteresis=whole("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
+        growth_interval=integer("growth_interval", arguments.growth_interval, 1, what="a number of steps", floats=True),
+        hysteresis=integer("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
         max_scale=float(arguments.max_scale),
     )

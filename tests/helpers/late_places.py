@@ -287,5 +287,4 @@ def program_waits(name: str, seed: int) -> Found:
             wrong += [] if bool((host == index).all()) else [f"{name}: {type(each).__module__}: {host[:3]}"]
     return found_by(device, wrong)
 
-
     return found_by(device, wrong)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.core.memory.disk import store as disk
 from shardwise.core.memory.disk.store import DiskError
-from shardwise.core.optim import CPUAdam, HybridAdam, offload
+from shardwise.core.optim import CPUAdam, HybridAdam, adam, offload
 from shardwise.core.optim.offload import OffloadedMoments
 
 SHAPES = [(40,), (3, 5), (0,), (), (100,), (2, 3, 4, 5), (7,)]
@@ -57,13 +58,15 @@ class FakeStore:
         kept = self.kept.get(key)
         return FakeFetch(self, key, torch.zeros(2, numel, dtype=dtype) if kept is None else kept.clone())
 
-    def put(self, key: str, moments: Tensor | None, fetched: Any) -> None:
+    def put(self, key: str, fetched: FakeFetch) -> None:
         self.out -= 1
-        if moments is not None:
-            assert key in self.reserved
-            self.log.append(("put", key))
-            self.new[key] = moments.clone()
-            moments.fill_(float("nan"))
+        assert key in self.reserved
+        self.log.append(("put", key))
+        self.new[key] = fetched.read.clone()
+        fetched.read.fill_(float("nan"))
+
+    def drop(self, fetched: FakeFetch) -> None:
+        self.out -= 1
 
     def flush(self) -> None:
         self.log.append(("flush", ""))
@@ -80,10 +83,10 @@ class FakeStore:
 class FakedAdam(HybridAdam):
     store: FakeStore
 
-    @staticmethod
-    def make_store(directory: str | None) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         FakedAdam.store = FakeStore()
-        return FakedAdam.store
+        with mock.patch.object(adam, "MomentStore", lambda directory: FakedAdam.store):
+            super().__init__(*args, **kwargs)
 
 
 def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -194,9 +194,7 @@ def put_others(
         modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])
 
 
-def with_load_hooks(
-    model: nn.Module, named: Collection[str] = (), prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
+def with_load_hooks(model: nn.Module, named: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """By name, the modules that have hooks for what was loaded, and those that are ``named``; children first, as torch
     calls hooks. A module in two places comes twice."""
     for name, child in model.named_children():

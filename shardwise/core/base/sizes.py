@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.core.base.checked import MOST_BYTES, whole
+from shardwise.core.base.validate import MOST_BYTES, integer
 
 __all__ = ["device_bytes", "parse_size", "size_classes", "size_text"]
 
@@ -47,7 +47,7 @@ def device_bytes(device_memory: int | str | None) -> int | None:
     if device_memory is None:
         return None
     if not isinstance(device_memory, str):
-        return whole("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
+        return integer("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
     try:
         return parse_size(device_memory)
     except ValueError as error:

@@ -99,7 +99,7 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
-        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.plan.comm.CommPlan`.
+        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.plan.CommPlan`.
         activity: what this rank is doing, for messages of all groups made here.
     """
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.control import Control, Operation
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.group import DONE, Bounds, Buffer, Group, Handle

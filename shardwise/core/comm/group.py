@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.meeting import NOBODY, Meeting, Party
 from shardwise.core.comm.traffic import Traffic

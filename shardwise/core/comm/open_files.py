@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 
 __all__ = ["make_room"]
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.core.base.checked import as_kind, shown
 from shardwise.core.base.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type, short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import UNREACHED, PeerError
 from shardwise.core.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
 from shardwise.core.mesh.seats import Seat, decide, own_index
@@ -196,9 +196,9 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
         RuntimeError: the processes have met already, and this one as another.
     """
     for name, value in (("rank", rank), ("world_size", world_size)):
-        as_kind(name, value, Integral, "a whole number")
-    as_kind("host", host, str, "the name or address of rank 0's host")
-    as_kind("port", port, (Integral, str), "the number of the port at which rank 0 listens")
+        check_type(name, value, Integral, "a whole number")
+    check_type("host", host, str, "the name or address of rank 0's host")
+    check_type("port", port, (Integral, str), "the number of the port at which rank 0 listens")
     if not 0 <= rank < world_size or not 0 < int(port) < 2**16:
         raise ValueError(
             f"rank={rank}, world_size={world_size}, host={host!r}, port={port!r}: give a rank from 0 to "
@@ -337,7 +337,9 @@ def _named(device: torch.device | str) -> torch.device:
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         # A ValueError whatever it is: that is what the other ranks are told of.
-        raise ValueError(f"device={shown(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'")
+        raise ValueError(
+            f"device={short_repr(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"
+        )
     return _without_number_of_cpu(chosen)
 
 

@@ -8,6 +8,7 @@ All three are ordinary torch optimizers for parameters on any device, in any mix
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -16,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.base.checked import as_params, number, share
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import add_each
+from shardwise.core.base.validate import as_params, fraction, number
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
-from shardwise.core.optim.disk import open_disk_moments
 from shardwise.core.optim.offload import MomentStore, OffloadedMoments
-from shardwise.core.optim.taken_state import counted
+from shardwise.core.optim.whole_tensors import counted
 
-__all__ = ["CPUAdam", "FusedAdam"]
+__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NOT_HERE = {
@@ -34,6 +34,7 @@ NOT_HERE = {
     "differentiable": "updates are made in place; leave it out",
 }
 """Options of torch's groups that would change what a step does; ``foreach`` and ``fused`` only choose a kernel."""
+OPTIONS = ("maximize", "foreach", "fused", *NOT_HERE)
 
 
 def _check_numbers(lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
@@ -63,8 +64,6 @@ class _Adam(torch.optim.Optimizer):
     counts_by_parameter = True
     num_fp32_shards_per_param = 4
     """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
-    make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)
-    """Opens what holds offloaded moments, given ``nvme_offload_dir``."""
     wide_moments: bool = True
     """Moments of 16-bit parameters are fp32; otherwise in the parameter's dtype, and rounded to it after each step."""
     _kept: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
@@ -72,16 +71,16 @@ class _Adam(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], adamw_mode: bool, offload: tuple[float, str | None]
     ) -> None:
-        fraction, folder = offload
+        share, folder = offload
         _check_numbers(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
-        share("nvme_offload_fraction", fraction)
+        fraction("nvme_offload_fraction", share)
         self.adamw_mode = bool(adamw_mode)
-        self.nvme_offload_fraction, self.nvme_offload_dir = float(fraction), folder
+        self.nvme_offload_fraction, self.nvme_offload_dir = float(share), folder
         self._tiles = AdamTiles()
         self._offload: OffloadedMoments | None = None
         super().__init__(as_params(params), defaults)
         if self.nvme_offload_fraction > 0.0:
-            self._offload = OffloadedMoments(self.nvme_offload_fraction, type(self).make_store(folder))
+            self._offload = OffloadedMoments(self.nvme_offload_fraction, MomentStore(folder))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own.
@@ -434,6 +433,55 @@ class CPUAdam(_Adam):
                 and it can be repeated.
         """
         return self._step(closure, div_scale)
+
+
+class HybridAdam(CPUAdam):
+    """Adam and AdamW for a model whose parameters are on the host, on GPUs, or some here and some there.
+
+    Args:
+        model_params: as :class:`CPUAdam` takes it, like all others that are named.
+        defaults: options of groups, for those that do not say otherwise; see :meth:`CPUAdam.add_param_group`.
+
+    Raises:
+        ValueError: a number is out of range, or an option is not available.
+        TypeError: there is no such option.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+        **defaults: Any,
+    ) -> None:
+        for name, value in defaults.items():
+            if name not in OPTIONS:
+                near = difflib.get_close_matches(name, [*OPTIONS, "lr", "betas", "eps", "weight_decay"], 1, 0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OPTIONS)}"
+                raise TypeError(f"{name}={value!r} is no option of HybridAdam; {hint}")
+            if value and name in NOT_HERE:
+                raise ValueError(f"{name}={value} of HybridAdam: {NOT_HERE[name]}")
+        super().__init__(
+            model_params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            adamw_mode,
+            nvme_offload_fraction,
+            nvme_offload_dir,
+        )
+        self.defaults.update(defaults)
+        for group in self.param_groups:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
 
 
 class FusedAdam(_Adam):

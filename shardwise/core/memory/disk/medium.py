@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from shardwise.core.memory.disk.errors import DiskError
 
 if TYPE_CHECKING:
-    from shardwise.core.memory.disk.queues import Request
+    from shardwise.core.memory.disk.io import Request
     from shardwise.plan import DiskPlan
 
 __all__ = ["FILE", "Medium", "MediumFile", "OpenMedium", "known_media", "open_medium", "register_medium"]
