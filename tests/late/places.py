@@ -206,7 +206,8 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         self.changes += 1
         if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = f"__import__('shardwise.core.base.device', fromlist=['on_stream']).on_stream({ast.unparse(node.args[1])})"
+            device = "__import__('shardwise.core.base.device', fromlist=['on_stream'])"
+            made = f"{device}.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:

@@ -2,26 +2,90 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import functools
+import math
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.activity import Activity
-from shardwise.core.comm.meeting import NOBODY, Meeting, Party
+from shardwise.core.comm.control import Operation, decode, encode
+from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = ["DONE", "NOBODY", "PHASES", "Bounds", "Buffer", "Group", "Handle", "Party"]
+__all__ = [
+    "DONE",
+    "NO_MODEL",
+    "PHASES",
+    "Bounds",
+    "Buffer",
+    "Group",
+    "Handle",
+    "ModelId",
+    "Summary",
+    "ranks_text",
+    "together",
+]
 
 Bounds = Sequence[int]
 """Of an array that ranks have parts of: where each rank's part begins, in elements, and the end of the last. A range
 where parts are equal: a table of all ranks for each array would be the largest that a rank has."""
 PHASES = ("", "before an update", "after an update")
 """What a fence may be for."""
+EXCHANGE_QUANTUM = 32
+"""Values; an exchange with a purpose is padded to a multiple, so that ranks in different operations still match."""
+LENGTHS = 2**32
+"""A model's number is sent above the number of values."""
+MOST_NAMED = 16
+BITS = 48
+"""Flags per number; integers below 2**53 are exact."""
+FIRST_NUMBERS = 256
+"""Numbers of a rank in the first message of those that are reduced."""
+
+_checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """A model among those that share process groups; sent along, so that ranks never mix up two models' values.
+
+    Attributes:
+        number: of the model in its mesh, from 1, in the order of registration; the same on every rank.
+        name: for messages.
+        advice: what to tell ranks that came to different operations for this model.
+    """
+
+    number: int
+    name: str
+    advice: str = ""
+
+
+NO_MODEL = ModelId(0, "")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All ranks' numbers and flags, reduced.
+
+    Attributes:
+        least, most: minimum and maximum of each value over ranks.
+        anywhere: for each flag, whether any rank has it.
+        alike: whether all ranks have the same values and flags.
+        flags_alike: whether all ranks have the same flags.
+    """
+
+    least: list[float]
+    most: list[float]
+    anywhere: list[bool]
+    alike: bool
+    flags_alike: bool
 
 
 class Buffer:
@@ -114,7 +178,7 @@ DONE: Handle = _Done()
 # phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
 # of their own, and ranks that have begun different ones may meet here. Where a gather needs its peers a fence does
 # nothing, since who takes part has written.
-class Group(Meeting):
+class Group(ABC):
     """The ranks of one mesh axis and the collectives among them.
 
     All ranks start every operation in the same order; only all-gathers of a ``one_sided_gather`` group need no match.
@@ -137,8 +201,10 @@ class Group(Meeting):
         sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
         activity: what this rank is doing, for messages.
+        rows_up_to: the most ranks of which each gets all numbers; see [Note: How many ranks an agreement takes].
     """
 
+    rows_up_to = 64
     one_sided_gather = False
     starts_together = False
     waits_in_queue = False
@@ -313,6 +379,219 @@ class Group(Meeting):
         """Start counting from zero."""
         self.traffic.reset()
 
+    # Small exchanges between hosts
+    #
+    # [Note: How many ranks an agreement takes]
+    # Up to ``rows_up_to`` ranks, every rank gets every rank's numbers: one small all-gather, and sums that do not
+    # depend on the order of the ranks. With thousands of ranks that would be megabytes each time, and a loop over them
+    # in Python. There ranks get the minimum and maximum of each number and flag by one all-reduce, which is all they
+    # need where the ranks agree, and nearly all exchanges are about values that should be equal. A sum is one more
+    # all-reduce. Only where ranks ask for each other's numbers and these differ does each get all of them. The first
+    # message has the same size for every purpose: ranks in different operations match in it, see that they differ, and
+    # tell each other in words.
+
+    def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
+        """Return every rank's ``values`` by rank, as float64 (integers below 2**53 are exact).
+
+        :meth:`summarize` serves more ranks where one number or a flag of all ranks is enough.
+
+        Args:
+            values: this rank's, as many as on every other rank.
+            purpose: what they are, in a few words. Its checksum is sent along, so that ranks that come for different
+                purposes raise an error instead of mixing up values.
+            model_id: the model that they belong to; the same on all ranks.
+
+        Returns:
+            By rank. Rows that are equal may be one object: do not write to them.
+
+        Raises:
+            PeerError: the ranks' purposes, lengths or models differ; says what each rank came for.
+        """
+        if not purpose:
+            self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
+            return self._exchange(values, purpose)
+        if self._by_rows:
+            self.traffic.add("exchange", (self.size - 1) * 8 * _padded(len(values)))
+        return self._host_all_gather(values, purpose, model_id)
+
+    def summarize(
+        self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL, flags: Sequence[bool] = ()
+    ) -> Summary:
+        """Return all ranks' values and flags, reduced: for agreements that do not need each rank's own.
+
+        Args:
+            values: this rank's; none may be NaN.
+            purpose, model_id: as in :meth:`exchange`. Ranks that call that instead are told so.
+            flags: this rank's.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        count = len(values)
+        if not self._by_rows:
+            return self._summed_up([float(value) for value in values], purpose, model_id, flags)
+        packed = pack_bits(flags)
+        self.traffic.add("exchange", (self.size - 1) * 8 * _padded(count + len(packed)))
+        rows = self._host_all_gather([*values, *packed], purpose, model_id)
+        columns = list(zip(*(row[:count] for row in rows), strict=True))
+        words = [row[count:] for row in rows]
+        alike = all(each == words[0] for each in words)
+        union = [functools.reduce(int.__or__, map(int, column)) for column in zip(*words, strict=True)]
+        return Summary(
+            [min(column) for column in columns],
+            [max(column) for column in columns],
+            unpack_bits(union, len(flags)),
+            alike and all(row[:count] == rows[0][:count] for row in rows),
+            alike,
+        )
+
+    def total(
+        self,
+        value: float,
+        purpose: str,
+        model_id: ModelId = NO_MODEL,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[float, list[bool]]:
+        """Return the sum (or maximum) of all ranks' values, and for each number in ``beside`` whether all ranks agree.
+
+        Up to :attr:`rows_up_to` ranks a sum is exact, and rounded once, whatever the order of the ranks.
+
+        Args:
+            value: this rank's, above minus infinity. If any is NaN, so is the result; otherwise infinity wins.
+            purpose, model_id: as in :meth:`exchange`.
+            beside: numbers of this rank to compare between ranks.
+            largest: return the maximum instead of the sum.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        (found,), same = self.totals([value], purpose, model_id, beside, largest)
+        return found, same
+
+    def totals(
+        self,
+        values: Sequence[float],
+        purpose: str,
+        model_id: ModelId = NO_MODEL,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[list[float], list[bool]]:
+        """Do what :meth:`total` does for several values, in as many messages as for one."""
+        count = len(values)
+        if self._by_rows:
+            columns = list(zip(*self.exchange([*values, *beside], purpose, model_id), strict=True))
+            same = [all(each == column[0] for each in column) for column in columns[count:]]
+            return [together(column, largest) for column in columns[:count]], same
+        found = self._summed_up([*map(float, values), *map(float, beside)], purpose, model_id)
+        same = [least == most for least, most in zip(found.least[count:], found.most[count:], strict=True)]
+        if not largest:
+            return self._reduced(list(map(float, values)), "sum", purpose), same
+        # A NaN makes the minimum minus infinity, which no value is.
+        bounds = zip(found.least[:count], found.most[:count], strict=True)
+        return [math.nan if least == -math.inf else most for least, most in bounds], same
+
+    def broadcast_values(self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL) -> list[float]:
+        """Return rank 0's values. Every rank gives as many; nothing more is sent where all are equal.
+
+        Args:
+            values: this rank's.
+            purpose, model_id: as in :meth:`exchange`.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        if self._by_rows:
+            return self.exchange(values, purpose, model_id)[0]
+        own = [float(value) for value in values]
+        if self._summed_up(own, purpose, model_id).alike:
+            return own
+        return self._reduced(own if self.rank == 0 else [-math.inf] * len(own), "max", purpose)
+
+    def exchange_object(self, obj: object, purpose: str = "what all of them have to tell") -> list[Any]:
+        """Return every rank's ``obj`` by rank, after a round trip through JSON (tuples become lists). For rare use.
+
+        Args:
+            obj: this rank's.
+            purpose: as in :meth:`exchange`.
+
+        Raises:
+            TypeError: ``obj`` cannot be written as JSON.
+            PeerError: as :meth:`exchange`.
+        """
+        data = encode(obj)
+        header = 8 * EXCHANGE_QUANTUM if self._by_rows else 0
+        self.traffic.add("exchange", (self.size - 1) * (header + len(data)))
+        return self._all_gather_json(data, purpose)
+
+    def _all_gather_json(self, data: bytes, purpose: str) -> list[Any]:
+        lengths = [int(row[0]) for row in self._host_all_gather([float(len(data))], purpose)]
+        return [decode(each) for each in self._exchange_bytes(data, lengths)]
+
+    @property
+    def _by_rows(self) -> bool:
+        return self.size <= self.rows_up_to
+
+    def _host_all_gather(
+        self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL
+    ) -> list[list[float]]:
+        if not self._by_rows:
+            own = [float(value) for value in values]
+            if self._summed_up(own, purpose, model_id).alike:
+                return [own] * self.size
+            self.traffic.add("exchange", (self.size - 1) * 8 * len(own))
+            return self._exchange(own, purpose)
+        # A message of fixed size comes first, so that ranks in different operations match and can tell each other.
+        sent = _headed(values, purpose, model_id, len(values), EXCHANGE_QUANTUM)
+        rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
+        self._check_same_op(all(row[:2] == sent[:2] for row in rows), purpose, len(values), model_id)
+        if len(sent) > EXCHANGE_QUANTUM:
+            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
+                row.extend(rest)
+        return [row[2 : 2 + len(values)] for row in rows]
+
+    def _summed_up(self, values: list[float], purpose: str, model_id: ModelId, flags: Sequence[bool] = ()) -> Summary:
+        count = len(values) + len(flags)
+        sent = _headed([*values, *map(float, flags)], purpose, model_id, count, FIRST_NUMBERS)
+        least, most = self._extremes(sent[:FIRST_NUMBERS], purpose)
+        self._check_same_op(most[:2] == least[:2], purpose, count, model_id)
+        if len(sent) > FIRST_NUMBERS:
+            further = self._extremes(sent[FIRST_NUMBERS:], purpose)
+            least, most = least + further[0], most + further[1]
+        least, most = (each[2 : 2 + count] for each in (least, most))
+        split = len(values)
+        return Summary(
+            least[:split], most[:split], list(map(bool, most[split:])), least == most, least[split:] == most[split:]
+        )
+
+    def _extremes(self, values: list[float], purpose: str) -> tuple[list[float], list[float]]:
+        """Return the minimum and maximum of all ranks' ``values``; the infinities where one is NaN."""
+        sent = [math.inf if math.isnan(each) else each for each in (*values, *(-value for value in values))]
+        found = self._reduced(sent, "max", purpose)
+        return [-value for value in found[len(values) :]], found[: len(values)]
+
+    def _reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        """Reduce all ranks' ``values`` number by number, with the same bits on every rank; no NaN under "max"."""
+        self.traffic.add("exchange", 2 * (self.size - 1) * 8 * len(values) // self.size)
+        return self._all_reduced(values, operation, purpose)
+
+    def _check_same_op(self, same: bool, purpose: str, count: int, model_id: ModelId) -> None:
+        """Raise PeerError unless ``same``, which is equal on all ranks: they tell each other what they came for."""
+        if same:
+            return
+        came_for = f"{purpose}{f' of {model_id.name}' if model_id.name else ''} ({count} values)"
+        now, of_call = self.activity.now, self.activity.advice
+        own = encode([f"{came_for} while {now}" if now else came_for, of_call, model_id.advice])
+        lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
+        told = [decode(each) for each in self._exchange_bytes(own, lengths)]
+        by_purpose: dict[str, list[int]] = {}
+        for rank, (what, *_) in enumerate(told):
+            by_purpose.setdefault(what, []).append(rank)
+        lines = [f"{ranks_text(ranks)}: {what}" for what, ranks in by_purpose.items()]
+        # A call that some ranks are in explains more than the model's advice.
+        lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
+        raise PeerError(f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}")
+
     # What a backend provides; arguments are checked and traffic is counted. Only those with ``uneven`` are given
     # buffers with bounds.
 
@@ -349,6 +628,15 @@ class Group(Meeting):
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]: ...
+
+    @abstractmethod
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
+
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return [together(column, operation == "max") for column in zip(*self._exchange(values, purpose), strict=True)]
 
     # For backends
 
@@ -401,6 +689,49 @@ class Group(Meeting):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
+
+
+def together(values: Sequence[float], largest: bool) -> float:
+    """Return the sum of numbers, rounded once, so that their order makes no difference; or the largest. NaN wins."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if largest or math.inf in values:
+        return max(values)
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks for a message: the first few, and how many more there are."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"ranks {list(ranks[:MOST_NAMED])}{more}"
+
+
+def _padded(count: int) -> int:
+    return count + 2 + (-count - 2) % EXCHANGE_QUANTUM
+
+
+def _headed(values: Sequence[float], purpose: str, model_id: ModelId, count: int, quantum: int) -> list[float]:
+    """Return the values behind a header that identifies the operation, padded."""
+    sent = [float(_checksum(purpose)), float(model_id.number * LENGTHS + count), *values]
+    return sent + [0.0] * (-len(sent) % quantum)
+
+
+def pack_bits(flags: Sequence[bool]) -> list[float]:
+    """Return flags as exactly representable numbers, :data:`BITS` flags each."""
+    words = []
+    for start in range(0, len(flags), BITS):
+        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
+    return words
+
+
+def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
+    """Return the ``count`` flags that :func:`pack_bits` packed into ``words``."""
+    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
 
 
 def _check_specs(specs: Sequence[tuple[int, torch.dtype]]) -> None:

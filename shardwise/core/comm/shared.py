@@ -229,7 +229,7 @@ class SharedGroup(Group):
 
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
-        given = self._meet_bytes(encode(own), "which buffers to make")
+        given = self._all_gather_json(encode(own), "which buffers to make")
         for rank, other in enumerate(given):
             if other != given[0]:
                 raise ValueError(

@@ -78,7 +78,7 @@ class Engine:
             self._check_whole()
         self.params, facts = self.division.params, self.division.facts
         self.cutting, self.staging = self.division.cutting, self.division.staging
-        self.party = mesh.enroll(type(model).__name__)
+        self.party = mesh.register_model(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(
             facts,

@@ -17,7 +17,7 @@ import torch
 from shardwise.core.base.device import side_stream
 from shardwise.core.base.events import Events
 from shardwise.core.checks.hyper_parameters import Rider
-from shardwise.core.comm import Buffer, Party
+from shardwise.core.comm import Buffer, ModelId
 from shardwise.core.grads.counts import StepCounts
 from shardwise.core.grads.grads import (
     ChunkGrads,
@@ -67,14 +67,14 @@ class Reducer:
         mesh: Mesh,
         ledger: Ledger,
         plan: Plan,
-        party: Party,
+        party: ModelId,
         counts: StepCounts,
         events: Events,
         observer: Observer,
     ) -> None:
         self.counts, self._events, self._observer = counts, events, observer
-        self._broadcast = partial(mesh.world.broadcast_values, whose=party)
-        self._summarize = partial(mesh.world.summarize, whose=party)
+        self._broadcast = partial(mesh.world.broadcast_values, model_id=party)
+        self._summarize = partial(mesh.world.summarize, model_id=party)
         self.riders: list[Rider] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger

@@ -20,14 +20,14 @@ from shardwise.core.comm import (
     GroupMaker,
     LocalGroup,
     Members,
-    Party,
+    ModelId,
     Wire,
     compressed,
     ranks_of,
     timeout_s,
 )
-from shardwise.core.mesh.launch import check_joined, own_device, seat_on
-from shardwise.core.mesh.seats import Seat, check_own_gpus
+from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus
+from shardwise.core.mesh.launch import check_joined, own_device, rank_device
 from shardwise.plan import CommPlan, MeshPlan
 
 __all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Mesh"]
@@ -178,8 +178,8 @@ class Mesh:
             if members is None:
                 _told(refusal, lambda: maker.agree("this mesh", wanted))
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
-                rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
-                check_own_gpus([Seat(**row) for row in rows])
+                rows = maker.tell(asdict(rank_device(device, dist.get_rank())))
+                check_own_gpus([RankDevice(**row) for row in rows])
             mesh = cls.among(ranks, sizes, maker)
             mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
             if len(ranks) > 1:
@@ -250,10 +250,10 @@ class Mesh:
                 self._tensor_wire = self._makers[0].make_wire(TENSOR_AXIS, self._tensor_lines)
         return self._tensor_wire
 
-    def enroll(self, name: str) -> Party:
+    def register_model(self, name: str) -> ModelId:
         """A model that will use the groups. Every rank enrols the same ones in the same order."""
         self._parties += 1
-        return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
+        return ModelId(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
 
     def with_sums_in(self, numbers: str | None) -> Mesh:
         """As who moves gradients sees it: what goes over the axes of shards and replicas is in such ``numbers`` (of

@@ -9,8 +9,7 @@ from itertools import zip_longest
 
 import torch
 
-from shardwise.core.comm import Group, Handle, Party, PeerError
-from shardwise.core.comm.meeting import ranks_text
+from shardwise.core.comm import Group, Handle, ModelId, PeerError, ranks_text
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
 
@@ -72,7 +71,7 @@ class Issued:
         self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
         self.last.append(chunk)
 
-    def make_up(self, group: Group, party: Party, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
+    def make_up(self, group: Group, party: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
         """Issue what another rank of ``group`` has issued and this one has not, into arrays that nobody reads. Where
         waits are queued nothing waits for these gathers before :meth:`made_up`: what others wait for first may have to
         begin here. Collective.
@@ -96,7 +95,7 @@ class Issued:
         while self._unread:
             arrays.give(self._unread.popitem()[1])
 
-    def _missing(self, group: Group, party: Party) -> list[int]:
+    def _missing(self, group: Group, party: ModelId) -> list[int]:
         found = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
         if found.least == found.most:
             return []

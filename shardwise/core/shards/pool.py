@@ -15,7 +15,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.modes import ordinary_tensors
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.torch_internals import current_graph_task, storage_id
-from shardwise.core.comm import DONE, NOBODY, Group, Handle, Party, PeerError
+from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
@@ -62,7 +62,7 @@ class ChunkPool:
         ledger: Ledger,
         limits: GatherLimits,
         events: Events,
-        party: Party = NOBODY,
+        party: ModelId = NO_MODEL,
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
         count = 1 + max((u.index for u in units), default=-1)

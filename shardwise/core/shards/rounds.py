@@ -18,8 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from shardwise.core.comm import Group, Party
-from shardwise.core.comm.meeting import Summary
+from shardwise.core.comm import Group, ModelId, Summary
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.shards.secondary import SecondaryShards
 from shardwise.core.shards.source import ShardSource
@@ -86,7 +85,9 @@ class Rounds:
         sources: of the chunks; what ranks keep of gathers has to be alike (see [Note: Secondary shards]).
     """
 
-    def __init__(self, group: Group, ledger: Ledger, units: int, party: Party, sources: Sequence[ShardSource]) -> None:
+    def __init__(
+        self, group: Group, ledger: Ledger, units: int, party: ModelId, sources: Sequence[ShardSource]
+    ) -> None:
         self.group, self.ledger, self._units, self._party = group, ledger, units, party
         self.secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None

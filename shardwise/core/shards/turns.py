@@ -22,7 +22,7 @@ __all__ = ["in_turn"]
 # allocate is counted for one.
 # * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
-# * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
+# * shardwise-gloo-worker     messages, nothing else; see [Note: Who waits for a message]
 # The first of these never takes the lock, and nothing that holds the lock waits for it.
 class _HasLock(Protocol):
     @property

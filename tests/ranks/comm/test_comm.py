@@ -236,7 +236,7 @@ def polled(kind: str) -> None:
             handles.append(group.all_gather(gathered, shard))
             while not all(handle.finished() for handle in reversed(handles)):
                 time.sleep(0)  # a handle that never finishes is ended, and shown, by the pool
-                watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-watcher"}
+                watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-worker"}
             for handle in handles:
                 handle.wait()
                 assert handle.finished()
