@@ -187,7 +187,7 @@ def test_gpus_that_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) ->
     ("backend", "rank", "expected", "text"),
     [
         ("nccl", Rank(["x"]), "cuda:0", ""),
-        ("gloo", Rank(["x"]), "cpu", "met over gloo, and 1 GPUs are visible"),
+        ("gloo", Rank(["x"]), "cpu", "backend is gloo, and 1 GPUs are visible"),
         ("cpu:gloo,cuda:nccl", Rank(["x"]), "cpu", "2 ranks of this host see 1 GPUs"),
         ("cpu:gloo,cuda:nccl", Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": "1"}), "cuda:0", ""),
         ("cpu:gloo,cuda:nccl", Rank(["x", "y"]), "cuda:0", ""),

@@ -109,7 +109,7 @@ def _number(found: Mapping[str, str], name: str, default: int | None) -> int:
     if text is None:
         if default is None:
             raise ValueError(
-                f"{name}={text} in the environment, which has other variables of torchrun; start this program with torchrun"
+                f"{name}={text} in the environment, which has other variables of torchrun; start it with torchrun"
             )
         return default
     try:
@@ -290,8 +290,8 @@ def _warn_of_tasks() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
         warn_user(
-            f"Slurm started {tasks} tasks, but RANK and WORLD_SIZE are not in the environment, so each task trains "
-            f"alone (this is task {os.environ['SLURM_PROCID']}). Start torchrun or 'shardwise run' once per host, or set "
+            f"Slurm started {tasks} tasks, but RANK and WORLD_SIZE are not in the environment, so each trains alone "
+            f"(this is task {os.environ['SLURM_PROCID']}). Start torchrun or 'shardwise run' once per host, or set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables"
         )
 
