@@ -149,7 +149,7 @@ class Ledger:
     def short_elsewhere(self, group: str, ranks: Sequence[int]) -> DeviceMemoryError:
         """Return what this rank raises if other ``ranks`` of ``group`` have too little memory."""
         error = DeviceMemoryError(
-            f"ranks {list(ranks)} of {group} do not have enough device memory for this pass; see their messages "
+            f"ranks {list(ranks)} of {group} have not enough device memory for this pass; see their messages "
             f"(this rank's {self.device} has {size_text(self.free_bytes() or 0)} left)"
         )
         error.told = True

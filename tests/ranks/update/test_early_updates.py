@@ -211,7 +211,7 @@ SCALER = ScalerPlan(
     ("changes", "why"),
     [
         ({"max_norm": 1.0}, "gradient norm is known only after"),
-        ({"scaler": SCALER}, "step that overflows is skipped"),
+        ({"scaler": SCALER}, "step that overflows has to be skipped"),
         ({"average": "tokens"}, "token weights are known only at the end"),
     ],
 )
