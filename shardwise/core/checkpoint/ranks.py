@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.core.comm.control import Control
-from shardwise.core.comm.open_files import make_room
+from shardwise.core.comm.members import make_room
 
 __all__ = ["Ranks"]
 

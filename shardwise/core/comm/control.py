@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.comm.single import all_gather_single
 
-__all__ = ["Control", "Operation", "broadcast", "decode", "encode"]
+__all__ = ["Control", "Operation", "all_gather_single", "broadcast", "decode", "encode", "reduce_scatter_single"]
+
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor, and warns about the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 Operation = Literal["sum", "max"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

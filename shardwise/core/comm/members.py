@@ -8,6 +8,9 @@ draws a unique name.
 
 from __future__ import annotations
 
+import os
+import resource
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.base.torch_internals import new_group
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm.errors import UNREACHED, PeerError
-from shardwise.core.comm.open_files import make_room
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -29,10 +32,51 @@ __all__ = [
     "check_alike",
     "made_alone",
     "made_together",
+    "make_room",
     "ranks_of",
     "timeout_s",
     "unbound",
 ]
+
+SPARE = 256
+"""Open files for data loaders, checkpoints and libraries."""
+GROUPS = 3
+"""Communicators over all ranks that a run usually has at most: host exchanges, saves, and the program's own."""
+_told = threading.Event()
+
+
+def make_room(ranks: int) -> None:
+    """Raise the limit of open files (``ulimit -n``) for a gloo communicator, which connects all pairs of ranks.
+
+    Warns:
+        UserWarning: the hard limit is too low, once.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there, endless = _open_files(), resource.RLIM_INFINITY
+    needed = there + ranks + SPARE
+    if soft == endless or soft >= needed:
+        return
+    most = needed if hard == endless else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):  # the system has a lower one of its own
+        most = soft
+    if most < needed and not _told.is_set():
+        _told.set()
+        warn_user(
+            f"a communicator of {ranks} ranks needs as many open files on each; {there} are open, and at most {most} "
+            f"are allowed (ulimit -Hn), so it may fail with 'Too many open files'. Allow "
+            f"{there + GROUPS * ranks + SPARE} on every host (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
+            "of a container), or divide the ranks into smaller groups"
+        )
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:  # not everywhere may a process list them
+        return 0
+
 
 DEFAULT_TIMEOUT_S = 300.0
 

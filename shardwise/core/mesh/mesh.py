@@ -305,7 +305,7 @@ class Mesh:
     def reset_traffic(self) -> None:
         """Reset the counts of all groups."""
         for group in self.groups:
-            group.reset_traffic()
+            group.traffic.reset()
         for wire in filter(None, (self.wire, self.ring, self._tensor_wire)):
             wire.traffic.reset()
 

@@ -335,10 +335,15 @@ def mapped() -> int:
         return sum(b"/memfd:shardwise" in line for line in file)
 
 
+def equal(group: Group, numel: int) -> range:
+    """Bounds of equal parts of ``numel`` elements."""
+    return range(0, group.size * numel + 1, numel)
+
+
 def unmaps(kind: str) -> list[int]:
     counts = [mapped()]
     with Scope(kind) as group:
-        group.joint_buffers([(5000, torch.float32)])
+        group.shards([(equal(group, 5000), torch.float32)], joint=True)
         counts.append(mapped())
     counts.append(mapped())
     return counts
@@ -353,7 +358,7 @@ def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) 
 def no_second_mapping() -> bool:
     no_room = mock.patch("shardwise.core.comm.shared.map_joint", side_effect=MappingError("no room"))
     with no_room, Scope("shared") as group:
-        (shard,) = group.joint_buffers([(10, torch.float32)])
+        (shard,) = group.shards([(equal(group, 10), torch.float32)], joint=True)
         out = torch.empty(10 * group.size)
         shard.local.fill_(group.rank)
         group.fence()
@@ -370,8 +375,8 @@ def test_shards_are_apart_where_they_cannot_be_mapped_twice() -> None:
 def joint(kind: str) -> tuple[bool, list[int]]:
     """Shards seen as one array: what a peer writes between fences is seen, what is written to it is not."""
     with Scope(kind) as group:
-        sizes = [0, 1, 7, 5000]
-        shards = group.joint_buffers([(numel, torch.bfloat16) for numel in sizes])
+        sizes = [1, 7, 5000]
+        shards = group.shards([(equal(group, numel), torch.bfloat16) for numel in sizes], joint=True)
         for numel, shard in zip(sizes, shards, strict=True):
             assert shard.local.numel() == numel and not shard.local.any()
         group.traffic.reset()
