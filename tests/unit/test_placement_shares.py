@@ -43,7 +43,7 @@ def test_what_is_missed_is_said() -> None:
         "state_disk_fraction",
     ]
     (line,) = missed([100, 2], [False, True], state_disk_fraction=0.5)
-    assert "1 of them" in line
+    assert "there are 1." in line
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 0.05, 1.0 - 1e-9, 1.0])

@@ -116,7 +116,7 @@ def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float, forma
     assert torch.equal(full.local, by_slice(total.to(dtype), size, format_))
     within(full.local, everyone, scale, format_)
     own_bytes = written(numel, format_) if group.sends_slices else numel * dtype.itemsize
-    assert group.traffic.total() == (3 + 2) * (size - 1) * own_bytes
+    assert sum(group.traffic.bytes.values()) == (3 + 2) * (size - 1) * own_bytes
     full.wait_writable()
     group.barrier()
 
