@@ -97,9 +97,9 @@ def too_few(limit: int) -> None:
     (told,) = found
     said, there = str(told.message), opened()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
-    assert f"no more than {limit} may be" in said and "5000 ranks" in said
+    assert f"at most {limit} are allowed" in said and "5000 ranks" in said
     numbers = [count + members.GROUPS * 5000 + members.SPARE for count in range(there - 4, there + 5)]
-    assert any(f"allow {number} on every host" in said for number in numbers)
+    assert any(f"Allow {number} on every host" in said for number in numbers)
     os._exit(17)
 
 
