@@ -107,7 +107,7 @@ class _Adam(torch.optim.Optimizer):
         if self.nvme_offload_fraction > 0.0:
             raise RuntimeError(
                 f"nvme_offload_fraction={self.nvme_offload_fraction} of {type(self).__name__} needs a sharded model; "
-                "pass model and optimizer to Booster.boost() with GeminiPlugin or LowLevelZeroPlugin, or leave it 0"
+                "shard the model together with this optimizer, or leave it 0"
             )
         scale = _scale_of(div_scale)
         loss = None
@@ -275,8 +275,8 @@ class CPUAdam(_Adam):
         eps: added to the denominator.
         weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
         adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
-        nvme_offload_fraction: fraction of masters and optimizer state that the Booster keeps on a disk; an error in
-            :meth:`step` of an optimizer whose model is not sharded.
+        nvme_offload_fraction: fraction of masters and optimizer state that a sharded model keeps on a disk; an error in
+            :meth:`step` of an optimizer by itself.
         nvme_offload_dir: directory of the files; ``None``: the system's temporary directory.
 
     Raises:

@@ -219,12 +219,6 @@ class Operation:
         if not parts:
             self.over.set()
 
-    def abandon(self, error: DiskError) -> None:
-        """It could not be started: it is over, unless threads have it."""
-        if not self._parts and not self.over.is_set():
-            self.error = error
-            self.over.set()
-
     def part_done(self) -> None:
         """The last part ends the operation."""
         with self._lock:

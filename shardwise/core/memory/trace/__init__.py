@@ -1,4 +1,4 @@
-"""What a step holds at which moment: recorded, summed up, drawn.
+"""The memory trace: what a step holds at each moment, recorded, summarised and drawn.
 
 Nothing here decides what is moved.
 """
