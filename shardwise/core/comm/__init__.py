@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
-from shardwise.core.comm.choose import GroupMaker, GroupRequest, MakeGroup, MakeLane, register_backend
+from shardwise.core.comm.choose import GroupMaker, GroupRequest, register_backend
 from shardwise.core.comm.compressed import CompressedGroup, compressed
 from shardwise.core.comm.errors import UNREACHED, PeerError
 from shardwise.core.comm.gloo import GlooGroup
@@ -53,8 +53,6 @@ __all__ = [
     "GroupRequest",
     "Handle",
     "LocalGroup",
-    "MakeGroup",
-    "MakeLane",
     "Members",
     "ModelId",
     "NativeGroup",

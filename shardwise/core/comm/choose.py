@@ -23,7 +23,7 @@ from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
 from shardwise.core.comm.shared import SharedGroup
 
-__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "MakeLane", "register_backend"]
+__all__ = ["GroupMaker", "GroupRequest", "register_backend"]
 
 T = TypeVar("T")
 
