@@ -45,7 +45,7 @@ def stepper(tp: int, stage: int, size: tuple[int, int, int], pair: Any) -> Any:
 
     def sent() -> int:
         groups = {id(group): group for group in (mesh.shard, mesh.replicate, mesh.world) if group.size > 1}
-        total = sum(group.traffic.total() for group in groups.values())
+        total = sum(sum(group.traffic.bytes.values()) for group in groups.values())
         session.reset_traffic()
         return total
 

@@ -23,7 +23,7 @@ FOREIGN_ALLOWED = {
     "core.checkpoint.settings": "attributes under which models keep what such files have beside tensors",
     "core.engine.packed_weights": "an attribute that tells weights which are not packed yet",
     "core.optim.state_form": "the name of a class in checkpoints",
-    "core.base.remarks": "packages whose frames are no user's program",
+    "core.base.warnings": "packages whose frames are no user's program",
     "core.parallel.sequence": "attention and masks of the models that it divides",
     "core.parallel.tensor": "architectures that it divides",
 }

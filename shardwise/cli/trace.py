@@ -95,8 +95,7 @@ def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
 def _show(options: argparse.Namespace, stats: MemStats) -> None:
     from shardwise.core.base.sizes import size_text
-    from shardwise.core.memory.trace.dump import dump_memory_stats
-    from shardwise.core.memory.trace.picture import draw, printable, timeline_text
+    from shardwise.core.memory.trace.picture import draw, dump_memory_stats, printable, timeline_text
 
     title = options.target or options.stats.name
     with writing(options.out):

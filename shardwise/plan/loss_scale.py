@@ -1,11 +1,11 @@
-"""Published arguments of the dynamic loss scale as a plan, for every interface that has them."""
+"""Published arguments of the dynamic loss scale -> ScalerPlan, for all front-ends that have them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.core.base.checked import number, whole
+from shardwise.core.base.validate import integer, number
 from shardwise.plan import ScalerPlan
 
 __all__ = ["TORCH_SCALER", "PublishedDefault", "ScalerArguments", "scaler_plan"]
@@ -24,15 +24,15 @@ TORCH_SCALER = ScalerPlan(
 
 
 class PublishedDefault(float):
-    """A default value that can be told from the same number given by the caller."""
+    """A default value that can be told apart from the same number given by the caller."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScalerArguments:
-    """The arguments of the dynamic loss scale, as every published interface names, orders and, mostly, sets them.
+    """The arguments of the dynamic loss scale, with the names, order and usual defaults of the published interfaces.
 
     Attributes:
-        initial_scale: first loss scale (fp16 only, as the six after it).
+        initial_scale: first loss scale (fp16 only, like all others here).
         min_scale: the scale never falls below it.
         growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
         backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
@@ -57,10 +57,10 @@ def scaler_plan(arguments: Any) -> ScalerPlan:
     15 steps or so are certain to overflow and be skipped.
 
     Raises:
-        TypeError, ValueError: no number, or one out of range, see :class:`~shardwise.plan.ScalerPlan`.
+        TypeError, ValueError: a value is not a number, or out of range; see :class:`~shardwise.plan.ScalerPlan`.
     """
     for name in ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "max_scale"):
-        number(name, getattr(arguments, name), "(-inf, inf)")  # kinds; the plan has the ranges
+        number(name, getattr(arguments, name), "(-inf, inf)")  # types; the plan checks the ranges
     start = float(arguments.initial_scale)
     if isinstance(arguments.initial_scale, PublishedDefault):
         start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
@@ -69,7 +69,7 @@ def scaler_plan(arguments: Any) -> ScalerPlan:
         min_scale=float(arguments.min_scale),
         growth_factor=float(arguments.growth_factor),
         backoff_factor=float(arguments.backoff_factor),
-        growth_interval=whole("growth_interval", arguments.growth_interval, 1, what="a number of steps", floats=True),
-        hysteresis=whole("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
+        growth_interval=integer("growth_interval", arguments.growth_interval, 1, what="a number of steps", floats=True),
+        hysteresis=integer("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
         max_scale=float(arguments.max_scale),
     )

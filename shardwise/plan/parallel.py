@@ -1,4 +1,4 @@
-"""The parts of a plan that say how one model is divided over ranks that train it together.
+"""The parts of a plan about tensor, pipeline and sequence parallelism.
 
 Source: Megatron-LM (arXiv 1909.08053) and its sequence parallelism (2205.05198), PipeDream-flush and interleaving
 (2104.04473), DeepSpeed-Ulysses (2309.14509), ring attention (2310.01889).
@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from shardwise.core.base.checked import require, switch, whole
+from shardwise.core.base.validate import boolean, integer, require
 
 __all__ = ["MOST_MICROBATCHES", "MOST_STAGES", "PipelinePlan", "SequencePlan", "TensorPlan", "asked_of"]
 
 MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 14
-"""What the tags of a step's messages tell apart; beyond it one would be taken for another."""
+"""The most that the tags of a step's messages can tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Tensor parallelism: how the layers of a model are cut where the mesh has ``tp`` ranks.
+    """Tensor parallelism: how layers are split over the ``tp`` ranks of the mesh.
 
     Attributes:
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
@@ -36,8 +36,8 @@ class TensorPlan:
     sequence: Literal["split_gather"] | None = None
 
     def __post_init__(self) -> None:
-        switch("parallel_output", self.parallel_output)
-        whole("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
+        boolean("parallel_output", self.parallel_output)
+        integer("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
         require(
             self.sequence in (None, "split_gather"),
             f"sequence={self.sequence!r}: give 'split_gather' or None",
@@ -46,20 +46,20 @@ class TensorPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Pipeline parallelism: how a model and a batch are divided where the mesh has ``pp`` ranks.
+    """Pipeline parallelism: how a model and a batch are divided over the ``pp`` ranks of the mesh.
 
     Attributes:
-        schedule: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, the first and the last
-            on the first rank, and gradients of weights made where a rank would wait (zero bubble).
-        chunks: stages a rank; of all ranks at most 256.
-        microbatches: parts of a batch, as even as can be; at most 16384.
-        microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
-            stage.
-        layers: by stage; ``None``: as even as can be, with more in the middle.
-        cache_shapes: what passes between stages is described once for each shape of the inputs, not each time.
-        body: where the layers are (``Body``), of a model whose class is not known.
-        orders: of ``"zbv"``, by rank what it does in its order (``given_schedule``), in steps of
-            as many micro-batches as there are in it; ``None``, and in others: that of the paper.
+        schedule: ``"1f1b"``; ``"interleaved"`` with several stages per rank; ``"zbv"`` (zero bubble) with two stages
+            per rank, the first and the last on the first rank, and weight gradients computed while a rank would wait.
+        chunks: stages per rank; at most 256 stages in all.
+        microbatches: number of micro-batches, of even size as far as possible; at most 16384.
+        microbatch_rows: rows of each micro-batch but the last, if ``microbatches`` is ``None``. If both are ``None``,
+            there is one micro-batch per stage.
+        layers: number of layers of each stage; ``None``: even, with more in the middle.
+        cache_shapes: exchange the shapes of what stages send once for each shape of the inputs, not every time.
+        body: where the layers are (``Body``), for a model whose class is not known.
+        orders: for ``"zbv"``, the actions of each rank in their order (``given_schedule``), for steps of as many
+            micro-batches as it has. ``None``: the order of the paper.
     """
 
     schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
@@ -74,7 +74,7 @@ class PipelinePlan:
     def __post_init__(self) -> None:
         known = ("1f1b", "interleaved", "zbv")
         require(self.schedule in known, f"schedule={self.schedule!r}: give '1f1b', 'interleaved' or 'zbv'")
-        whole("chunks", self.chunks, 1, MOST_STAGES, what="a number of stages,")
+        integer("chunks", self.chunks, 1, MOST_STAGES, what="a number of stages,")
         fixed = {"1f1b": 1, "zbv": 2}.get(self.schedule, self.chunks)
         require(
             self.chunks == fixed,
@@ -85,24 +85,24 @@ class PipelinePlan:
             f"orders={self.orders!r:.80} with schedule={self.schedule!r}: leave it None, or give schedule='zbv'",
         )
         if self.microbatches is not None:
-            whole("microbatches", self.microbatches, 1, MOST_MICROBATCHES)
+            integer("microbatches", self.microbatches, 1, MOST_MICROBATCHES)
         if self.microbatch_rows is not None:
-            whole("microbatch_rows", self.microbatch_rows, 1)
-        switch("cache_shapes", self.cache_shapes)
+            integer("microbatch_rows", self.microbatch_rows, 1)
+        boolean("cache_shapes", self.cache_shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePlan:
-    """Sequence parallelism: how the ``sp`` ranks of a mesh share sequences.
+    """Sequence parallelism: how the ``sp`` ranks of the mesh share sequences.
 
     Attributes:
-        mode: for attention, ``"all_to_all"`` gives each rank some heads of whole sequences (DeepSpeed-Ulysses), and
-            ``"ring_attn"`` passes keys and values from rank to rank (ring attention); there the ranks hold parts that
-            cost the same under a causal mask ("zigzag").
-        inner_ring: of ``"ring_attn"``, ranks of an inner ring, which keys and values pass before they go to the next
-            one; ``None``: one ring of all.
-        parallel_output: logits stay cut by the sequence, where the model's own loss allows it.
-        architecture: where a model's sequences begin and end; ``None``: what is known of its classes.
+        mode: ``"all_to_all"`` gives each rank some attention heads of whole sequences (DeepSpeed-Ulysses);
+            ``"ring_attn"`` passes keys and values from rank to rank (ring attention), with parts that cost the same
+            under a causal mask ("zigzag").
+        inner_ring: for ``"ring_attn"``, the ranks of an inner ring, which keys and values pass before they go to the
+            next ring; ``None``: one ring of all ranks.
+        parallel_output: keep logits split by the sequence, where the model's own loss allows it.
+        architecture: where a model's sequences begin and end; ``None``: the table entry of the model's classes.
     """
 
     mode: Literal["all_to_all", "ring_attn"] = "all_to_all"
@@ -112,9 +112,9 @@ class SequencePlan:
 
     def __post_init__(self) -> None:
         require(self.mode in ("all_to_all", "ring_attn"), f"mode={self.mode!r}: give 'all_to_all' or 'ring_attn'")
-        switch("parallel_output", self.parallel_output)
+        boolean("parallel_output", self.parallel_output)
         if self.inner_ring is not None:
-            whole("inner_ring", self.inner_ring, 1, what="a number of ranks, or None,")
+            integer("inner_ring", self.inner_ring, 1, what="a number of ranks, or None,")
 
 
 DIVIDES: dict[type, tuple[str, ...]] = {
@@ -122,11 +122,11 @@ DIVIDES: dict[type, tuple[str, ...]] = {
     PipelinePlan: ("schedule", "chunks", "microbatches", "microbatch_rows", "layers", "orders"),
     SequencePlan: ("mode", "inner_ring"),
 }
-"""What divides work between ranks. The other fields describe the model, or what comes out."""
+"""Fields that divide work between ranks; the others describe the model or its output."""
 
 
 def asked_of(part: TensorPlan | PipelinePlan | SequencePlan) -> list[str]:
-    """What was asked of several ranks, such as ``"microbatches=4"``, and would have no effect with one."""
+    """Return the settings, such as ``"microbatches=4"``, that have no effect with one rank."""
     usual = {each.name: each.default for each in fields(part)}
     given = {name: getattr(part, name) for name in DIVIDES[type(part)]}
     return [f"{name}={value!r:.80}" for name, value in given.items() if value != usual[name]]

@@ -1,8 +1,8 @@
-"""The narrow waist: everything a run can be told, as frozen, validated data.
+"""The plan of a run: all settings as frozen, validated dataclasses.
 
-Front-ends translate their published arguments into a :class:`Plan`; the engine reads nothing else. Sizes are in
-elements where the name ends in ``_numel`` and in bytes where it ends in ``_bytes``. The fields of a plan have no
-defaults, because every front-end's defaults differ; :func:`replicated` and :func:`zero` build the common plans.
+Front-ends translate their published arguments into a :class:`Plan`, and the engine reads nothing else. Sizes are in
+elements where the name ends in ``_numel`` and in bytes where it ends in ``_bytes``. Most fields have no defaults,
+because every front-end's defaults differ; :func:`replicated` and :func:`zero` build the common plans.
 
 Source: the four choices (packing, gathered budget, when gradients are reduced, precision) that distinguish DDP,
 ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
@@ -20,59 +20,63 @@ from typing import Any, Literal
 import torch
 
 import shardwise.plan.text as plan_text
-from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, as_mapping, number, require, share, shown, switch, whole
-from shardwise.plan.comm import CommPlan
+from shardwise.core.base.validate import (
+    MOST_BYTES,
+    MOST_NUMEL,
+    as_mapping,
+    boolean,
+    fraction,
+    integer,
+    number,
+    require,
+    short_repr,
+)
 from shardwise.plan.parallel import PipelinePlan, SequencePlan, TensorPlan, asked_of
 from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan, ScalerPlan
-from shardwise.plan.tiers import AutoPlan, DiskPlan, TierPlan, on_device
+from shardwise.plan.tiers import TierPlan, on_device
 
 __all__ = [
+    "MOST_DIVISOR",
     "MOST_SEARCHED",
-    "AutoPlan",
     "ByModule",
     "ByNumel",
     "BySearch",
     "ByTensor",
     "CommPlan",
-    "DiskPlan",
     "GradPlan",
     "MeshPlan",
     "Packing",
-    "PipelinePlan",
     "Plan",
-    "PrecisionPlan",
-    "ScalerPlan",
-    "SequencePlan",
     "ShardPlan",
-    "TensorPlan",
-    "TierPlan",
-    "on_device",
     "replicated",
     "usual_exchange",
     "zero",
 ]
 
+MOST_DIVISOR = 2.0**32
+MOST_SECONDS = 315_360_000.0
+BLOCKS = ("fp8", "int8", "int4")
 ELEMENTS = "a size in elements"
 MOST_SEARCHED = 2**20
-"""Sizes that a chunk search tries at most: a few seconds for a model of a hundred parameters."""
+"""The most sizes that a chunk search tries: a few seconds for a model of a hundred parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """How the ranks divide: ``pp`` ranks that hold the stages of one model, of each stage ``tp`` ranks that hold parts
-    of its layers, and ``dp_replicate`` groups of ``dp_shard`` such sets.
+    """The device mesh: how many ranks there are along each axis.
 
-    Neighbouring ranks are those of ``tp`` first, then ``dp_shard``, ``dp_replicate`` and ``pp``; with ``dp_outside``
-    first ``tp``, then ``pp``, ``dp_shard`` and ``dp_replicate``. ``dp_shard`` may be ``-1`` for "all ranks that
-    remain". A shard group of 1 is plain replication (DDP).
-
-    Of the ``dp_replicate`` x ``dp_shard`` data-parallel ranks ``sp`` neighbours see parts of the same sequences. They
-    share parameters as any data-parallel ranks do, so it multiplies with no other size, and has to divide theirs.
-
-    Of the ``dp_shard`` ranks ``secondary`` neighbours (those of one host) share a second copy of the parameters, which
-    they keep from the first gather after an update and of which later gathers are made (hpZ of ZeRO++). It has to
-    divide ``dp_shard``; ``None``, or ``dp_shard`` itself: no such copy. ``"host"``: as many neighbours as there are on
-    each host, and none where that is one or all.
+    Attributes:
+        dp_shard: ranks that shard one copy of the parameters; 1 is plain replication (DDP), -1 all remaining ranks.
+        dp_replicate: copies of the parameters; -1 for all remaining ranks.
+        tp: ranks that split the layers of a stage (tensor parallelism).
+        pp: stages of the model (pipeline parallelism).
+        dp_outside: order of the axes. Neighbouring ranks belong to ``tp`` first, then to ``dp_shard``,
+            ``dp_replicate`` and ``pp``; with ``dp_outside`` to ``tp``, ``pp``, ``dp_shard`` and ``dp_replicate``.
+        sp: neighbouring data-parallel ranks that see parts of the same sequences. They share parameters as all
+            data-parallel ranks do, so ``sp`` divides ``dp_replicate * dp_shard`` and multiplies with no other size.
+        secondary: neighbouring ranks (those of one host) that keep a second copy of the parameters from the first
+            gather after an update, which later gathers read (hpZ of ZeRO++); it divides ``dp_shard``. ``"host"``: the
+            number of ranks on each host. ``None`` or ``dp_shard``: no second copy.
     """
 
     dp_shard: int
@@ -85,12 +89,12 @@ class MeshPlan:
 
     def __post_init__(self) -> None:
         for name, size in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)):
-            whole(name, size, 1, what="a number of ranks,")
+            integer(name, size, 1, what="a number of ranks,")
         if self.secondary not in (None, "host"):
-            whole("secondary", self.secondary, 1, what="a number of ranks, 'host', or None,")
-        switch("dp_outside", self.dp_outside)
+            integer("secondary", self.secondary, 1, what="a number of ranks, 'host', or None,")
+        boolean("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
-            whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
+            integer(name, size, -1, what="a number of ranks, or -1 for all that remain,")
             require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
         require(
             not (self.dp_shard == -1 and self.dp_replicate == -1),
@@ -98,7 +102,7 @@ class MeshPlan:
         )
 
     def resolve(self, world_size: int) -> MeshPlan:
-        """The same plan with both sizes filled in for ``world_size`` ranks.
+        """Return the same plan with all sizes filled in for ``world_size`` ranks.
 
         Raises:
             ValueError: the sizes do not multiply to ``world_size``.
@@ -116,24 +120,25 @@ class MeshPlan:
         require(
             prod(found.values()) == world_size,
             f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
-            f"there are {world_size}",
+            f"there are {world_size}; choose sizes whose product is {world_size}, or -1 for one of them",
         )
         among = found["dp_shard"] * found["dp_replicate"]
         require(
             among % self.sp == 0,
-            f"sp={self.sp} ranks with parts of one sequence among {among} data-parallel ones (of {world_size}): give a "
-            f"number that divides {among}",
+            f"sp={self.sp} does not divide the {among} data-parallel ranks (of {world_size}); give a number that "
+            f"divides {among}",
         )
         require(
             not isinstance(self.secondary, int) or found["dp_shard"] % self.secondary == 0,
-            f"secondary={self.secondary} ranks with a second copy of the parameters, of dp_shard={found['dp_shard']} "
-            f"that shard them: give a number that divides {found['dp_shard']}, or None",
+            f"secondary={self.secondary} does not divide dp_shard={found['dp_shard']}; give a number that divides "
+            f"{found['dp_shard']}, or None",
         )
         return MeshPlan(**(vars(self) | found))
 
     def data_parallel(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Which of those that see different data a rank is, or belongs to, and how many these are. Ranks that hold one
-        model together, or share sequences, see the same.
+        """Return a rank's data-parallel index and how many there are, for a data loader.
+
+        Ranks that hold parts of one model, or of the same sequences, have the same index: they see the same data.
 
         Raises:
             ValueError: see :meth:`resolve`.
@@ -146,37 +151,41 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumel:
-    """Parameters in module order share a chunk until it holds ``chunk_numel`` elements; larger ones have their own.
+    """Pack parameters in module order into chunks of up to ``chunk_numel`` elements; larger ones have their own chunk.
 
-    A model smaller than ``min_chunks`` such chunks gets smaller ones, about that many: so a size that is meant as a
-    limit (a bucket) leaves something to overlap, and something to free, in small models too. 1 takes the size as it is.
+    A model smaller than ``min_chunks`` such chunks gets about ``min_chunks`` smaller ones, so that small models, too,
+    have chunks to overlap and to free. 1 takes the size as it is.
     """
 
     chunk_numel: int
     min_chunks: int = 1
 
     def __post_init__(self) -> None:
-        whole("min_chunks", self.min_chunks, 1, what="a number of chunks")
-        whole("chunk_numel", self.chunk_numel, 1, MOST_NUMEL, ELEMENTS)
+        integer("min_chunks", self.min_chunks, 1, what="a number of chunks")
+        integer("chunk_numel", self.chunk_numel, 1, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByTensor:
-    """One chunk a parameter (DeepSpeed's ZeRO-3); those of at most ``persist_numel`` elements stay gathered."""
+    """Pack each parameter into its own chunk (DeepSpeed's ZeRO-3); up to ``persist_numel`` elements stay gathered."""
 
     persist_numel: int
 
     def __post_init__(self) -> None:
-        whole("persist_numel", self.persist_numel, 0, MOST_NUMEL, ELEMENTS)
+        integer("persist_numel", self.persist_numel, 0, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByModule:
-    """One unit a block (FSDP). ``unit_classes`` names module classes; empty: the entries of every ModuleList/Sequential
-    that hold parameters and are not inside another unit. What no unit holds is grouped by the root's children.
+    """Pack each block of the model into a unit (FSDP).
 
-    ``unit_names`` names the modules themselves instead. They may be inside each other: a parameter belongs to the
-    innermost. What none holds is packed as by ``ByNumel(rest_numel)``, or where that is ``None`` is one unit."""
+    Attributes:
+        unit_classes: names of module classes that are units. Empty: the entries of every ModuleList or Sequential that
+            hold parameters and are not inside another unit. Other parameters are grouped by the root's children.
+        unit_names: names of modules that are units, instead of classes. They may be nested; a parameter belongs to the
+            innermost.
+        rest_numel: with ``unit_names``, pack the other parameters as ``ByNumel(rest_numel)``; ``None``: one unit.
+    """
 
     unit_classes: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
@@ -186,12 +195,12 @@ class ByModule:
         named = not self.unit_names or not self.unit_classes
         require(named, f"unit_classes={self.unit_classes} with unit_names={self.unit_names}: give one of them")
         if self.rest_numel is not None:
-            whole("rest_numel", self.rest_numel, 1, MOST_NUMEL, ELEMENTS)
+            integer("rest_numel", self.rest_numel, 1, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BySearch:
-    """Gemini's chunk search: sizes ``start, start + interval, ... <= start + range`` (elements), least waste wins."""
+    """Search a chunk size (Gemini): ``start, start + interval, ... <= start + range`` elements; least padding wins."""
 
     search_range_numel: int
     interval_numel: int
@@ -199,7 +208,7 @@ class BySearch:
 
     def __post_init__(self) -> None:
         for name, least in (("search_range_numel", 0), ("interval_numel", 1), ("min_chunk_numel", 1)):
-            whole(name, getattr(self, name), least, MOST_NUMEL, ELEMENTS)
+            integer(name, getattr(self, name), least, MOST_NUMEL, ELEMENTS)
         sizes = self.search_range_numel // self.interval_numel + 1
         require(
             sizes <= MOST_SEARCHED,
@@ -213,17 +222,17 @@ Packing = ByNumel | ByTensor | ByModule | BySearch
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """Where parameters are between uses and when gradients are reduced.
+    """How parameters are packed and gathered, and when gradients are reduced.
 
     Attributes:
         packing: which parameters share a chunk.
-        gathered_fraction: share of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
-        gathered_budget_bytes: the same as bytes; the larger of the two limits counts. ``None``: fraction only.
-        prefetch: how many units are gathered ahead of their use, once the order is known: none where nothing is
-            gathered (``gathered_fraction=1.0``), or ahead of its use (``overlap=False``). Between CPU ranks of several
-            hosts, where each gather is a round trip, more than so many small ones are, up to 16 MiB together.
-        reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps whole
-            gradients so that ``no_sync`` passes cost no communication (DDP, ZeRO-1).
+        gathered_fraction: fraction of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
+        gathered_budget_bytes: the same in bytes; the larger of the two limits counts. ``None``: fraction only.
+        prefetch: how many units are gathered ahead of their use, once the order is known. No effect with
+            ``gathered_fraction=1.0`` or ``overlap=False``. Between CPU ranks of several hosts, where each gather is a
+            round trip, more small units are gathered ahead, up to 16 MiB together.
+        reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps full gradients,
+            so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
         kept: names of parameters that stay gathered, whatever the budget.
     """
 
@@ -235,33 +244,33 @@ class ShardPlan:
     kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        share("gathered_fraction", self.gathered_fraction)
+        fraction("gathered_fraction", self.gathered_fraction)
         if self.gathered_budget_bytes is not None:
-            whole("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
-        whole("prefetch", self.prefetch, 0, what="a number of units")
+            integer("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
+        integer("prefetch", self.prefetch, 0, what="a number of units")
         require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
 
     @property
     def always_gathered(self) -> bool:
-        """True where parameters never leave the device (DDP, ZeRO-1, ZeRO-2)."""
+        """Whether all parameters stay gathered (DDP, ZeRO-1, ZeRO-2)."""
         return self.gathered_fraction >= 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradPlan:
-    """What happens to gradients between backward and the update.
+    """How gradients are averaged and clipped, and when the update is made.
 
     Attributes:
-        max_norm: clip the global norm to it; ``0.0`` is off.
+        max_norm: clip the global gradient norm to it; ``0.0`` is off.
         norm_type: p of the p-norm, ``math.inf`` included.
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
-            ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to
-            ``Session.backward``, without which a pass is an error.
-        update: ``"step"`` updates in ``step()``. ``"backward"`` updates masters and optimizer state of each chunk in
-            place as soon as its gradient is reduced; gradients are not kept, and each step is one backward pass. Not
-            with clipping, a loss scale or ``average="tokens"``.
-        over_ranks: ``"mean"`` over data-parallel ranks, token-weighted under ``average="tokens"``; or their ``"sum"``,
-            which is that times their number: in ``.grad``, in norms, and in what is clipped to ``max_norm``.
+            ``"mean"`` divides by their number; ``"tokens"`` weights each pass by the ``tokens`` given to
+            ``Session.backward``, which are required then.
+        update: ``"step"`` updates in ``step()``. ``"backward"`` updates each chunk as soon as its gradient is reduced;
+            gradients are not kept, and each step is one backward pass. Not with clipping, a loss scale or
+            ``average="tokens"``.
+        over_ranks: ``"mean"`` over data-parallel ranks (token-weighted under ``average="tokens"``), or ``"sum"``. The
+            choice also applies to ``.grad``, to norms and to ``max_norm``.
     """
 
     max_norm: float
@@ -277,13 +286,13 @@ class GradPlan:
         require(self.update in ("step", "backward"), f"update={self.update!r}: give 'step' or 'backward'")
         require(
             self.update == "step" or self.average != "tokens",
-            f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
-            "give update='step'",
+            f"update={self.update!r} with average={self.average!r}: the token weights are known only at the end of a "
+            "step; use update='step'",
         )
         require(
             self.update == "step" or self.max_norm == 0.0,
-            f"update={self.update!r} with max_norm={self.max_norm}: the norm of all gradients is known only when the "
-            "first have been used; give update='step'",
+            f"update={self.update!r} with max_norm={self.max_norm}: the gradient norm is known only after the first "
+            "gradients have been used; use update='step'",
         )
         require(self.over_ranks in ("mean", "sum"), f"over_ranks={self.over_ranks!r}: give 'mean' or 'sum'")
         require(
@@ -292,12 +301,88 @@ class GradPlan:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommPlan:
+    """How ranks communicate.
+
+    Attributes:
+        overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
+        shared_memory: exchange through shared memory between CPU ranks of one host; ``None``: where it is possible.
+        same_order: ``None`` or ``True``: gathers are issued in program order, so all ranks must run the same modules in
+            the same order; ranks that differ raise an error before anything is updated. ``False``: ranks agree before
+            each gather, for models whose ranks take different branches. Gathers through shared memory need neither.
+            Gathers from a disk, of secondary shards, and under a declared device capacity are always agreed on.
+        wait_timeout_s: seconds that a rank waits within a pass for a peer, before it raises an error that says what
+            each rank is doing. The first exchange of a pass, and calls such as saving and loading, wait as long as the
+            process group does, since one rank may work alone before them.
+        gather_on_use: after a step, parameters that stay gathered are gathered in the background and waited for at
+            their first use by a module. Until then they show this rank's shard after the step and the other shards
+            before it; read and change them inside ``gathered()``. ``False``: ``step()`` gathers them.
+        sync_init: every rank starts from rank 0's parameters and buffers, as in DDP.
+        predivide: divide gradients by it before their sum over ranks, and by the rest of the number of ranks after.
+        compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks of one model are sent
+            in 8 bits (:mod:`shardwise.core.comm.block_formats`). Masters are kept separately and never rounded.
+        compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"`` for trained parameters only (qwZ of ZeRO++); ``None``: as
+            ``compress`` says.
+        compress_gradients: the same for gradients (qgZ), which are rounded once and summed in fp32.
+        compress_frozen: the same for gathers of parameters that are frozen when the model is sharded (MixZ++); each
+            rank keeps its shard unrounded. ``None``, or a dtype that cannot be compressed: sent as it is.
+        exchange_bytes: extra bytes for exchange buffers of gradients at stages 2 and 3, beyond two for each class of
+            chunk sizes, so that more reductions run at once. ``None``: 16 MiB between hosts without GPUs and without a
+            declared capacity, otherwise 0.
+    """
+
+    overlap: bool
+    shared_memory: bool | None
+    gather_on_use: bool
+    sync_init: bool
+    same_order: bool | None = None
+    wait_timeout_s: float = 60.0
+    predivide: float = 1.0
+    compress: Literal["fp8"] | None = None
+    compress_weights: Literal["fp8", "int8", "int4"] | None = None
+    compress_gradients: Literal["fp8", "int8", "int4"] | None = None
+    exchange_bytes: int | None = None
+    compress_frozen: Literal["fp8", "int8", "int4"] | None = None
+
+    def __post_init__(self) -> None:
+        number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
+        number("wait_timeout_s", self.wait_timeout_s, f"(0, {MOST_SECONDS!r}]", "seconds > 0, at most ten years")
+        for name in ("overlap", "gather_on_use", "sync_init"):
+            boolean(name, getattr(self, name))
+        for name in ("shared_memory", "same_order"):
+            if getattr(self, name) is not None:
+                boolean(name, getattr(self, name))
+        if self.exchange_bytes is not None:
+            integer("exchange_bytes", self.exchange_bytes, 0, MOST_BYTES, "bytes, or None,")
+        require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
+        for name in ("compress_weights", "compress_gradients", "compress_frozen"):
+            value = getattr(self, name)
+            require(value in (None, *BLOCKS), f"{name}={value!r}: give one of {', '.join(map(repr, BLOCKS))}, or None")
+
+    @property
+    def weights(self) -> str | None:
+        """The format that trained parameters are sent in; ``None``: their dtype."""
+        return self.compress_weights or self.compress
+
+    @property
+    def gradients(self) -> str | None:
+        """The format that gradients are sent in; ``None``: their dtype."""
+        return self.compress_gradients or self.compress
+
+    @property
+    def compressed(self) -> str:
+        """The compression settings for messages; empty where nothing is compressed."""
+        fields = ("compress", "compress_weights", "compress_gradients")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) is not None)
+
+
 PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline", "sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. Frozen; change a copy with :func:`dataclasses.replace` or :meth:`but`."""
+    """All settings of a run. Frozen; :meth:`but` and :func:`dataclasses.replace` return changed copies."""
 
     mesh: MeshPlan
     shard: ShardPlan
@@ -311,38 +396,35 @@ class Plan:
     sequence: SequencePlan = dataclasses.field(default_factory=SequencePlan)
 
     def __post_init__(self) -> None:
-        switch("verbose", self.verbose)
+        boolean("verbose", self.verbose)
         require(
             not self.comm.compressed or self.tiers.disk is None,
-            f"{self.comm.compressed} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 bits or "
-            "less is rounded behind its update, which data on a disk is not; use the host, or leave that None",
+            f"{self.comm.compressed} (fp8_communication) with disk={self.tiers.disk!r:.80}: compressed parameters are "
+            "rounded after their update, and data on a disk is not. Offload to the host, or switch compression off",
         )
         require(
             self.grad.update == "step" or self.precision.scaler is None,
-            f"update={self.grad.update!r} with a loss scale ({self.precision.scaler!r:.80}): a step that overflows is "
-            "skipped, which is known only when the first gradients have been used; train in bf16, or give "
-            "update='step'",
+            f"update={self.grad.update!r} with a loss scale ({self.precision.scaler!r:.80}): a step that overflows has "
+            "to be skipped, but its first gradients have been used by then. Train in bf16, or use update='step'",
         )
         comm, reduce = self.comm, self.shard.reduce
         require(
             not comm.exchange_bytes or (reduce == "every" and comm.overlap),
-            f"exchange_bytes={comm.exchange_bytes} with reduce={reduce!r} and overlap={comm.overlap}: gradients share "
-            "exchange buffers at stages 2 and 3, and only what is reduced beside backward needs more; leave it None",
+            f"exchange_bytes={comm.exchange_bytes} with reduce={reduce!r} and overlap={comm.overlap}: it has an effect "
+            "only at stages 2 and 3 (reduce='every') with overlap=True; leave it None",
         )
         here = self.tiers.param_host_fraction == self.tiers.param_disk_fraction == 0.0
         require(
             comm.compress_frozen is None or not (self.shard.always_gathered and here),
             f"compress_frozen={comm.compress_frozen!r} with gathered_fraction={self.shard.gathered_fraction}: frozen "
-            "parameters stay gathered (stages 0 to 2), so they never travel; give a smaller share (stage 3), or leave "
-            "it None",
+            "parameters stay gathered (stages 0 to 2) and are never sent. Use stage 3, or leave it None",
         )
         self._check_secondary()
         for axis, part in (("tp", self.tensor), ("pp", self.pipeline), ("sp", self.sequence)):
             asked, size = asked_of(part), getattr(self.mesh, axis)
             require(
                 size > 1 or not asked,
-                f"{', '.join(asked)} with {axis}={size}: nothing is divided between ranks of that axis; give {axis} > "
-                "1, or leave the rest as it is by default",
+                f"{', '.join(asked)} with {axis}={size} has no effect; give {axis} > 1, or leave the default",
             )
 
     def _check_secondary(self) -> None:
@@ -350,16 +432,16 @@ class Plan:
         require(
             secondary is None or not shard.always_gathered,
             f"secondary={secondary} with gathered_fraction={shard.gathered_fraction}: parameters stay gathered (stages "
-            "0 to 2), so backward gathers nothing; give a smaller share (stage 3), or leave secondary None",
+            "0 to 2), so backward gathers nothing. Use stage 3, or leave secondary None",
         )
         require(
             secondary is None or tiers.param_disk_fraction == 0.0,
-            f"secondary={secondary} with param_disk_fraction={tiers.param_disk_fraction}: a second copy in memory of "
-            "what memory does not hold; give param_host_fraction instead, or leave secondary None",
+            f"secondary={secondary} with param_disk_fraction={tiers.param_disk_fraction}: the second copy would keep "
+            "in memory what is offloaded to a disk. Use param_host_fraction instead, or leave secondary None",
         )
 
     def but(self, **changes: object) -> Plan:
-        """A copy with fields of the parts changed by name: ``plan.but(max_norm=1.0, prefetch=2)``.
+        """Return a copy with fields changed by name, wherever they are: ``plan.but(max_norm=1.0, prefetch=2)``.
 
         Raises:
             ValueError: no part of the plan has a field of that name.
@@ -380,24 +462,23 @@ class Plan:
         return replace(self, **(parts | changed | own))
 
     def __str__(self) -> str:
-        """Every field with its value, as TOML: what :meth:`save` writes."""
+        """Return every field with its value as TOML, as :meth:`save` writes it."""
         return plan_text.toml(plan_text.to_tables(self, objects=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain values in dictionaries.
+        """Return all fields as nested dictionaries of plain values.
 
         Raises:
-            ValueError: a field is an object of the program's own.
+            ValueError: a field is an object of the user's program, which has no text form.
         """
         return plan_text.to_tables(self)
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], where: str = "plan") -> Plan:
-        """A plan of all its fields, or of ``stage`` (0 to 3), and ``dtype`` where parameters are cast (as of
-        :func:`zero`), with the fields that are to be other.
+        """Return the plan of ``tables``: all fields, or ``stage`` (0 to 3), ``dtype`` and the fields that differ.
 
         Raises:
-            ValueError: a field that there is not, is missing, or cannot have that value: each named, with ``where``.
+            ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
         """
         rest = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
         stage, dtype = rest.pop("stage", None), rest.pop("dtype", None)
@@ -413,11 +494,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan of a TOML or JSON file, see :meth:`from_dict`.
+        """Read a plan from a TOML or JSON file; see :meth:`from_dict`.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no plan; the message has the file, the field and what is wrong.
+            ValueError: the file holds no valid plan; the message has the file, the field and what is wrong.
         """
         return cls.from_dict(plan_text.read(path), os.fspath(path))
 
@@ -426,9 +507,9 @@ class Plan:
         plan_text.write(path, self.to_dict())
 
     def differences(self, other: Plan) -> list[str]:
-        """What ``other`` has otherwise, a line each: ``"grad.max_norm: 0.0 -> 1.0"``."""
+        """Return how ``other`` differs, one line per field: ``"grad.max_norm: 0.0 -> 1.0"``."""
         if not isinstance(other, Plan):
-            raise TypeError(f"other={shown(other)}: give a Plan")
+            raise TypeError(f"other={short_repr(other)}: give a Plan")
         ours, theirs = (plan_text.to_tables(each, objects=True) for each in (self, other))
         return list(plan_text.differences(ours, theirs))
 
@@ -459,14 +540,14 @@ def _default_scaler() -> ScalerPlan:
 
 
 def usual_exchange() -> CommPlan:
-    """How ranks exchange where nothing else was asked for; a front-end changes what its arguments say."""
+    """Return the default communication settings, which front-ends change by their arguments."""
     return CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
 
 
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:
-    """ZeRO at ``stage`` over all ranks (or ``dp_replicate`` replicas of it: hybrid sharding).
+    """Return the plan of ZeRO at ``stage`` over all ranks (with ``dp_replicate`` replicas: hybrid sharding).
 
-    Stage 3 packs by module with nothing kept gathered and one unit fetched ahead. fp16 gets the dynamic scaler.
+    Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 gets the dynamic loss scale.
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
@@ -488,6 +569,6 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
 
 
 def replicated(param_dtype: torch.dtype | None = None) -> Plan:
-    """Plain data parallelism: every rank holds everything, gradients are averaged over all ranks."""
+    """Return the plan of plain data parallelism (DDP): every rank holds everything."""
     plan = zero(1, param_dtype)
     return replace(plan, mesh=MeshPlan(dp_shard=1, dp_replicate=-1))

@@ -1,4 +1,4 @@
-"""The part of a plan that is about number formats."""
+"""The part of a plan about dtypes and the loss scale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.base.checked import MOST_SCALE, number, require, switch, whole
+from shardwise.core.base.validate import MOST_SCALE, boolean, integer, number, require
 
 __all__ = ["HALF_DTYPES", "PrecisionPlan", "ScalerPlan"]
 
@@ -15,9 +15,9 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerPlan:
-    """The dynamic loss scale of fp16 (DynamicGradScaler's published arguments).
+    """The dynamic loss scale of fp16, with the arguments of ColossalAI's DynamicGradScaler.
 
-    ``growth_delay``: good steps at the beginning, and after each overflow, from which the ``growth_interval`` counts.
+    ``growth_delay``: good steps, at the start and after each overflow, before the ``growth_interval`` begins to count.
     """
 
     initial_scale: float
@@ -34,28 +34,29 @@ class ScalerPlan:
             number(name, getattr(self, name), f"(0, {MOST_SCALE!r}]", f"a loss scale > 0, at most {MOST_SCALE:g}")
         require(
             self.min_scale <= self.initial_scale <= self.max_scale,
-            f"initial_scale={self.initial_scale} is outside [min_scale={self.min_scale}, max_scale={self.max_scale}]",
+            f"initial_scale={self.initial_scale} is outside [min_scale={self.min_scale}, max_scale={self.max_scale}]; "
+            "give a scale between them",
         )
         number("growth_factor", self.growth_factor, f"(1, {MOST_SCALE!r}]", "a factor > 1 and finite")
         number("backoff_factor", self.backoff_factor, "(0, 1)", "a factor in (0, 1)")
-        whole("growth_interval", self.growth_interval, 1, what="a number of steps")
-        whole("hysteresis", self.hysteresis, 0, what="a number of overflows")
-        whole("growth_delay", self.growth_delay, 0, what="a number of steps")
+        integer("growth_interval", self.growth_interval, 1, what="a number of steps")
+        integer("hysteresis", self.hysteresis, 0, what="a number of overflows")
+        integer("growth_delay", self.growth_delay, 0, what="a number of steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """Number formats.
+    """Dtypes and the loss scale.
 
     Attributes:
-        param_dtype: floating parameters are cast to it for compute; ``None`` keeps each parameter's own.
+        param_dtype: cast floating parameters to it for compute; ``None`` keeps each parameter's dtype.
         buffer_dtype: the same for floating buffers.
-        master_weights: keep fp32 copies of the shards whose compute dtype is 16-bit; the optimizer updates those.
-        reduce_dtype: gradients travel in it; ``None``: the parameter's compute dtype.
-        accumulate_dtype: gradients are summed over backward passes in it, shards as whole ones, which travel in the
-            reduce dtype all the same; ``None``: the reduce dtype.
-        cast_inputs: cast floating inputs of the model to ``param_dtype`` (nested containers too).
-        output_dtype: cast floating outputs; ``None`` leaves them.
+        master_weights: keep fp32 copies of shards whose compute dtype is 16-bit; the optimizer updates the copies.
+        reduce_dtype: gradients are reduced in it; ``None``: the parameter's compute dtype.
+        accumulate_dtype: gradients, sharded or full, are summed over backward passes in it; they are still reduced in
+            the reduce dtype. ``None``: the reduce dtype.
+        cast_inputs: cast floating inputs of the model to ``param_dtype``, also in nested containers.
+        output_dtype: cast floating outputs to it; ``None`` leaves them.
         scaler: dynamic loss scale, or ``None``.
     """
 
@@ -74,4 +75,4 @@ class PrecisionPlan:
             floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
             require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
         for name in ("master_weights", "cast_inputs"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))

@@ -1,7 +1,7 @@
-"""Plans as text: frozen dataclasses to plain tables, TOML and JSON, and back, with nothing lost.
+"""Plans as text: frozen dataclasses to plain tables, TOML and JSON, and back, without loss.
 
-``None`` is ``"none"`` in TOML, which has no null; a ``torch.dtype`` is its name; of several kinds that a field may be
-(``shard.packing``), the table says its ``kind``. What is an object of the program's own (an architecture) has no text.
+``None`` is ``"none"`` in TOML, which has no null. A ``torch.dtype`` is written by name. A field with several possible
+classes (``shard.packing``) has the class in ``kind``. Objects of the program (an architecture) have no text form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from shardwise.core.base.checked import as_path, shown
+from shardwise.core.base.validate import as_path, short_repr
 
 __all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
 
@@ -29,20 +29,20 @@ P = TypeVar("P")
 
 @dataclasses.dataclass(frozen=True)
 class _Object:
-    """What is the program's own, shown as it prints and compared as itself."""
+    """An object of the user's program, shown by its repr and compared by equality."""
 
     own: Any
 
 
 def to_tables(part: Any, objects: bool = False) -> dict[str, Any]:
-    """A dataclass as a dictionary of plain values and of dictionaries.
+    """Return a dataclass as nested dictionaries of plain values.
 
     Args:
         part: the dataclass.
-        objects: whether objects of the program's own are shown, by how they print, for a reader.
+        objects: show objects of the user's program by their repr, for a reader.
 
     Raises:
-        ValueError: such an object, by name, where it is not to be shown.
+        ValueError: a field is such an object, and ``objects`` is False.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(part):
@@ -65,27 +65,29 @@ def _plain(name: str, value: Any, objects: bool) -> Any:
         return value
     if objects:
         return _Object(value)
-    raise ValueError(f"{name}={value!r:.80} is an object of the program: it has no text; give it there, by plan.but()")
+    raise ValueError(
+        f"{name}={value!r:.80} has no text form; leave it out of the file, and set it in the program with plan.but()"
+    )
 
 
 def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any = None) -> P:
-    """A dataclass of ``tables``; fields that they do not have are those of ``base``, or have their defaults.
+    """Return a dataclass with the fields of ``tables``; missing fields come from ``base`` or have their defaults.
 
     Args:
-        kind: the dataclass.
-        tables: as of :func:`to_tables`; ``"none"`` is as good as ``None``, and ``"inf"`` as infinity.
-        where: where they are from, for errors: a file, or one and the path in it.
-        base: of the same class, or ``None``.
+        kind: the class of the dataclass.
+        tables: as from :func:`to_tables`; ``"none"`` stands for ``None``, and ``"inf"`` for infinity.
+        where: the file, or the file and the path in it, for errors.
+        base: an object of the same class, or ``None``.
 
     Raises:
-        ValueError: a field that there is not, that is missing, or of a value that it cannot have; by file and path.
+        ValueError: a field is unknown, missing or invalid; the message has ``where`` and the field.
     """
     hints, fields = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in tables:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1, 0.6)
-            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}"
-            raise ValueError(f"{where}: {name!r} is no field of a {kind.__name__}: {known}")
+            known = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
+            raise ValueError(f"{where}: {name!r} is not a field of {kind.__name__}; {known}")
     values: dict[str, Any] = {}
     for name, field in fields.items():
         old = getattr(base, name, None)
@@ -94,8 +96,8 @@ def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any 
         elif base is not None:
             values[name] = old
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            advice = ", or begin with stage = 3" if kind.__name__ == "Plan" else ""
-            raise ValueError(f"{where}: no value for {name!r} of a {kind.__name__}; give it{advice}")
+            advice = ", or start from stage = 3" if kind.__name__ == "Plan" else ""
+            raise ValueError(f"{where}: the field {name!r} of {kind.__name__} is missing; give it{advice}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as problem:
@@ -108,15 +110,17 @@ def _value(hint: Any, value: Any, where: str, old: Any) -> Any:
     if value is None or (value == NONE and may_be_none):
         if may_be_none:
             return None
-        raise ValueError(f"{where}=none: give a value")
+        raise ValueError(f"{where}=none: the field needs a value; give one")
     if Any in options:
-        raise ValueError(f"{where}={shown(value)}: it is an object of the program; give it there, by plan.but()")
+        raise ValueError(
+            f"{where}={short_repr(value)}: the field takes an object of the program; set it there with plan.but()"
+        )
     if classes := _classes(hint):
         return _part(classes, value, where, old)
     if torch.dtype in options:
         dtype = getattr(torch, str(value).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{where}={shown(value)}: give the name of a dtype, such as 'bfloat16'")
+            raise ValueError(f"{where}={short_repr(value)}: give the name of a dtype, such as 'bfloat16'")
         return dtype
     if any(get_origin(option) is tuple for option in options):
         return _tuple(value, where)
@@ -127,25 +131,25 @@ def _value(hint: Any, value: Any, where: str, old: Any) -> Any:
 
 def _part(classes: dict[str, type], value: Any, where: str, old: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}={shown(value)}: give a table of fields")
+        raise ValueError(f"{where}={short_repr(value)}: give a table of fields")
     fields = dict(value)
     name = fields.pop("kind", None) if len(classes) > 1 else None
     if len(classes) > 1 and name is None and type(old).__name__ in classes:
         name = type(old).__name__
     kind = classes.get(str(name)) if len(classes) > 1 else next(iter(classes.values()))
     if kind is None:
-        raise ValueError(f"{where}.kind={shown(name)}: give one of {', '.join(classes)}")
+        raise ValueError(f"{where}.kind={short_repr(name)}: give one of {', '.join(classes)}")
     return from_tables(kind, fields, where, old if type(old) is kind else None)
 
 
 def _tuple(value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{where}={shown(value)}: give a list")
+        raise ValueError(f"{where}={short_repr(value)}: give a list")
     return tuple(_tuple(each, where) if isinstance(each, list | tuple) else each for each in value)
 
 
 def _number(value: Any) -> Any:
-    """What may stand for a number in a text that has no infinity. Anything else its dataclass judges."""
+    """Return infinity for ``"inf"``; the dataclass validates everything else."""
     return math.inf if value == "inf" else value
 
 
@@ -155,7 +159,7 @@ def _classes(hint: Any) -> dict[str, type]:
 
 
 def toml(tables: Mapping[str, Any], path: str = "") -> str:
-    """Tables as TOML, every value in a line of its own."""
+    """Return tables as TOML, one value a line."""
     plain = [f"{name} = {_toml(value)}" for name, value in tables.items() if not isinstance(value, Mapping)]
     head = [f"[{path}]"] if path and (plain or not tables) else []
     parts = ["\n".join([*head, *plain]) + "\n"] if head or plain else []
@@ -180,10 +184,10 @@ def _toml(value: Any) -> str:
 
 
 def write(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> None:
-    """A file of them, TOML or JSON by its name, in one piece.
+    """Write tables to a TOML or JSON file, atomically.
 
     Raises:
-        ValueError: another ending.
+        ValueError: the file name has another ending.
     """
     target = Path(as_path("path", path, "a .toml or .json file"))
     if _form(target) == ".toml":
@@ -201,11 +205,11 @@ def write(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a file.
+    """Read the tables of a TOML or JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: another ending, or not what its ending says.
+        OSError: the file cannot be read.
+        ValueError: the file name has another ending, or the content is not of that format.
     """
     source = Path(as_path("path", path, "a .toml or .json file"))
     form = _form(source)
@@ -215,13 +219,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{source}: is not {form[1:].upper()}: {problem}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{source}: holds {shown(found)}; a plan is a table")
+        raise ValueError(
+            f"{source}: holds {short_repr(found)}, which is not a table of a plan's fields; give one, such as stage = 3"
+        )
     return found
 
 
 def _form(path: Path) -> str:
     if path.suffix not in (".toml", ".json"):
-        raise ValueError(f"{path}: give a file that ends with .toml or .json")
+        raise ValueError(f"{path} is neither .toml nor .json; give a file with one of these endings")
     return path.suffix
 
 
@@ -234,7 +240,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Lines such as ``"grad.max_norm: 0.0 -> 1.0"``; nothing where both are alike."""
+    """Yield lines such as ``"grad.max_norm: 0.0 -> 1.0"`` for values that differ."""
     for name in dict.fromkeys([*one, *other]):
         ours, theirs = one.get(name), other.get(name)
         where = f"{path}.{name}" if path else name

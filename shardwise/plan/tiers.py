@@ -1,10 +1,10 @@
-"""The part of a plan that says which memory is the home of what."""
+"""The part of a plan about offload: which memory parameters and optimizer state are in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.core.base.checked import MOST_BYTES, share, switch, whole
+from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, integer
 
 __all__ = [
     "MOST_BLOCK_BYTES",
@@ -18,23 +18,23 @@ __all__ = [
 ]
 
 MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS = 2**40, 2**16, 2**10
-PAGE_BYTES = 4096  # what unbuffered disk access wants offsets, lengths and addresses to be multiples of
+PAGE_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses that are multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskPlan:
-    """How shards and optimizer state travel to and from a disk (the ``aio`` arguments of ZeRO-Infinity).
+    """How shards and optimizer state are read from and written to a disk (the ``aio`` arguments of ZeRO-Infinity).
 
     Attributes:
-        directory: per-run directories are made in it; what else it means another ``medium`` says.
+        directory: each run makes a directory of its own in it. Another ``medium`` may interpret it differently.
         block_bytes: largest single request, a multiple of 4096.
         queue_depth: requests in flight for each thread.
-        threads: submitting threads; while one makes checksums the others' requests go on.
-        single_submit: submit requests one by one, not up to ``queue_depth`` at once.
+        threads: submitting threads; while one computes checksums the others' requests continue.
+        single_submit: submit requests one by one instead of up to ``queue_depth`` at once.
         overlap_events: collect completions while further requests are in flight.
         state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
         param_buffers: host buffers for parameter shards.
-        medium: what keeps the bytes: ``"file"``, or a name that was registered (``shardwise.register_medium``).
+        medium: what stores the bytes: ``"file"``, or a registered name (``shardwise.register_medium``).
     """
 
     directory: str
@@ -50,25 +50,25 @@ class DiskPlan:
     def __post_init__(self) -> None:
         if not self.directory:
             raise ValueError(f"directory={self.directory!r}: name a directory on the disk to use")
-        whole("block_bytes", self.block_bytes, PAGE_BYTES, MOST_BLOCK_BYTES, "bytes")
+        integer("block_bytes", self.block_bytes, PAGE_BYTES, MOST_BLOCK_BYTES, "bytes")
         if self.block_bytes % PAGE_BYTES:
             raise ValueError(f"block_bytes={self.block_bytes}: give a multiple of {PAGE_BYTES}")
         for name in ("queue_depth", "threads", "state_buffers", "param_buffers"):
-            whole(name, getattr(self, name), 1, MOST_THREADS if name == "threads" else MOST_QUEUED)
+            integer(name, getattr(self, name), 1, MOST_THREADS if name == "threads" else MOST_QUEUED)
         for name in ("single_submit", "overlap_events"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         if not isinstance(self.medium, str) or not self.medium:
-            raise ValueError(f"medium={self.medium!r}: give 'file', or the name of a medium that is registered")
+            raise ValueError(f"medium={self.medium!r}: give 'file', or the name of a registered medium")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """Placement from the memory trace (Gemini's ``auto``); shares of the device's capacity, in [0, 1].
+    """Placement by the memory trace (Gemini's ``auto``). All values are fractions in [0, 1].
 
     Attributes:
-        warmup_non_model_ratio: what the first step leaves free for everything that is not model data.
-        steady_capacity_ratio: what later steps use at most, traced non-model data included.
-        margin_ratio: share of what then remains that optimizer state moves into.
+        warmup_non_model_ratio: fraction of the device's capacity that the first step leaves free for non-model data.
+        steady_capacity_ratio: fraction of the capacity that later steps use at most, non-model data included.
+        margin_ratio: fraction of the remaining memory that optimizer state moves into.
     """
 
     warmup_non_model_ratio: float
@@ -77,22 +77,22 @@ class AutoPlan:
 
     def __post_init__(self) -> None:
         for name in ("warmup_non_model_ratio", "steady_capacity_ratio", "margin_ratio"):
-            share(name, getattr(self, name))
+            fraction(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierPlan:
-    """Which memory is the home of what: the device, the host's memory, or a disk.
+    """Which memory parameters and optimizer state are kept in: the device, host memory, or a disk.
 
     Attributes:
-        param_host_fraction: share of the bytes of parameter shards whose home is the host.
-        param_disk_fraction: the same for the disk; what neither has is the device's.
-        state_host_fraction: share of fp32 masters, optimizer state and reduced gradients whose home is the host.
-        state_disk_fraction: share of masters and state whose home is the disk (their gradients are the host's).
-        device_capacity_bytes: memory of the device that may be used; ``None``: no limit, under ``auto`` all a GPU has.
-        pin_memory: host memory is page-locked (where there is CUDA).
-        disk: how to reach the disk, where a disk share is not 0; ``None`` where both are.
-        auto: place by the memory trace; ``None`` for the fixed shares above.
+        param_host_fraction: fraction of the bytes of parameter shards that are kept in host memory.
+        param_disk_fraction: the fraction that is kept on the disk; the rest is kept on the device.
+        state_host_fraction: fraction of fp32 masters, optimizer state and reduced gradients kept in host memory.
+        state_disk_fraction: fraction of masters and state kept on the disk, with their gradients in host memory.
+        device_capacity_bytes: device memory that may be used; ``None``: no limit (under ``auto`` all that a GPU has).
+        pin_memory: page-lock the host memory, where there is CUDA.
+        disk: how to use the disk; required if a disk fraction is above 0, otherwise ``None``.
+        auto: place by the memory trace; ``None``: by the fixed fractions above.
     """
 
     param_host_fraction: float
@@ -107,30 +107,30 @@ class TierPlan:
     def __post_init__(self) -> None:
         for kind in ("param", "state"):
             names = (f"{kind}_host_fraction", f"{kind}_disk_fraction")
-            host, disk = (share(name, getattr(self, name)) for name in names)
+            host, disk = (fraction(name, getattr(self, name)) for name in names)
             shares = f"{names[0]}={host}, {names[1]}={disk}"
             if host + disk > 1.0 + 1e-9:
-                raise ValueError(f"{shares}: give shares in [0, 1] whose sum is at most 1")
+                raise ValueError(f"{shares}: their sum is above 1; give fractions whose sum is at most 1")
             if disk > 0.0 and self.disk is None:
                 raise ValueError(f"{shares} with disk={self.disk}: give a DiskPlan")
         if self.disk is not None and self.param_disk_fraction == self.state_disk_fraction == 0.0:
             raise ValueError(
                 f"disk={self.disk!r:.80} with param_disk_fraction={self.param_disk_fraction}, state_disk_fraction="
-                f"{self.state_disk_fraction}: nothing would go there; give a share, or disk=None"
+                f"{self.state_disk_fraction}: nothing would be kept there; give a disk fraction above 0, or disk=None"
             )
         if self.device_capacity_bytes is not None:
-            whole("device_capacity_bytes", self.device_capacity_bytes, 1, MOST_BYTES, "bytes, or None,")
-        switch("pin_memory", self.pin_memory)
+            integer("device_capacity_bytes", self.device_capacity_bytes, 1, MOST_BYTES, "bytes, or None,")
+        boolean("pin_memory", self.pin_memory)
 
     @property
     def all_on_device(self) -> bool:
-        """Whether nothing is at home elsewhere."""
+        """Whether everything is kept on the device."""
         params = self.param_host_fraction + self.param_disk_fraction
         return self.auto is None and params + self.state_host_fraction + self.state_disk_fraction == 0.0
 
 
 def on_device() -> TierPlan:
-    """Everything on the device, without a limit."""
+    """Return the plan that keeps everything on the device, without a limit."""
     return TierPlan(
         param_host_fraction=0.0,
         param_disk_fraction=0.0,

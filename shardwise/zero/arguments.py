@@ -20,8 +20,8 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.plan.comm import MOST_DIVISOR
 from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
+from shardwise.plan.plan import MOST_DIVISOR
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]

@@ -47,16 +47,15 @@ SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("testing/", "", "", "of pools of ranks, which have no device"),
-    ("core/base/device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
-    ("core/base/device/streams.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
-    ("core/base/device/streams.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
+    ("core/base/device.py", "Runtime.", "", "torch's device itself; the late device stands in its place"),
+    ("core/base/device.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
+    ("core/base/device.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
     ("cli/", "", "", PROGRAM),
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
-    ("core/optim/disk.py", "", "", DISK),
     ("core/update/states.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
@@ -205,7 +204,8 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         self.changes += 1
         if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = f"__import__('shardwise.core.base.device').core.base.device.on_stream({ast.unparse(node.args[1])})"
+            device = "__import__('shardwise.core.base.device', fromlist=['on_stream'])"
+            made = f"{device}.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:

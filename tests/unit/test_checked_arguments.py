@@ -13,8 +13,8 @@ import torch
 
 from shardwise.booster import FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.core.base.checked import MOST_BYTES, number, share, shown, switch, whole
 from shardwise.core.base.sizes import parse_size
+from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, integer, number, short_repr
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.deepspeed import to_plan
 from shardwise.deepspeed.schema import KEYS
@@ -101,7 +101,10 @@ def refused(make: Any, name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         make(**{name: value})
     said = str(error.value)
-    texts = {shown(value), f"{value:g}" if value == HUGE else shown(value)}  # a scale of 10**40 is shown as a float
+    texts = {
+        short_repr(value),
+        f"{value:g}" if value == HUGE else short_repr(value),
+    }  # 1e40
     assert name in said and any(text in said for text in texts), (name, texts, said)
 
 
@@ -198,20 +201,20 @@ def test_what_was_accepted_once() -> None:
 
 
 def test_the_checks_themselves() -> None:
-    assert (whole("n", 3), whole("n", 5e8, floats=True), share("s", 1)) == (3, 500_000_000, 1.0)
-    assert switch("b", True) and not switch("b", False)
+    assert (integer("n", 3), integer("n", 5e8, floats=True), fraction("s", 1)) == (3, 500_000_000, 1.0)
+    assert boolean("b", True) and not boolean("b", False)
     assert number("x", math.inf, "(0, inf]") == math.inf and number("x", 7, "[7, 7]") == 7.0
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
-        (whole, ("n", True), "n=True: give a whole number >= 0"),
-        (whole, ("n", -1, 0, 9, "a number of steps"), "n=-1: give a number of steps >= 0"),
-        (whole, ("n", 10, 0, 9, "a number of steps"), "n=10: give a number of steps <= 9"),
-        (whole, ("n", 0.5, 1, 9, "a number of steps"), "n=0.5: give a number of steps >= 1, a whole number"),
+        (integer, ("n", True), "n=True: give a whole number >= 0"),
+        (integer, ("n", -1, 0, 9, "a number of steps"), "n=-1: give a number of steps >= 0"),
+        (integer, ("n", 10, 0, 9, "a number of steps"), "n=10: give a number of steps <= 9"),
+        (integer, ("n", 0.5, 1, 9, "a number of steps"), "n=0.5: give a number of steps >= 1, a whole number"),
         (number, ("x", math.nan, "[0, inf)"), "x=nan: give a number >= 0"),
         (number, ("x", -(10**400), "(-inf, inf)"), "x=-2**1328 and more: give a number that is finite"),
         (number, ("x", 2, "(0, 1)"), "x=2: give a number > 0 and < 1"),
         (number, ("x", "2", "(0, inf]"), "x='2': give a number > 0, or math.inf"),
-        (share, ("s", 1.5), "s=1.5: give a share in [0, 1]"),
-        (switch, ("b", 1), "b=1: give True or False"),
+        (fraction, ("s", 1.5), "s=1.5: give a share in [0, 1]"),
+        (boolean, ("b", 1), "b=1: give True or False"),
     ]
     for check, given, said in cases:
         with pytest.raises((TypeError, ValueError)) as error:

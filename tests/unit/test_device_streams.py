@@ -23,7 +23,7 @@ from shardwise.core.base.device import (
 )
 from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.grads.grads import GradRing
-from shardwise.core.memory.disk.buffers import BufferPool
+from shardwise.core.memory.disk.store import BufferPool
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.source import MemorySource

@@ -18,7 +18,7 @@ import torch
 from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
 from sets import full
 
-from shardwise.core.memory.disk.queues import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.io import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 
 

@@ -266,7 +266,7 @@ def test_names() -> None:
     take_back = register_medium("zlib", open_compressed)
     assert known_media() == ["file", "zlib"]
     for name in ("zlib", "file"):
-        with pytest.raises(ValueError, match=f"a medium '{name}' already"):
+        with pytest.raises(ValueError, match=f"name='{name}' is a registered medium already"):
             register_medium(name, open_compressed)
     with pytest.raises(ValueError, match=r"give one of \['file', 'zlib'\]"):
         DiskStore(disk_plan("somewhere", medium="tape"))

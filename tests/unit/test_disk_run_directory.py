@@ -19,7 +19,7 @@ import pytest
 from disk_setup import disk_plan, holds, put
 from launching import SECONDS, forked, start
 
-from shardwise.core.memory.disk.run_directory import RunDirectory, remove_abandoned
+from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: A
         get_fp32_state_dict_from_zero_checkpoint(place, "global_step7")
     with pytest.raises(ValueError, match="dtype='int8': give one of fp32"):
         convert_zero_checkpoint_to_state_dict(place, tmp_path / "out", "int8")
-    with pytest.raises(ValueError, match="'many' is no size"):
+    with pytest.raises(ValueError, match="'many' is not a size"):
         convert_zero_checkpoint_to_state_dict(place, tmp_path / "out", max_shard_size="many")
     torch.save(Net().state_dict(), tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="does not say which parameters were frozen"):

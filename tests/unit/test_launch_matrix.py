@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import LaunchFacts, default_device, launch
-from shardwise.core.mesh.seats import Seat, check_own_gpus, decide, own_index
+from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus, decide, own_index
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
@@ -66,7 +66,7 @@ def started(
         }
         become(monkeypatch, rank, environment)
         chosen = launch._device(LaunchFacts.read(), device)
-        seats.append(launch.seat_on(chosen, number, device))
+        seats.append(launch.rank_device(chosen, number, device))
     stays, remark = decide(seats, may_share)
     return [seat.device if stays else "cpu" for seat in seats], remark
 
@@ -161,9 +161,9 @@ def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("device", "gpus", "text"),
     [
-        ("cuda:1", 1, "device cuda:1 was asked for, but 1 GPUs are visible to rank 0"),
-        ("cuda:99", 8, "device cuda:99 was asked for, but 8 GPUs"),
-        ("cuda", 0, "device cuda was asked for, but 0 GPUs"),
+        ("cuda:1", 1, "device='cuda:1', but 1 GPUs are visible to rank 0"),
+        ("cuda:99", 8, "device='cuda:99', but 8 GPUs"),
+        ("cuda", 0, "device='cuda', but 0 GPUs"),
         ("gpu", 1, "device='gpu': give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"),
         ("meta", 0, "device='meta': give 'cpu'"),
         (["cuda"], 1, r"device=\['cuda'\]: give 'cpu'"),
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Any
 
 def test_gpus_that_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 8)
-    with pytest.warns(UserWarning, match="no GPU is used: the system shows 8, but torch"):
+    with pytest.warns(UserWarning, match="no GPU is used: the host has 8, but torch"):
         started(monkeypatch, all_see(0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # hidden on purpose
@@ -187,7 +187,7 @@ def test_gpus_that_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) ->
     ("backend", "rank", "expected", "text"),
     [
         ("nccl", Rank(["x"]), "cuda:0", ""),
-        ("gloo", Rank(["x"]), "cpu", "met over gloo, and 1 GPUs are visible"),
+        ("gloo", Rank(["x"]), "cpu", "backend is gloo, and 1 GPUs are visible"),
         ("cpu:gloo,cuda:nccl", Rank(["x"]), "cpu", "2 ranks of this host see 1 GPUs"),
         ("cpu:gloo,cuda:nccl", Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": "1"}), "cuda:0", ""),
         ("cpu:gloo,cuda:nccl", Rank(["x", "y"]), "cuda:0", ""),
@@ -217,11 +217,11 @@ def test_a_gpu_without_a_number_is_the_ranks_own(monkeypatch: pytest.MonkeyPatch
 
 def test_meshes_refuse_ranks_on_one_gpu() -> None:
     """Where others have chosen the devices."""
-    seats = [Seat(rank, "host", None, "cuda:0", "GPU-x", 2) for rank in range(2)]
+    seats = [RankDevice(rank, "host", None, "cuda:0", "GPU-x", 2) for rank in range(2)]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] would share the GPU GPU-x of host"):
         check_own_gpus(seats)
-    check_own_gpus([Seat(0, "a", None, "cuda:0", "GPU-x", 1), Seat(1, "a", None, "cuda:0", "GPU-y", 1)])
-    check_own_gpus([Seat(rank, "a", None, "cuda:0", None, 1) for rank in range(2)])
+    check_own_gpus([RankDevice(0, "a", None, "cuda:0", "GPU-x", 1), RankDevice(1, "a", None, "cuda:0", "GPU-y", 1)])
+    check_own_gpus([RankDevice(rank, "a", None, "cuda:0", None, 1) for rank in range(2)])
 
 
 def test_own_index_is_a_gpu_that_is_there() -> None:
@@ -256,7 +256,7 @@ def test_tasks_of_slurm_that_train_alone_are_said(monkeypatch: pytest.MonkeyPatc
     alone = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
     become(monkeypatch, Rank([]), alone)
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
-    with pytest.warns(UserWarning, match="Slurm started 8 tasks.*task 3 trains alone"):
+    with pytest.warns(UserWarning, match="Slurm started 8 tasks.*this is task 3"):
         launch.init_distributed()
     become(monkeypatch, Rank([]), {**alone, "SLURM_STEP_NUM_TASKS": "1"})
     with warnings.catch_warnings():
@@ -288,14 +288,14 @@ def test_ranks_tell_each_other_over_the_store() -> None:
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=50))
-    with pytest.raises(PeerError, match="rank 0 of 2 waited in vain for the others to start"):
+    with pytest.raises(PeerError, match="rank 0 of 2: not all ranks have started"):
         launch._exchange(_facts(0, 2), store, {})
 
 
 def test_a_rank_that_cannot_is_heard_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    store.set("seat/0", '{"refused": "device cuda:7 was asked for"}')
-    store.set("seats", '[{"refused": "device cuda:7 was asked for"}, {}]')
+    store.set("device/0", '{"refused": "device=cuda:7"}')
+    store.set("devices", '[{"refused": "device=cuda:7"}, {}]')
     become(monkeypatch, Rank(["x"]), {})
-    with pytest.raises(ValueError, match="rank 0 cannot compute where it was asked to: device cuda:7"):
+    with pytest.raises(ValueError, match="rank 0 cannot use the device that it was given: device=cuda:7"):
         launch._agreed(_facts(1, 2), store, "cuda", may_share=False)

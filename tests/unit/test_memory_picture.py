@@ -10,10 +10,16 @@ from xml.etree import ElementTree
 import pytest
 
 from shardwise.core.memory.trace import picture
-from shardwise.core.memory.trace.dump import dump_memory_stats, stats_table
-from shardwise.core.memory.trace.picture import REST, draw, timeline_text
+from shardwise.core.memory.trace.picture import (
+    REST,
+    draw,
+    draw_tiers,
+    dump_memory_stats,
+    stats_table,
+    tiers_text,
+    timeline_text,
+)
 from shardwise.core.memory.trace.stats import MemStats, Moment, Phase
-from shardwise.core.memory.trace.tiers_picture import draw_tiers, tiers_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

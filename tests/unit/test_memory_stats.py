@@ -13,8 +13,7 @@ import pytest
 from program_setup import python
 
 from shardwise.core.base.sizes import parse_size, size_text
-from shardwise.core.memory.budget import margin_bytes, model_budget_bytes
-from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase
+from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase, margin_bytes, model_budget_bytes
 
 
 def moment(unit: int, non_model: int, model: int = 0, phase: Phase = "forward", name: str = "m") -> Moment:
@@ -218,8 +217,8 @@ def test_size_text(size: int, text: str) -> None:
 
 def test_reading_and_drawing_needs_no_torch() -> None:
     code = (
-        "import sys, shardwise.core.memory.trace.dump, shardwise.core.memory.trace.tiers_picture\n"
-        "import shardwise.core.memory.budget\n"
+        "import sys, shardwise.core.memory.trace.picture, shardwise.core.memory.trace.picture\n"
+        "import shardwise.core.memory.trace.stats\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = python("-c", code)

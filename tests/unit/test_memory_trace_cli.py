@@ -123,7 +123,7 @@ BAD = [
     ("traced_models.py:model_only", "returned no batch"),
     ("traced_models.py:model_only --batch nothing", "traced_models.py:nothing: no such function"),
     ("traced_models.py:shapes", "the step of traced_models.py:shapes raised RuntimeError: mat1 and mat2"),
-    ("traced_models.py:build --capacity 3apples", "--capacity: '3apples' is no size"),
+    ("traced_models.py:build --capacity 3apples", "--capacity: '3apples' is not a size"),
     ("traced_models.py:build --device warp", "--device warp: no such device; give cpu, cuda"),
     ("traced_models.py:build --optimizer Optimizer", "--optimizer Optimizer"),
     ("traced_models.py:build --optimizer Nothing", "--optimizer Nothing"),

@@ -361,7 +361,7 @@ def test_odd_models_against_torch(name: str) -> None:
 
 RSS = """
 import sys, torch
-from shardwise.core.base.device.memory import memory_facts
+from shardwise.core.base.device import memory_facts
 from shardwise.core.memory.trace.tracker import TensorTracker
 from torch import nn
 torch.set_num_threads(1)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.comm import LocalGroup
-from shardwise.core.comm.meeting import NOBODY, Party
+from shardwise.core.comm import NO_MODEL, LocalGroup, ModelId
 from shardwise.core.grads import norm as norms
 from shardwise.core.grads.norm import LateNorm, clip_factor, each_norm, global_norm
 
@@ -29,7 +28,7 @@ class Ranks(LocalGroup):
         super().__init__("ranks", torch.device("cpu"))
         self.others = list(others)
 
-    def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
+    def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
         return [[float(v) for v in values], *([value, *map(float, values[1:])] for value in self.others)]
 
 
@@ -120,7 +119,9 @@ def test_each_norm(p: float) -> None:
             super().__init__("peers", torch.device("cpu"))
             self.shares = list(shares)
 
-        def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
+        def exchange(
+            self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL
+        ) -> list[list[float]]:
             assert len(values) == len(self.shares) == 4
             return [list(values), self.shares]
 

@@ -34,15 +34,16 @@ def missed(sizes: list[int], trainable: list[bool] | None = None, **fields: Any)
 
 def test_what_is_missed_is_said() -> None:
     (line,) = missed([10], state_host_fraction=0.3)
-    assert line.startswith("state_host_fraction=0.3: it is 0,") and "1 of them" in line and "min_chunk_size_m" in line
+    assert line.startswith("state_host_fraction=0.3, but the actual fraction is 0:")
+    assert "there are 1." in line and "min_chunk_size_m" in line
     (line,) = missed([10], state_host_fraction=0.6)
-    assert line.startswith("state_host_fraction=0.6: it is 1,")
+    assert line.startswith("state_host_fraction=0.6, but the actual fraction is 1:")
     assert [line.split("=")[0] for line in missed([10, 10], param_host_fraction=0.2, state_disk_fraction=0.75)] == [
         "param_host_fraction",
         "state_disk_fraction",
     ]
     (line,) = missed([100, 2], [False, True], state_disk_fraction=0.5)
-    assert "1 of them" in line
+    assert "there are 1." in line
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 0.05, 1.0 - 1e-9, 1.0])

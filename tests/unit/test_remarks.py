@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import deepspeed
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "reduce_bucket_size": 7}}
 
@@ -92,7 +92,7 @@ def test_frames_of_libraries_are_passed_over_and_a_line_is_told_once() -> None:
 
 def test_without_a_line_of_the_users_the_caller_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = globals()["__name__"].partition(".")[0]
-    monkeypatch.setattr("shardwise.core.base.remarks.BETWEEN", frozenset({own, "threading"}))
+    monkeypatch.setattr("shardwise.core.base.warnings.LIBRARIES", frozenset({own, "threading"}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         thread = threading.Thread(target=warn_user, args=("from a thread",))

@@ -221,7 +221,8 @@ def test_state_of_the_optimizer_may_be_replaced() -> None:
 NOTHING = """
 import sys, shardwise
 seen = {each for each in dir(shardwise) if not each.startswith('_')}
-assert 'torch' not in sys.modules and {'Plan', 'Session', 'shard'} < seen == {*shardwise.__all__} - {'__version__'}
+names = {*shardwise.__all__} - {'__version__'}
+assert 'torch' not in sys.modules and {'Plan', 'Session', 'build', 'shard'} < seen == names, seen
 """
 ASKED_FOR = """
 from shardwise import shard, Plan, Session

@@ -50,7 +50,7 @@ def test_a_table_lists_its_changes() -> None:
     ],
 )
 def test_a_table_with_a_state_too_few_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
-    with pytest.raises(ValueError, match=f"the table of a door has no way to or from {lost}: add it"):
+    with pytest.raises(ValueError, match=f"the state table of a door has no transition to or from {lost}; add it"):
         Table("door", changes)
 
 

@@ -197,8 +197,9 @@ def test_ranks_that_came_for_different_things_meet_in_the_first_message() -> Non
     ]
 
     class Astray(Player):
-        def _astray(self, purpose: str, count: int, whose: Any) -> str:
-            return purpose
+        def _check_same_op(self, same: bool, purpose: str, count: int, model_id: Any) -> None:
+            if not same:
+                raise PeerError(purpose)
 
     def call(rank: int, answers: Sequence[Any]) -> Any:
         return calls[rank % len(calls)](Astray(rank, 65, answers))

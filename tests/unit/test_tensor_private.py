@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.base.draws import Private, dropouts_of
+from shardwise.core.base.rng import RankRng, dropouts_of
 
 CPU = torch.device("cpu")
 RATES = ((SimpleNamespace(p=0.5), "p"),)
@@ -46,8 +46,8 @@ class Philox:
 def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
     seeds: dict[int, list[int]] = {}
     for rank in range(4):
-        generator, private = Philox(), Private(rank)
-        with mock.patch("shardwise.core.base.draws.default_generator", lambda _, found=generator: found):
+        generator, private = Philox(), RankRng(rank)
+        with mock.patch("shardwise.core.base.rng.default_generator", lambda _, found=generator: found):
             for behind in ((11, 12), (11, 16)):
                 private.enter(generator.device, RATES)
                 assert private.inside and generator.offset == 0
@@ -62,7 +62,7 @@ def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
     assert len(set(drawn)) == len(drawn) == 8
 
 
-def numbers(private: Private) -> tuple[torch.Tensor, torch.Tensor]:
+def numbers(private: RankRng) -> tuple[torch.Tensor, torch.Tensor]:
     """Inside and behind, of one state before."""
     torch.manual_seed(3)
     private.enter(CPU, RATES)
@@ -73,8 +73,8 @@ def numbers(private: Private) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_ranks_draw_their_own_inside_and_the_same_behind() -> None:
     with torch.random.fork_rng(devices=[]):
-        inside, behind = zip(*(numbers(Private(rank)) for rank in range(3)), strict=True)
-        once_more = numbers(Private(1))
+        inside, behind = zip(*(numbers(RankRng(rank)) for rank in range(3)), strict=True)
+        once_more = numbers(RankRng(1))
     assert len({tuple(each.tolist()) for each in (*inside, behind[0])}) == 4
     assert all(torch.equal(each, behind[0]) for each in behind)
     assert torch.equal(once_more[0], inside[1])
@@ -83,7 +83,7 @@ def test_ranks_draw_their_own_inside_and_the_same_behind() -> None:
 def test_what_all_have_is_drawn_alike_inside_and_the_rest_goes_on() -> None:
     def draws(common: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        private = Private(1)
+        private = RankRng(1)
         private.enter(CPU, RATES)
         found = [torch.rand(3)]
         if common:
@@ -102,7 +102,7 @@ def test_what_all_have_is_drawn_alike_inside_and_the_rest_goes_on() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0])
 def test_nothing_is_drawn_where_nothing_is_dropped(rate: float) -> None:
-    private, before = Private(1), torch.get_rng_state()
+    private, before = RankRng(1), torch.get_rng_state()
     private.enter(CPU, ((SimpleNamespace(p=rate), "p"),))
     assert not private.inside and torch.equal(before, torch.get_rng_state())
     private.leave()
@@ -117,4 +117,4 @@ def test_rates_are_found_by_module_and_by_name() -> None:
     assert [getattr(owner, name) for owner, name in found] == [0.2, 0.1]
     module[0].p = 0.0
     assert [getattr(owner, name) for owner, name in found] == [0.2, 0.0]
-    assert copy.deepcopy(Private(2)).rank == 2
+    assert copy.deepcopy(RankRng(2)).rank == 2

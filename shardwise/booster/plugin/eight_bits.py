@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.core.comm import GRADIENTS, VALUES
-from shardwise.core.comm.single import all_gather_single
+from shardwise.core.comm.control import all_gather_single
 
 __all__ = ["check_dtypes", "compress_unit", "reduce_bucket"]
 

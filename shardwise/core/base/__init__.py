@@ -1,1 +1,1 @@
-"""Validation, names, sizes, state tables, events, devices and private torch functions: what every folder may use."""
+"""Validation, warnings, names, sizes, state tables, events, devices and private torch functions, for every folder."""

@@ -1,4 +1,4 @@
-"""Attributes that a wrapper shares with what it wraps, with an error that names both where neither has one."""
+"""Wrappers of modules that forward attributes, with an error that names both classes if neither has one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["ModeOfModule", "TransparentModule", "attribute_of"]
 
 
 def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
-    """``wrapped.name``, for the ``__getattr__`` of ``wrapper``.
+    """Return ``wrapped.name``, for the ``__getattr__`` of ``wrapper``.
 
     Raises:
-        AttributeError: neither has it; the user, who made ``wrapped``, is not told that it is to blame.
+        AttributeError: neither has the attribute; the message names both.
     """
     try:
         return getattr(wrapped, name)
@@ -25,11 +25,11 @@ def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
 
 
 # [Note: One mode]
-# nn.Module keeps a mode of its own for every module, and a new one trains. A wrapper would say so of a model that was
-# made, or has been switched, to evaluate; what reads the mode to put it back later (torch's update_bn, an evaluation in
-# the midst of training) would start the model's dropout and statistics.
+# nn.Module stores a mode for every module, and a new module is in training mode. A wrapper would report that for a
+# model in evaluation mode, and code that reads the mode to restore it later (torch's update_bn, an evaluation within
+# training) would switch on the model's dropout and statistics.
 class ModeOfModule(nn.Module):
-    """A wrapper of ``self.module``, whose mode (``training``) is that module's. See [Note: One mode]."""
+    """A wrapper of ``self.module`` with that module's mode (``training``). See [Note: One mode]."""
 
     @property
     def training(self) -> bool:
@@ -44,9 +44,9 @@ class ModeOfModule(nn.Module):
 
 
 class TransparentModule(ModeOfModule):
-    """A wrapper of ``self.module``: attributes that it does not have itself are that module's, read, set and deleted.
+    """A wrapper of ``self.module`` that forwards reads, writes and deletions of that module's attributes.
 
-    Set on the wrapper one of the module's would be read back there, and never in a forward pass.
+    An attribute set on the wrapper only would never be read in a forward pass.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A number that tells what is in a tensor, for ranks that compare what they were given."""
+"""Fingerprints of tensors, for ranks that compare their inputs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from torch import Tensor, nn
 __all__ = ["WORD", "sample_words", "word_of"]
 
 WORD = 1 << 52
-"""Numbers below it are exact in what groups exchange."""
+"""Integers below it are exact in exchanges between ranks."""
 SAMPLED = 32
-"""Elements of a tensor that are looked at."""
+"""Elements of a tensor that a sample reads."""
 
 
 def word_of(x: Tensor, start: int = 1) -> Tensor:
-    """Another one for other values, or the same in another order; the same on any machine. Nothing is waited for.
+    """Return the fingerprint of a tensor's values and their order; equal on all machines. Asynchronous.
 
     Args:
-        x: any shape; numbers that are not whole count by their bits.
-        start: the number of its first place, other than 1 where several tensors are told apart.
+        x: any shape; floating-point numbers count by their bits.
+        start: the index of the first element; different values tell several tensors apart.
 
     Returns:
-        0-D, int64, where ``x`` is; its remainder by :data:`WORD` can be exchanged.
+        0-D int64 tensor on the device of ``x``; exchange it modulo :data:`WORD`.
     """
     numbers = x.detach().reshape(-1)
     if numbers.is_floating_point():
         numbers = numbers.double().view(torch.int64)
     places = torch.arange(start, start + numbers.numel(), device=x.device)
     numbers = numbers.to(torch.int64)
-    # A bit of a product depends on that of the value and on lower ones, so what the remainder leaves out, sign and
-    # exponent, goes down first.
+    # A bit of a product depends on the same and lower bits of the value, so sign and exponent, which the remainder
+    # leaves out, are shifted down first.
     numbers = numbers ^ (numbers >> 40)
-    # Odd factors, so that no bit of a product depends on lower ones of the value alone.
+    # Odd factors, so that each bit of a product depends on the same bit of the value.
     return ((numbers + 1) * (2 * places * 0x9E3779B1 + 1)).sum()
 
 
 def sample_words(values: Sequence[Any]) -> list[int | None]:
-    """By tensor a number that tells other values from these, by :data:`SAMPLED` elements all over it; for large ones
-    that differ everywhere, as files of two runs do. ``None``: nothing is looked at, of what is no plain tensor of
-    numbers in memory. Waits for each device once."""
+    """Return a fingerprint of each tensor from :data:`SAMPLED` elements, which tells apart files of different runs.
+
+    ``None`` for what is not a plain, non-empty, real tensor in memory. Waits for each device once.
+    """
     words = {place: _word_of_some(value) for place, value in enumerate(values) if _is_readable(value)}
     by_device: dict[torch.device, list[int]] = {}
     for place, word in words.items():
@@ -53,7 +54,7 @@ def sample_words(values: Sequence[Any]) -> list[int | None]:
 
 
 def _is_readable(value: Any) -> bool:
-    # A class may do anything where it is read; a divided tensor would need all ranks.
+    # Subclasses may do anything when they are read; a DTensor would need all ranks.
     if type(value) is not Tensor and type(value) is not nn.Parameter:
         return False
     plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_complex())
@@ -63,9 +64,9 @@ def _is_readable(value: Any) -> bool:
 def _word_of_some(value: Tensor) -> Tensor:
     value = value.detach()
     if value.is_floating_point() and value.itemsize == 1:
-        value = value.view(torch.uint8)  # few operations know such numbers
+        value = value.view(torch.uint8)  # few operations support 8-bit floats
     if value.numel() > SAMPLED:
-        # Not through a flat view: of one that is not contiguous that would be a copy of all of it.
+        # Not through a flat view, which would copy a whole non-contiguous tensor.
         at = torch.linspace(0, value.numel() - 1, SAMPLED, dtype=torch.float64, device=value.device).long()
         value = value[torch.unravel_index(at, value.shape)]
     return word_of(value)

@@ -1,8 +1,7 @@
-"""What happens to one model, by name: whoever makes it happen tells it here, and whoever wants to know listens.
+"""Events of one model by name, so that the parts of an engine need not know each other.
 
-Who listens to what is wired in one place, where the engine is put together. Listeners are called at once, in the
-order in which they began to listen, by the thread that tells; what one raises goes to that thread, and the rest is not
-called.
+All listeners are registered in one place, where the engine is built. They are called synchronously, in the order of
+registration, by the thread that emits the event. An exception of one goes to that thread, and the rest are not called.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """One thing that happens; to call it is to tell it."""
+    """One event; calling it emits it."""
 
     __slots__ = ("_listeners",)
 
@@ -24,7 +23,7 @@ class Event(Generic[P]):
         self._listeners: tuple[Callable[P, Any], ...] = ()
 
     def listen(self, listener: Callable[P, Any]) -> Callable[[], None]:
-        """Have ``listener`` called from now on; calling the result ends that."""
+        """Register ``listener``; calling the result removes it."""
         self._listeners = (*self._listeners, listener)
         return lambda: self._leave(listener)
 
@@ -37,23 +36,23 @@ class Event(Generic[P]):
 
 
 class Events:
-    """Of one model on this rank. Units, chunks and optimizers are named by their index.
+    """The events of one model on this rank. Units, chunks and optimizers are given by index.
 
     Attributes:
-        forward_began, forward_ended: a forward pass of the model; that it makes a graph.
-        backward_asked: an outermost backward pass wants to begin: what a listener raises refuses it.
-        backward_began: it begins, and nobody has refused it.
-        backward_ended: it is over, and what was to be reduced is.
+        forward_began, forward_ended: a forward pass of the model; the argument says whether it builds a graph.
+        backward_asked: an outermost backward pass is about to begin; a listener may raise to refuse it.
+        backward_began: a backward pass begins, and no listener has refused it.
+        backward_ended: a backward pass is over, and its reductions are done.
         unit_wanted: a unit is about to be used, before room is made for it.
-        unit_ready: it can be read.
-        gather_began, gather_ended, evicted: of a unit.
-        reduction_began: of a chunk.
-        result_added: a chunk's reduced gradient is here, and has been added to what there is.
-        gradients_dropped: those of an optimizer (of all, for ``None``).
-        passes_lost: one of the step's failed, and the gradients of all of them were dropped: all are to be made again.
-        masters_wanted: those of an optimizer's chunk are about to be read or written as a whole.
+        unit_ready: a unit can be read.
+        gather_began, gather_ended, evicted: a unit is gathered or evicted.
+        reduction_began: the reduction of a chunk has started.
+        result_added: a chunk's reduced gradient has been added to its gradient shard.
+        gradients_dropped: the gradients of an optimizer (of all, for ``None``) were dropped.
+        passes_lost: a pass of the step failed, and the gradients of all its passes were dropped.
+        masters_wanted: the masters of a chunk are about to be read or written as a whole.
         update_expected: an update will follow soon; what it needs from a disk may be read.
-        update_began, update_ended: of an optimizer; an update that fails does not end.
+        update_began, update_ended: the update of an optimizer; one that fails does not end.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,7 @@
-"""How much memory a tensor reaches over."""
+"""Former home of functions of :mod:`shardwise.core.base.tensors`."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from shardwise.core.base.tensors import extent
 
 __all__ = ["extent"]
-
-
-def extent(tensor: Tensor) -> int:
-    """Elements of memory from the first one of ``tensor``, which is not empty, to behind its last one."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

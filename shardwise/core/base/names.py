@@ -1,4 +1,4 @@
-"""The names under which a module's state is saved, whatever its hooks make of them."""
+"""The names in a module's ``state_dict()``, whatever its hooks do with them, and loading of what is no parameter."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 @dataclass(frozen=True)
 class StateNames:
-    """What ``module.state_dict()`` lists.
+    """The contents of ``module.state_dict()``.
 
     Attributes:
-        order: all names in its order.
-        of_parameter: by parameter index, its names (several where it is tied).
-        others: buffers and extra state, by name.
+        order: all names, in order.
+        of_parameter: names by parameter index (several for a tied parameter).
+        others: buffers and extra state by name.
     """
 
     order: Mapping[str, None]
@@ -43,17 +43,19 @@ class StateNames:
     others: Mapping[str, Any]
 
     def layout(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """By name what is there: parameters (of the right shape, gathered or not), buffers and extra state."""
+        """Return parameters (of the full shape, gathered or not), buffers and extra state by name."""
         found = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
         return {name: found[name] for name in self.order}
 
     @classmethod
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
-        """Parameters are told by identity, since state_dict hooks may rename them; and by the name they have in the
-        model, since hooks may make something of them (a copy, fewer bits), in place of which the parameter is saved.
+        """Read the names of ``model``.
+
+        Parameters are recognised by identity, since state_dict hooks may rename them, and by their name in the model,
+        since hooks may replace them (by a copy, or fewer bits); the parameter is saved instead.
 
         Raises:
-            ValueError: what a hook has put under a parameter's name is no parameter of its shape and kind.
+            ValueError: a hook has put something else than a tensor of the parameter's shape under its name.
         """
         index = {id(param): i for i, param in enumerate(params)}
         own = {n: index[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in index}
@@ -72,10 +74,10 @@ class StateNames:
 
 
 def _listed(model: nn.Module) -> Mapping[str, Any]:
-    """The state of ``model`` with the parameters themselves, where its ``state_dict()`` takes that argument."""
+    """Return the state of ``model``, with the parameters themselves if its ``state_dict()`` takes ``keep_vars``."""
     try:
         parameters = inspect.signature(model.state_dict).parameters.values()
-    except (TypeError, ValueError):  # of no function of Python
+    except (TypeError, ValueError):  # not a Python function
         return model.state_dict(keep_vars=True)
     taken = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in parameters)
     return model.state_dict(keep_vars=True) if taken else model.state_dict()
@@ -93,30 +95,32 @@ def _check_made(name: str, value: Any, param: nn.Parameter) -> None:
 
 
 def is_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether parameters of ``one`` may be loaded into some of ``other``: packed numbers mean nothing as others."""
+    """Return whether parameters of dtype ``one`` can be loaded as ``other``; packed integers cannot."""
     return one is other or (one.is_floating_point and other.is_floating_point)
 
 
 def keeper(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-    """The module that has a tensor under this name of a state; ``None``: the state's was made from something else."""
+    """Return the module with a tensor of this name; ``None`` if the entry was computed from something else."""
     path, _, last = name.rpartition(".")
     owner = modules.get(path)
     return owner if isinstance(getattr(owner, last, None), torch.Tensor) else None
 
 
 def is_extra(name: str, value: Any) -> bool:
-    """Whether an entry of a state is kept as it is, not as a tensor: extra state, and whatever else is no tensor."""
+    """Return whether an entry is extra state, or anything else that is not a tensor."""
     return name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor)
 
 
 def _is_copied(owner: nn.Module | None, last: str, held: torch.Tensor) -> bool:
-    """Whether the state has a copy of what the module has under the name (torchmetrics)."""
+    """Return whether the state has a copy of the module's tensor (torchmetrics)."""
     return owner is not None and held.numel() > 0 and getattr(owner, last).data_ptr() != held.data_ptr()
 
 
 def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any], bool] = lambda _: False) -> list[str]:
-    """Which modules may take back what was made for a state under ``name``, by a ``_load_from_state_dict`` or a hook of
-    their own: the one it is of first, then those around it. ``watches``: of a hook, that it is none of the user's."""
+    """Return the modules that may load a computed entry ``name``: the module of that name, then its parents.
+
+    These have a ``_load_from_state_dict`` or a load hook of their own; ``watches(hook)`` is True for our own hooks.
+    """
     found = []
     while name:
         name = name.rpartition(".")[0]
@@ -132,14 +136,14 @@ def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any],
 def hand_back(
     modules: Mapping[str, nn.Module], values: Mapping[str, Any], made: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Give what modules have made for a state back to them, each together with its other ``values``.
+    """Load computed entries into the modules that made them, each together with its other ``values``.
 
     Args:
         modules, values: see :func:`put_others`.
-        made: names of these, each with its :func:`takers`.
+        made: names of computed entries, each with its :func:`takers`.
 
     Returns:
-        What none has taken.
+        The names that no module has loaded.
     """
     left = dict(made)
     for place in range(max(map(len, made.values()), default=0)):
@@ -149,7 +153,7 @@ def hand_back(
             given = {name: values[name] for name in (*beside, *asked) if not name.endswith(EXTRA_STATE)}
             unexpected = list[str]()
             modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, True, [], unexpected, [])
-            # Of what is of a module in it, a module says nothing.
+            # A module does not report entries of its children.
             refused = {n for n in asked if n in given and (n in unexpected or n.rpartition(".")[0] != path)}
             left = {name: chain for name, chain in left.items() if name not in asked or name in refused}
     return list(left)
@@ -158,16 +162,16 @@ def hand_back(
 def put_others(
     modules: Mapping[str, nn.Module], own: Mapping[str, Any], values: Mapping[str, Any], later: Collection[str] = ()
 ) -> None:
-    """Load what are no parameters: buffers, extra state, and what modules list by a ``state_dict()`` of their own.
+    """Load buffers, extra state, and other entries that modules save by a ``state_dict()`` of their own.
 
     Args:
-        modules: the user's model's, by name.
-        own: what its ``state_dict()`` has now.
-        values: some of that, anew: tensors of the same shapes, extra state, or whatever else a module saves.
-        later: names of modules that get what they take by a method of their own from :func:`hand_back`.
+        modules: the modules of the user's model by name.
+        own: the model's present ``state_dict()``.
+        values: new values of some entries: tensors of the same shapes, extra state, or other objects.
+        later: names of modules that :func:`hand_back` loads.
 
     Raises:
-        ValueError: no module has saved it; nothing has changed.
+        ValueError: no module can load an entry. Nothing has changed.
     """
     by_module: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -177,7 +181,9 @@ def put_others(
             continue
         if not isinstance(held, torch.Tensor):
             if path not in modules:
-                raise ValueError(f"{name}={value!r:.80}: the model has no module {path!r} that takes it")
+                raise ValueError(
+                    f"{name}={value!r:.80}: the model has no module {path!r} to load it into; leave it out"
+                )
             by_module.setdefault(path, {})[name] = value
         elif _is_copied(keeper(modules, name), last, held):
             by_module.setdefault(path, {})[name] = value.to(held.device, held.dtype, copy=True)
@@ -187,18 +193,18 @@ def put_others(
             modules[name.removesuffix(EXTRA_STATE).rstrip(".")].set_extra_state(value)
         elif name not in apart:
             own[name].copy_(value)
-    # A module takes these as it gives them, by a method of its own: all at once, since they may go together.
+    # By the module's own method, all entries at once, since they may belong together.
     for path, given in by_module.items():
         if path in later:
             continue
         modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])
 
 
-def with_load_hooks(
-    model: nn.Module, named: Collection[str] = (), prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """By name, the modules that have hooks for what was loaded, and those that are ``named``; children first, as torch
-    calls hooks. A module in two places comes twice."""
+def with_load_hooks(model: nn.Module, named: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with load_state_dict post-hooks, and those in ``named``, by name; children first, as in torch.
+
+    A module in two places comes twice.
+    """
     for name, child in model.named_children():
         yield from with_load_hooks(child, named, f"{prefix}{name}.")
     if model._load_state_dict_post_hooks or prefix.rstrip(".") in named:
@@ -206,15 +212,15 @@ def with_load_hooks(
 
 
 def call_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
-    """Those of one module.
+    """Call the load_state_dict post-hooks of one module, which may change the lists.
 
     Raises:
-        AssertionError: one returned something; as in torch, they change the lists.
+        AssertionError: a hook returned a value, as in torch.
     """
     keys = incompatible_keys(missing, unexpected)
     for hook in module._load_state_dict_post_hooks.values():
         if hook(module, keys) is not None:
             raise AssertionError(
-                f"a hook for loads of {type(module).__name__} (register_load_state_dict_post_hook) returned a value: "
-                "it returns None, and changes missing_keys and unexpected_keys in place"
+                f"a load_state_dict post-hook of {type(module).__name__} returned a value; return None, and change "
+                "missing_keys and unexpected_keys in place"
             )

@@ -1,63 +1,7 @@
-"""Who calls, however many frames of ours and of libraries lie between. Warnings stand at the user's own line."""
+"""Former name of :mod:`shardwise.core.base.warnings`."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from types import FrameType
+from shardwise.core.base.warnings import called_by, warn_user
 
 __all__ = ["called_by", "warn_user"]
-
-# Counting frames (`stacklevel`) goes wrong as soon as a call goes through a context manager, a base class or another
-# front-end, so frames are looked at instead.
-BETWEEN = frozenset(
-    {
-        __name__.partition(".")[0],
-        "abc",
-        "accelerate",
-        "concurrent",
-        "contextlib",
-        "functools",
-        "importlib",
-        "lightning",
-        "lightning_fabric",
-        "peft",
-        "pydantic",
-        "pytorch_lightning",
-        "runpy",
-        "threading",
-        "torch",
-        "transformers",
-    }
-)
-"""Packages whose frames are no user's program."""
-
-
-def warn_user(message: str) -> None:
-    """Warn (``UserWarning``) at the innermost line of the call stack that is the user's own.
-
-    Args:
-        message: what has no effect or is not as it was asked for, and what to do.
-    """
-    caller = sys._getframe(1)
-    frame: FrameType | None = caller
-    while frame is not None and _package(frame) in BETWEEN:
-        frame = frame.f_back
-    at = caller if frame is None else frame  # in a thread of ours, or under `python -m shardwise`
-    # What is shown once for each line is kept with the module, as `warnings.warn` has it.
-    registry = at.f_globals.setdefault("__warningregistry__", {})
-    name = at.f_globals.get("__name__", "<string>")
-    warnings.warn_explicit(message, UserWarning, at.f_code.co_filename, at.f_lineno, name, registry)
-
-
-def called_by(module: str) -> bool:
-    """Whether a function of ``module`` is on the call stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _package(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__")
-    return name.partition(".")[0] if isinstance(name, str) else ""

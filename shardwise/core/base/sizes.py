@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them; and which are alike enough to share memory."""
+"""Sizes in bytes as text, and classes of similar sizes that can share memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.core.base.checked import MOST_BYTES, whole
+from shardwise.core.base.validate import MOST_BYTES, integer
 
 __all__ = ["device_bytes", "parse_size", "size_classes", "size_text"]
 
@@ -20,34 +20,36 @@ BY_LOWER_CASE = {unit.lower(): factor for unit, factor in FACTORS.items()}
 
 
 def parse_size(text: str) -> int:
-    """``'64MiB'``, ``'1.5 GiB'``, ``'24GB'`` (of 1000) or ``'4096'`` in bytes, rounded down.
+    """Return ``'64MiB'``, ``'1.5 GiB'``, ``'24GB'`` (powers of 1000) or ``'4096'`` in bytes, rounded down.
 
     Raises:
-        ValueError: something else, less than one byte, or more than any machine has.
+        ValueError: another text, less than one byte, or more than any machine has.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", text.strip().lower())
     factor = BY_LOWER_CASE.get(match[2]) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{text!r} is no size: give a number of bytes, or one with a unit such as 64MiB, 1.5GiB, 24GB")
+        raise ValueError(
+            f"{text!r} is not a size; give a number of bytes, or one with a unit such as 64MiB, 1.5GiB, 24GB"
+        )
     # Whole numbers stay exact beyond 2^53.
     size = int(match[1]) * factor if match[1].isdecimal() else math.floor(float(match[1]) * factor)
     if size > MOST_BYTES:
-        raise ValueError(f"{text[:80]!r} is more than {size_text(MOST_BYTES)}: give a size that a machine can have")
+        raise ValueError(f"{text[:80]!r} is more than {size_text(MOST_BYTES)}; give a size that a machine can have")
     if size < 1:
-        raise ValueError(f"{text!r} is less than one byte: give a positive size such as 64MiB")
+        raise ValueError(f"{text!r} is less than one byte; give a positive size such as 64MiB")
     return size
 
 
 def device_bytes(device_memory: int | str | None) -> int | None:
-    """A ``device_memory`` that somebody gave, in bytes; ``None`` is no limit of its own.
+    """Return a ``device_memory`` argument in bytes; ``None`` means no limit.
 
     Raises:
-        ValueError: less than one byte, or a text that is no size.
+        ValueError: less than one byte, or a text that is not a size.
     """
     if device_memory is None:
         return None
     if not isinstance(device_memory, str):
-        return whole("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
+        return integer("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
     try:
         return parse_size(device_memory)
     except ValueError as error:
@@ -55,7 +57,7 @@ def device_bytes(device_memory: int | str | None) -> int | None:
 
 
 def size_text(size_bytes: float) -> str:
-    """``1536`` as ``'1.5 KiB'``: at most four digits, and never rounded up to 1024 of a unit."""
+    """Return ``1536`` as ``'1.5 KiB'``: at most four digits, and never rounded up to 1024 of a unit."""
     value, unit = float(size_bytes), 0
     while abs(value) >= 999.95 and unit < len(BINARY) - 1:
         value, unit = value / 1024, unit + 1
@@ -67,7 +69,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def size_classes(sizes: Sequence[int]) -> list[list[int]]:
-    """Places in ``sizes``, the largest first, in classes: a class has what is more than half of its largest."""
+    """Return indices into ``sizes``, largest first, in classes of sizes above half of the largest."""
     classes: list[list[int]] = []
     for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         if not classes or 2 * sizes[place] <= sizes[classes[-1][0]]:

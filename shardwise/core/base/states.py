@@ -1,7 +1,4 @@
-"""Enumerated states: what may become what is said once, in a table that every change is held against and drawn from.
-
-A state says what may be relied on.
-"""
+"""State machines: a table of allowed transitions, which changes are checked against and pictures are drawn from."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ S = TypeVar("S", bound=Enum)
 
 
 class Table(Generic[S]):
-    """What the states of one kind of thing may become.
+    """The allowed transitions between the states of one kind of object.
 
     Args:
-        what: what a message calls the thing (``"chunk"``).
-        changes: for every state, the states that it may become, each with the reason why it does; the first state of
-            the enumeration is the one that a thing begins in.
+        what: the name of the kind, for messages (``"chunk"``).
+        changes: for every state, the states that may follow it, each with the reason. The first state of the
+            enumeration is the initial one.
 
     Raises:
-        ValueError: a state is missing, or no sequence of changes leads to it.
+        ValueError: a state is missing, or cannot be reached.
     """
 
     def __init__(self, what: str, changes: Mapping[S, Mapping[S, str]]) -> None:
@@ -35,13 +32,15 @@ class Table(Generic[S]):
             reached |= new
             new = {after for state in new for after in changes.get(state, ())} - reached
         if lost := [state.name for state in states if state not in changes or state not in reached]:
-            raise ValueError(f"the table of a {what} has no way to or from {', '.join(lost)}: add it to changes")
+            raise ValueError(
+                f"the state table of a {what} has no transition to or from {', '.join(lost)}; add it to changes"
+            )
 
     def check(self, index: int, old: S, new: S) -> None:
-        """The thing with number ``index`` may go from ``old`` to ``new``.
+        """Check that the object with number ``index`` may go from ``old`` to ``new``.
 
         Raises:
-            RuntimeError: it may not; the message names the thing, both states and who asked (two calls up).
+            RuntimeError: it may not; the message names the object, both states and the caller (two calls up).
         """
         if new not in self._changes[old]:
             code = sys._getframe(2).f_code
@@ -52,7 +51,7 @@ class Table(Generic[S]):
             )
 
     def __iter__(self) -> Iterator[tuple[S, S, str]]:
-        """Every change, in the order of the table: from, to, why."""
+        """Yield every transition in the order of the table: from, to, reason."""
         for old, changes in self._changes.items():
             for new, why in changes.items():
                 yield old, new, why

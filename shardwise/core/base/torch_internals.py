@@ -213,6 +213,7 @@ def dispatch_modes() -> Sequence[Any]:
     """Those that are active in this thread, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
+
 is_wrapper = is_traceable_wrapper_subclass
 """Whether a tensor unfolds into plain ones (``__tensor_flatten__``)."""
 

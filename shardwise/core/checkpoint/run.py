@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.core.checks.unfinished import PARAMETERS, state_of
 from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.core.comm.control import Control
-from shardwise.core.comm.open_files import make_room
+from shardwise.core.comm.members import make_room
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.fragments import EngineLocalState, Fill, FragmentBlock, FragmentPlan, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer

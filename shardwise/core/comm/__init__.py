@@ -1,22 +1,31 @@
-"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of what is sent.
+"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of bytes sent.
 
-Nothing here knows of modules, chunks or optimizers: what is exchanged has a purpose in words, which callers give.
-Another kind of device has its groups registered (:func:`register_backend`); who belongs to a group is the mesh's
-affair.
+Nothing here knows about modules, chunks or optimizers: callers describe in words what they exchange. Backends for other
+kinds of devices are registered (:func:`register_backend`). The mesh decides which ranks belong to a group.
 """
 
 from __future__ import annotations
 
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
-from shardwise.core.comm.choose import GroupMaker, GroupRequest, MakeGroup, MakeLane, register_backend
+from shardwise.core.comm.choose import GroupMaker, GroupRequest, register_backend
 from shardwise.core.comm.compressed import CompressedGroup, compressed
 from shardwise.core.comm.errors import UNREACHED, PeerError
 from shardwise.core.comm.gloo import GlooGroup
-from shardwise.core.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
+from shardwise.core.comm.group import (
+    DONE,
+    NO_MODEL,
+    Bounds,
+    Buffer,
+    Group,
+    Handle,
+    ModelId,
+    Summary,
+    ranks_text,
+    together,
+)
 from shardwise.core.comm.link import Sent, Wire, check_sent
 from shardwise.core.comm.local import LocalGroup
-from shardwise.core.comm.meeting import Summary, ranks_text, together
 from shardwise.core.comm.members import Members, ranks_of, timeout_s
 from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
@@ -30,7 +39,7 @@ __all__ = [
     "GRADIENTS",
     "INT4",
     "INT8",
-    "NOBODY",
+    "NO_MODEL",
     "UNREACHED",
     "VALUES",
     "Activity",
@@ -44,11 +53,9 @@ __all__ = [
     "GroupRequest",
     "Handle",
     "LocalGroup",
-    "MakeGroup",
-    "MakeLane",
     "Members",
+    "ModelId",
     "NativeGroup",
-    "Party",
     "PeerError",
     "Sent",
     "SharedGroup",

@@ -1,4 +1,4 @@
-"""What ranks are doing, in words, for the errors of those that wait for them."""
+"""What each rank is doing, in words, for the errors of ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from shardwise.core.base.torch_internals import default_store
 
 __all__ = ["Activity"]
 
-# Keys of the store are shared with torch's own.
+# The store is shared with torch's own keys.
 KEY = "shardwise/doing/"
 ANSWER_S = 5.0
 TELL_S = 2.0
-"""Seconds between two times that a rank tells where its training is, unless it waits in vain."""
+"""Seconds between two reports of where a rank's training is."""
 GRACE_S = 2.0
-"""Seconds in which the others, who wait as long as this rank, come to give up as well."""
+"""Seconds in which the other ranks, which wait as long as this one, also give up."""
 
 
 class Activity:
-    """Of this rank: the calls that every rank has to make and few do often (saving, loading, taking a state), and where
-    training is.
+    """The activity of this rank: rare collective calls (saving, loading, taking a state), and where training is.
 
-    What begins and ends is told to the store that the ranks met through, so that a rank that waits in vain can say what
-    the others were doing. Where there is none, or it is gone, nothing is told.
+    Beginnings and ends are published in the rendezvous store, so that a rank whose wait times out can report what the
+    others were doing. Without a store nothing is published.
 
     Args:
-        limit_s: seconds that a rank waits for its peers in training before it gives up; ``None``: as long as its
-            communicators do.
+        limit_s: seconds that a rank waits for its peers in training; ``None``: the communicators' timeouts.
 
     Attributes:
         step: updates so far.
@@ -53,35 +51,37 @@ class Activity:
         self.rank = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
-            with contextlib.suppress(Exception):  # a backend may do without one
+            with contextlib.suppress(Exception):  # a backend may have none
                 self._store = _answering(default_store())
 
     @property
     def now(self) -> str:
-        """What this rank is doing, the outermost first; empty where it is nothing of the kind."""
+        """The collective calls that this rank is in, outermost first; empty if there is none."""
         return ", ".join(dict.fromkeys(what for what, _ in self._inside))
 
     @property
     def advice(self) -> str:
-        """What was given with it, for ranks that do not meet in it."""
+        """The advice of the outermost call that has one, for ranks that are out of sync."""
         return next((advice for _, advice in self._inside if advice), "")
 
     def limit(self, group: str) -> timedelta | None:
-        """How long to wait for the peers of ``group`` now; ``None``: as long as the communicator does. That is so in
-        calls that take one rank longer than others (a file, a disk), and at the first meeting of a pass: before it,
-        a rank may have written a file or evaluated alone."""
+        """Return how long to wait for the peers of ``group`` now; ``None``: as long as the communicator does.
+
+        ``None`` applies in calls that may take one rank longer than others (a file, a disk), and at the first exchange
+        of a pass, before which a rank may have written a file or evaluated alone.
+        """
         return self._limit if group in self._met and not self._inside else None
 
     def begin_pass(self) -> None:
-        """A pass begins, perhaps later than on other ranks."""
+        """Note that a pass begins, perhaps later than on other ranks."""
         self._met.clear()
 
     def met(self, group: str) -> None:
-        """This rank has waited for all of its peers in ``group``, and they came."""
+        """Note that all peers in ``group`` have come."""
         self._met.add(group)
 
     def at(self, phase: str, operation: str, name_of: Callable[[int], str], number: int) -> None:
-        """In ``phase`` of a step this rank begins an ``operation`` on what ``name_of(number)`` says."""
+        """Note that this rank begins an ``operation`` on ``name_of(number)`` in a ``phase`` of a step."""
         self._place = self.step, phase, operation, name_of, number
         now = time.monotonic()
         if now - self._told_at > TELL_S:
@@ -98,7 +98,7 @@ class Activity:
 
     @contextlib.contextmanager
     def doing(self, what: str, advice: str = "") -> Iterator[None]:
-        """Inside the block this rank does ``what`` ("saving checkpoint 'x'"). Ctrl-C waits for its end."""
+        """Note that this rank does ``what`` ("saving checkpoint 'x'") inside the block, and defer Ctrl-C to its end."""
         with deferred_interrupts(what):
             try:
                 self._inside.append((what, advice))
@@ -111,32 +111,32 @@ class Activity:
                 self._tell()
 
     def gave_up(self, what: str) -> None:
-        """This rank waited in vain in ``what``, and will not come to anything else."""
+        """Publish that this rank's wait in ``what`` timed out."""
         self._publish([f"{what} (where it gave up)", "", self.place])
 
     def around(self, ranks: Sequence[int]) -> str:
-        """What this rank is doing and what the world's ``ranks`` were last known to do; empty where that is nothing."""
+        """Return what this rank is doing and what global ``ranks`` were last known to do; empty if nothing is known."""
         told = {rank: "" for rank in ranks if rank != self.rank}
         own = f"rank {self.rank} is in: {self.now or self.place or 'training'}"
         if not self._ask(told):
-            return f"{own}; the store that the ranks met through, on the host of rank 0, does not answer either"
+            return f"{own}; the rendezvous store on the host of rank 0 does not answer either"
         if not self._inside and not self._place and not any(told.values()):
             return ""
         others = "; ".join(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())
         return f"{own}; {others}"
 
     def _tell(self) -> None:
-        if len(self._inside) <= 1:  # what is inside of another is not told: each takes a message to the store
+        if len(self._inside) <= 1:  # nested calls are not published: each would be a message to the store
             self._publish([self._inside[0][0] if self._inside else "", self._last, self.place])
 
     def _publish(self, what: list[str]) -> None:
         if self._store is not None:
             with contextlib.suppress(Exception):
-                # What is told is help for a message; a store that is gone must not become the error.
+                # This only helps error messages; a lost store must not become the error.
                 self._store.set(f"{KEY}{self.rank}", json.dumps(what))
 
     def _ask(self, told: dict[int, str]) -> bool:
-        """Fill in what each rank has told. Whether the store answers: to wait for a host that is lost has no end."""
+        """Fill in what each rank has published; return whether the store answers, since a lost host never does."""
         store, found = self._store, dict(told)
         if store is None:
             return True
@@ -169,9 +169,9 @@ def _read(store: Any, found: dict[int, str]) -> None:
 
 
 def _answering(store: Any) -> Any:
-    """``store``, if to ask it ends also when ranks die; otherwise ``None``.
+    """Return ``store`` if reads end when ranks die, otherwise ``None``.
 
-    A file of which a killed rank has written half a record is read for ever, whatever the time-out.
+    A FileStore in which a killed rank has written half a record is read forever, whatever the timeout.
     """
     kept = store
     while isinstance(kept, PrefixStore):

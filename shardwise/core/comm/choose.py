@@ -1,4 +1,4 @@
-"""Which kind of group suits the ranks and the device, and the register of backends for devices of other kinds."""
+"""The choice of a backend for the ranks of a group and their device, and the registry of other backends."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from shardwise.core.comm.group import Group
 from shardwise.core.comm.link import Wire
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.comm.mapping import MappingError, Method, host_facts
-from shardwise.core.comm.members import Members, check_alike, unbound
+from shardwise.core.comm.members import Members, check_alike, make_room, unbound
 from shardwise.core.comm.native import NativeGroup
-from shardwise.core.comm.open_files import make_room
 from shardwise.core.comm.release import destroy, let_go_with
 from shardwise.core.comm.shared import SharedGroup
 
-__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "MakeLane", "register_backend"]
+__all__ = ["GroupMaker", "GroupRequest", "register_backend"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """What a backend is asked for. Every rank that ``rank_lists`` hold asks for its own list's group, at once.
+    """A request for a group. Every rank in ``rank_lists`` requests its own list's group at the same time.
 
     Attributes:
         name: the mesh axis, for communicators.
-        called: the group, for messages.
-        rank_lists: world ranks of all groups of the axis.
-        control: small host-side messages among the ranks of the group, which also knows rank and size.
+        called: the name of the group, for messages.
+        rank_lists: global ranks of all groups of the axis.
+        control: small host-side messages among the ranks of the group; has rank and size.
     """
 
     name: str
@@ -47,32 +46,32 @@ class GroupRequest:
 
 
 MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
-"""Makes the group that a request asks for. Collective over all ranks of its lists."""
+"""Makes the requested group. Collective over all ranks of its lists."""
 MakeLane = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-"""Makes a communicator for a wire's messages out of gloo's of the same ranks."""
+"""Makes a communicator for point-to-point messages from gloo's communicator of the same ranks."""
 _REGISTERED: dict[str, MakeGroup] = {}
 _LANES: dict[str, MakeLane] = {}
 
 
 def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = None) -> Callable[[], None]:
-    """Have groups of ranks whose device is a ``device_type`` (such as ``"xpu"``) made by ``make`` from now on.
+    """Register ``make`` as the backend of ranks whose device is a ``device_type`` (such as ``"xpu"``).
 
-    Every rank registers the same, before a mesh is made. A group of one rank never asks.
+    Every rank registers the same backend before a mesh is made. Groups of one rank do not use it.
 
     Args:
         device_type: of the ranks.
         make: makes the groups.
-        lane: makes what messages from rank to rank travel over, in the order in which they are begun; ``None``: torch's
-            communicators for such devices.
+        lane: makes communicators for point-to-point messages, which keep their order; ``None``: torch's communicators
+            for such devices.
 
     Returns:
-        What puts back the one that was there before.
+        A function that restores the previous backend.
 
     Raises:
-        TypeError: ``make`` cannot be called.
+        TypeError: ``make`` is not callable.
     """
     if not callable(make):
-        raise TypeError(f"make={make!r:.80}: give a function of a GroupMaker and a GroupRequest that returns a Group")
+        raise TypeError(f"make={make!r:.80} is not callable; give a function (GroupMaker, GroupRequest) -> Group")
     before, lane_before = _REGISTERED.get(device_type), _LANES.get(device_type)
     _put(_REGISTERED, device_type, make)
     _put(_LANES, device_type, lane)
@@ -85,21 +84,22 @@ def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = 
 
 
 def _put(entries: dict[str, T], key: str, entry: T | None) -> None:
-    """The entry, or none."""
+    """Set or remove an entry."""
     entries.pop(key, None)
     if entry is not None:
         entries[key] = entry
 
 
 class GroupMaker:
-    """Makes groups over parts of some ranks, and keeps the communicators that they use, until it is closed or dropped.
+    """Makes groups of ranks, and keeps their communicators until it is closed or garbage-collected.
 
     Attributes:
         device: where the groups' buffers live.
-        shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
-        timeout_s: how long a rank waits for its peers before it gives up.
+        shared_memory: use shared memory between CPU ranks of one host: ``None`` where possible, ``True`` required,
+            ``False`` never.
+        timeout_s: how long a rank waits for its peers.
         members: the ranks; ``None``: those of the default process group.
-        wait_timeout_s: the same in training, if that is less; see :class:`~shardwise.plan.comm.CommPlan`.
+        wait_timeout_s: a shorter timeout in training; see :class:`~shardwise.plan.CommPlan`.
         activity: what this rank is doing, for messages of all groups made here.
     """
 
@@ -123,32 +123,38 @@ class GroupMaker:
         """A group has the communicator of :attr:`_world` for its own messages."""
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
-        """The group of this rank. Collective over all that the lists hold: every rank gives the same lists of world
-        ranks, which together hold every rank of the default process group, or every member, once.
+        """Return the group of this rank. Collective over all ranks of the lists.
+
+        Every rank gives the same lists of global ranks, which together have each rank of the default process group (or
+        each member) once.
 
         Raises:
             ValueError: ``shared_memory`` is True and it cannot be used, or the ranks have other backends.
         """
         if all(len(ranks) == 1 for ranks in rank_lists):
             return LocalGroup(name, self.device, self.activity)
-        # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
+        # Messages name ranks of the group, so if these are not all ranks the name lists them.
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
         control = Control(called, self._for_messages(name, rank_lists), self.activity)
         request = GroupRequest(name, called, rank_lists, control)
         make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
-        # Told before it is used: different makers would exchange different things, and wait.
+        # Compared before it is used: different makers would exchange different things, and wait.
         makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
         if any(maker != makers[0] for maker in makers):
-            raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
+            raise ValueError(
+                f"the ranks of group {called!r} have different backends: {makers}; register the same on all ranks"
+            )
         return make(self, request)
 
-    # What is told over all ranks is told while a mesh is made, by the thread that makes it, in one order on all ranks,
-    # and each blocks until it has heard the others. The groups have no other users before the mesh is there, and from
-    # then on nothing is told over all ranks. So the two never have messages under way together. Of two groups that
-    # would not be known, nor of the default process group, which is the program's own.
+    # Exchanges over all ranks happen only while a mesh is made, by one thread, in the same order on all ranks, and each
+    # blocks until all ranks have come. The groups have no other users before the mesh exists, and no exchange over all
+    # ranks happens after that. So both never use the communicator at once. That would not be known of two groups, nor
+    # of the default process group, which belongs to the program.
     def _for_messages(self, name: str, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-        """For small messages of the host among the ranks of a group: the communicator over all ranks, where that is
-        made anyway and the group has all of them, or else one of its own. A connection to each rank is an open file."""
+        """Return the communicator for a group's host-side messages: the one over all ranks if the group has all.
+
+        Sharing it saves open files, one for each connection.
+        """
         alone = self.members is not None or self._lent or self.backend == "gloo"
         if alone or rank_lists != [list(range(dist.get_world_size()))]:
             return self.process_group(name, rank_lists, "gloo")
@@ -156,39 +162,38 @@ class GroupMaker:
         return self._everyone().process_group
 
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
-        """From rank to rank of this rank's list. Collective as :meth:`make`."""
+        """Return a point-to-point channel between the ranks of this rank's list. Collective as :meth:`make`."""
         made = _LANES.get(self.device.type)
         over_gloo = made is not None or self.backend == "gloo"
         backend = "gloo" if over_gloo else dist.get_default_backend_for_device(self.device)
         # gloo has tags; see [Note: Messages that do not wait for each other].
         ways = ("",) if over_gloo and made is None else ("_down", "_up")
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        with unbound(dist.group.WORLD):  # of one that is bound, torch sends messages of all pairs one after the other
+        with unbound(dist.group.WORLD):  # torch sends messages of all pairs of a bound group one after the other
             lanes = [self.process_group(each, rank_lists, backend) for each in names]
         return Wire(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
     @property
     def backend(self) -> str:
-        """Of torch, over which the ranks have met."""
+        """The backend of the process group."""
         return str(dist.get_backend(self.members.process_group if self.members is not None else None))
 
     def tell(self, obj: object) -> list[Any]:
-        """Every rank's ``obj`` (JSON-able), by rank. Collective, over the same ranks as :meth:`make`."""
+        """Return every rank's ``obj`` (JSON-able) by rank. Collective over the same ranks as :meth:`make`."""
         return self.members.exchange(obj) if self.members is not None else self._everyone().exchange_object(obj)[0]
 
     def agree(self, argument: str, wanted: object) -> None:
-        """All ranks of the run want the same (JSON-able), which ``argument`` is for. Collective; without ``members``,
-        which have agreed already.
+        """Check that all ranks of the run want the same (JSON-able) for ``argument``. Collective; not with ``members``.
 
         Raises:
-            ValueError: on every rank, where they do not; says what each wants.
+            ValueError: on every rank, if they differ; says what each wants.
         """
         if dist.get_world_size() > 1:
             rows, _ = self._everyone().exchange_object(wanted)
             check_alike(argument, range(len(rows)), rows)
 
     def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
-        """The communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
+        """Make the communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
         own: dist.ProcessGroup
         if self.members is not None:
             own = self.members.new_group(name, self._own(rank_lists), backend)
@@ -210,7 +215,7 @@ class GroupMaker:
         destroy(self._process_groups)
 
     def keep(self, process_group: dist.ProcessGroup) -> None:
-        """One that torch made for this maker's user goes with the others; that of all ranks is nobody's."""
+        """Destroy ``process_group``, which torch made for the mesh, with the others, unless it is the default group."""
         if process_group is not dist.group.WORLD:
             self._process_groups.append(process_group)
 
@@ -219,10 +224,10 @@ class GroupMaker:
         return next(ranks for ranks in rank_lists if rank in ranks)
 
     def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
-        """A group in shared memory, or why the ranks cannot have one: the same on all ranks. Collective over the group.
+        """Return a group in shared memory, or the reason why there is none, equal on all ranks. Collective.
 
         Raises:
-            ValueError: the ranks want different things.
+            ValueError: ``shared_memory`` differs between the ranks.
         """
         facts, _ = control.exchange_object([self.shared_memory, host_facts()])
         wanted = [fact[0] for fact in facts]
@@ -245,14 +250,14 @@ class GroupMaker:
         return None, "; ".join(reasons)
 
     def hosts(self) -> dict[int, str]:
-        """The host of each rank, by world rank. Collective, over the same ranks as :meth:`make`."""
+        """Return the host of each rank, by global rank. Collective over the same ranks as :meth:`make`."""
         told = self.tell(host_facts().get("host") or socket.gethostname())
         return dict(zip(range(len(told)) if self.members is None else self.members.ranks, told, strict=True))
 
     def any_rank(self, mine: bool, rank_lists: list[list[int]]) -> bool:
-        """Whether any rank that takes part in the next communicator says so; the ranks of one list all say the same.
+        """Return whether ``mine`` is True on any rank that takes part in the next communicator.
 
-        Without ``members`` that is every rank of the run, those of the other lists too.
+        Without ``members`` that is every rank of the run. The ranks of one list all have the same value.
         """
         if len(rank_lists) == 1 or self.members is not None:
             return mine
@@ -269,7 +274,7 @@ class GroupMaker:
 
 
 def _native(maker: GroupMaker, request: GroupRequest) -> Group:
-    """The backend's own collectives."""
+    """Make a group of the backend's own collectives."""
     # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
     backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
@@ -278,7 +283,7 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
 
 
 def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
-    """Shared memory where the ranks of a group are on one host, and otherwise messages over gloo."""
+    """Make a group over shared memory if its ranks are on one host, otherwise over gloo."""
     shared, refusal = maker.share(request.called, request.control)
     if maker.shared_memory and shared is None:
         raise ValueError(

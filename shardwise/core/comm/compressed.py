@@ -1,4 +1,4 @@
-"""Another group's collectives in 8 bits or less."""
+"""Quantized collectives: another group's collectives in 8 bits or less."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ Step = Callable[[], Handle | None]
 
 
 def compressed(group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> Group:
-    """``group``, with collectives in 8 bits; itself where there is nobody to send to. See :class:`CompressedGroup`."""
+    """Return ``group`` with quantized collectives; itself if it has one rank. See :class:`CompressedGroup`."""
     return CompressedGroup(group, format_, on_the_way, rows) if group.size > 1 else group
 
 
 # [Note: The same rounding on every way]
-# What a rank has after a collective in 8 bits does not depend on how it travelled. A shard that is gathered is rounded
-# by its owner before (round_, between the fences of an update), and writing rounded numbers in 8 bits loses nothing: so
-# they may be sent as bytes, read where they lie in mapped memory, or travel whole over a backend that cannot send
-# slices. Where the owner is to keep what it has (on_the_way) the same blocks are rounded when they have arrived, unless
-# they came as bytes; its own among them. What is reduced is rounded as it leaves, summed in fp32 in the order of the
-# ranks, rounded to its own dtype, and for an all-reduce rounded once more on its way to all, its owner included. Sums
-# are never made of 8 bits.
+# The result of a quantized collective does not depend on how it is sent. The owner of a shard rounds it before it is
+# gathered (round_, between the fences of an update), and writing rounded numbers in 8 bits loses nothing: they may be
+# sent as bytes, read in mapped memory, or sent in full width over a backend that cannot send slices. If the owner must
+# keep its values (on_the_way), all blocks, its own included, are rounded on arrival, unless they came as bytes. What is
+# reduced is rounded when it is sent, summed in fp32 in the order of the ranks, rounded to its dtype, and for an
+# all-reduce rounded once more when the sum is sent to all, its owner included. Sums are never made in 8 bits.
 class CompressedGroup(Group):
-    """The ranks and the buffers of another group, whose gathers and reductions are in 8 bits.
+    """The ranks and buffers of another group, with gathers and reductions in 8 bits or less.
 
-    Where ``sends_slices`` bytes travel, and are counted; elsewhere the numbers are the same and nothing is saved. See
-    [Note: The same rounding on every way]. Messages, fences and broadcasts are the other's own. Parts are equal
-    (``uneven`` is False).
+    With ``sends_slices`` the bytes are sent quantized; otherwise the numbers are the same and nothing is saved. See
+    [Note: The same rounding on every way]. Messages, fences and broadcasts are those of the other group. Parts are
+    equal (``uneven`` is False).
 
     Args:
-        group: the other; it is closed by whoever made it.
-        format_: of what travels.
-        on_the_way: shards are not rounded before they are gathered, into other memory, and stay as they are.
-        rows: how many shards, each rounded by itself before, a rank's part of a gather is made of.
+        group: the other group; its maker closes it.
+        format_: the format to send in.
+        on_the_way: shards are gathered into other memory and stay unrounded.
+        rows: number of separately rounded shards in a rank's part of a gather.
 
     Raises (all collectives):
-        ValueError: of numbers that cannot be written in 8 bits.
+        ValueError: the dtype cannot be written in 8 bits.
     """
 
     def __init__(self, group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> None:
@@ -76,10 +75,6 @@ class CompressedGroup(Group):
     def fence(self, phase: str = "") -> None:
         """See :meth:`Group.fence`."""
         self._inner.fence(phase)
-
-    def reset_traffic(self) -> None:
-        """See :meth:`Group.reset_traffic`."""
-        self._inner.reset_traffic()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._inner._buffers(specs)
@@ -115,7 +110,7 @@ class CompressedGroup(Group):
         return self._gather(full.local, self.slice_of(full.local, self.rank), full.number)
 
     def _gather(self, out: Tensor, own: Tensor, number: int) -> Handle:
-        """``out`` becomes what every rank gives as its own, this one included."""
+        """Gather every rank's ``own``, quantized, into ``out``."""
         if not own.numel():
             return DONE
         sent = _numbered(self.format.write(own.view(self._rows, -1)).view(-1), number)
@@ -168,7 +163,7 @@ class CompressedGroup(Group):
             return _AfterEvent(self.device, record_event(self.device), steps, lent)
 
     def _add_up(self, found: Tensor, out: Tensor, dtype: torch.dtype, scale: float) -> None:
-        """``out`` becomes the scaled sum of the slices that were sent as ``found``, of ``dtype``."""
+        """Sum the received slices ``found``, of ``dtype``, into ``out`` and scale it."""
         rows = found.view(self.size, -1)
         part = torch.empty(1, out.numel(), dtype=dtype, device=out.device)
         total: Tensor | None = None
@@ -189,13 +184,13 @@ class CompressedGroup(Group):
     def _check(self, tensor: Tensor) -> None:
         if not self.format.takes(tensor.dtype):
             raise ValueError(
-                f"{tensor.numel()} x {tensor.dtype} in group {self.name!r}, which sends {self.format.name}: give fp32, "
-                "bf16 or fp16, or leave compress (fp8_communication) off"
+                f"{tensor.numel()} x {tensor.dtype} in group {self.name!r}, which sends {self.format.name}; give fp32, "
+                "bf16 or fp16, or switch compression (fp8_communication) off"
             )
 
 
 class _Steps:
-    """An operation, and what is done with its result: each step may start another, which is waited for in turn."""
+    """An operation and the steps that follow it; each step may start another operation, which is waited for."""
 
     def __init__(self, handle: Handle, steps: Sequence[Step], kept: object = None) -> None:
         self._handle: Handle | None = handle
@@ -203,14 +198,14 @@ class _Steps:
         self._kept = kept  # what is sent
 
     def wait_for_first(self) -> None:
-        """As far as the second operation, which begins."""
+        """Wait for the first operation, and start the second."""
         assert self._handle is not None
         self._handle.wait()
         self._step()
 
     def _step(self) -> None:
         self._handle = self._steps[0]()
-        self._steps.pop(0)  # only now: who is interrupted does it again
+        self._steps.pop(0)
         self._kept = None
 
     def wait(self) -> None:
@@ -232,7 +227,7 @@ class _Steps:
 
 
 class _Writable:
-    """No peer reads a buffer any more."""
+    """The handle of a buffer that no peer reads any more."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -245,7 +240,7 @@ class _Writable:
 
 
 class _AfterEvent:
-    """What went on in another stream, and what is left to be done in the current one."""
+    """The handle of work in another stream, and of the remaining steps in the current one."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event, rest: _Steps, lent: Lent) -> None:
         self._device, self._event, self._rest, self._lent = device, event, rest, lent

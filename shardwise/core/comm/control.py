@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,30 +14,34 @@ from torch import Tensor
 
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.comm.single import all_gather_single
 
-__all__ = ["Control", "Operation", "broadcast", "decode", "encode"]
+__all__ = ["Control", "Operation", "all_gather_single", "broadcast", "decode", "encode", "reduce_scatter_single"]
+
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor, and warns about the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 Operation = Literal["sum", "max"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def encode(obj: object) -> bytes:
-    """``obj`` as JSON text.
+    """Return ``obj`` as JSON.
 
     Raises:
-        TypeError: it holds something that JSON cannot.
+        TypeError: it holds something that JSON cannot represent.
     """
     try:
         return json.dumps(obj).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"cannot exchange {type(obj).__name__} {obj!r:.200}: give what JSON can hold ({error})"
+            f"cannot exchange {type(obj).__name__} {obj!r:.200}: it is not JSON ({error}); give plain values"
         ) from error
 
 
 def decode(data: bytes) -> Any:
-    """The object that :func:`encode` wrote."""
+    """Return the object that :func:`encode` wrote."""
     return json.loads(data)
 
 
@@ -45,12 +49,12 @@ class Control:
     """Blocking host-side collectives of one group.
 
     Args:
-        name: the group's, for messages.
-        process_group: see below.
+        name: the name of the group, for messages.
+        process_group: a gloo process group.
         activity: what this rank is doing, for messages.
 
     Attributes:
-        process_group: the gloo process group underneath.
+        process_group: the gloo process group.
         rank: this process in it.
         size: its number of ranks.
     """
@@ -63,7 +67,7 @@ class Control:
         self.size = process_group.size()
 
     def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
-        """Every rank's ``values`` (the same number everywhere) as float64, by rank; ``purpose`` is for messages."""
+        """Return every rank's ``values`` (equally many) as float64, by rank; ``purpose`` is for messages."""
         if not values:
             self.barrier()
             return [[] for _ in range(self.size)]
@@ -72,7 +76,7 @@ class Control:
         return gathered
 
     def all_reduce(self, values: Sequence[float], operation: Operation, purpose: str = "") -> list[float]:
-        """All ranks' ``values`` (as many everywhere) made one in fp64, number by number. The same bits on all ranks."""
+        """Reduce all ranks' ``values`` (equally many) in fp64, number by number, with the same bits on all ranks."""
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         try:
             self._wait(dist.all_reduce(own, op=_OPERATIONS[operation], group=self.process_group, async_op=True))
@@ -82,14 +86,14 @@ class Control:
         return result
 
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
-        """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
+        """Return every rank's ``obj`` by rank, after a round trip through JSON, and the bytes that this rank sent."""
         data = encode(obj)
         lengths = self._gather(torch.tensor([len(data)], device="cpu"), "exchange_object").flatten().tolist()
         return [decode(each) for each in self.exchange_bytes(data, lengths)], (self.size - 1) * len(data)
 
     def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """Every rank's ``data``, by rank, where all know how many bytes each sends."""
-        # All-gathers want equal lengths.
+        """Return every rank's ``data`` by rank; all ranks know all ``lengths``."""
+        # All-gathers need equal lengths.
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -97,11 +101,11 @@ class Control:
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self._gather(torch.zeros(1, device="cpu"), "barrier")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """A CPU tensor of any shape, dtype and strides becomes rank ``src``'s."""
+        """Overwrite a CPU tensor of any shape, dtype and strides with rank ``src``'s."""
         broadcast(tensor, src, self.process_group, self.name)
 
     def _gather(self, mine: Tensor, operation: str) -> Tensor:
@@ -124,15 +128,15 @@ class Control:
         return self.activity.limit(self.name)
 
     def around(self, ranks: Sequence[int]) -> str:
-        """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""
+        """Return what this rank and the group's ``ranks`` are doing, for the end of an error message."""
         told = ""
-        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the communicator may be gone
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the communicator may be destroyed
             members = dist.get_process_group_ranks(self.process_group)
             told = self.activity.around([members[rank] for rank in ranks])
         return f". In global ranks: {told}" if told else ""
 
     def lost(self, operation: str, error: Exception) -> PeerError:
-        """What to raise when the ranks have lost each other in an operation."""
+        """Return the error for a failed operation."""
         return self.gave_up(
             PeerError(
                 f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
@@ -142,7 +146,7 @@ class Control:
         )
 
     def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
-        """``error`` with what all ranks of the group are doing; this one tells the others that it waited in vain."""
+        """Return ``error`` with what all ranks of the group are doing; tell the others that this rank timed out."""
         limit = self.limit
         self.activity.gave_up(self.activity.now or operation)
         around = self.around([rank for rank in range(self.size) if rank != self.rank])
@@ -151,12 +155,12 @@ class Control:
 
 
 def exchange_of(purpose: str) -> str:
-    """An exchange, for messages."""
+    """Return the name of an exchange, for messages."""
     return f"exchange of {purpose}" if purpose else "exchange"
 
 
 def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:
-    """Broadcast bytes, so that every dtype travels and is bit-exact."""
+    """Broadcast a tensor as bytes, so that every dtype works and is bit-exact."""
     flat = tensor.detach().reshape(-1)
     if not flat.is_contiguous():
         flat = flat.contiguous()

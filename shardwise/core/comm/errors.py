@@ -1,4 +1,4 @@
-"""What goes wrong between ranks."""
+"""Errors between ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ UNREACHED = (
     "Where ranks are on several hosts, set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME, too) on every rank to the "
     "network interface by which they reach each other, and let the firewall pass connections between them"
 )
-"""What helps where a connection could not be made."""
+"""Advice for connections that could not be made."""
 
 
 class PeerError(RuntimeError):
-    """A rank of the group died, left, failed, fell behind for too long or runs another operation. It is named."""
+    """A rank of the group died, left, failed, timed out, or runs another operation. The message names it."""

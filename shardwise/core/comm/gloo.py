@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.control import Control, Operation
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.group import DONE, Bounds, Buffer, Group, Handle
@@ -29,13 +29,13 @@ __all__ = ["GlooGroup"]
 
 
 class Scratch:
-    """Receive buffers, kept between operations because fresh pages cost as much as the transfer."""
+    """Receive buffers, reused because fresh pages cost as much as the transfer."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of ``dtype``: the smallest kept buffer that is large enough, or a new one."""
+        """Return ``numel`` elements of ``dtype``: the smallest free buffer that is large enough, or a new one."""
         nbytes = numel * dtype.itemsize
         fitting = [index for index, kept in enumerate(self._free) if kept.numel() >= nbytes]
         if fitting:
@@ -49,96 +49,89 @@ class Scratch:
         return block[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Return what :meth:`take` gave."""
+        """Take back what :meth:`take` returned."""
         with ordinary_tensors():
             self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()))
 
 
 # [Note: Who waits for a message]
-# gloo tells whether a message is through only to who waits for it, and a wait holds up its thread. A rank in backward
-# wants to ask and go on. So the first question (``finished``) gives the batch to a thread that waits, and the answer is
-# an event from then on. A batch has one waiter: who comes first takes it, so a user that needs it now does not queue
-# behind others in the thread. Gathers and reductions have a thread each, since a reduction may be late for reasons that
-# gathers know nothing of. These threads touch messages and nothing else; sums are made in the thread that asks, in the
-# order in which reductions began.
-class Watcher:
-    """One thread that waits for what it is given, one after the other, from the first time on.
+# gloo tells whether a message is through only to a thread that waits for it, and a wait blocks the thread. A rank in
+# backward wants to ask and go on. So the first question (``finished``) gives the batch to a worker thread that waits. A
+# batch has one waiter at a time, under its lock: a user that needs it now does not queue behind others in the worker,
+# and the worker skips a batch that a user waits for. Gathers and reductions have a worker each, since a reduction may
+# be late for reasons that gathers do not depend on. Workers touch messages and nothing else; sums are made in the
+# thread that asks, in the order in which reductions began.
+class Worker:
+    """One thread that waits for batches one after the other, from the first one on.
 
-    A thread for each would have to be started, and torch keeps 150 bytes for every thread that ever waited.
+    A thread for each batch would cost its start, and torch keeps 150 bytes for every thread that ever waited.
     """
 
     def __init__(self) -> None:
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.close = weakref.finalize(self, self._batches.put, None)
-        """Ends the thread; so does the loss of the last reference to this."""
+        """Ends the thread; so does the loss of the last reference to this object."""
         self.close.atexit = False
 
-    def watch(self, batch: Batch) -> None:
-        """Wait for ``batch`` once the thread comes to it, unless somebody else does by then."""
+    def wait_for(self, batch: Batch) -> None:
+        """Wait for ``batch`` in the thread, unless its user waits for it by then."""
         self._batches.put(batch)
         if self._thread is None:
             self._thread = threading.Thread(target=_wait_for_each, args=[self._batches], daemon=True)
-            self._thread.name = "shardwise-gloo-watcher"
-        if self._thread.ident is None:  # also where an interrupt came before it was started
+            self._thread.name = "shardwise-gloo-worker"
             self._thread.start()
 
 
 def _wait_for_each(batches: queue.SimpleQueue[Batch | None]) -> None:
     while (batch := batches.get()) is not None:
-        batch.wait_unless_taken()
+        batch.wait_in_worker()
         del batch  # the next may be long in coming
 
 
 class Batch:
-    """Messages that are waited for together. As a handle, an all-gather is done when they are.
+    """Messages that are waited for together: the handle of an all-gather. See [Note: Who waits for a message].
 
-    Whoever waits first takes it: its user in ``wait()``, or the watcher after the user has asked whether it is
-    finished. So no user waits for a batch that the watcher has not come to. Either waits for a peer as long as
-    :attr:`Activity.limit` says.
+    A wait for a peer takes as long as :attr:`Activity.limit` says.
     """
 
-    def __init__(self, messages: list[Message], watcher: Watcher, control: Control) -> None:
+    def __init__(self, messages: list[Message], worker: Worker, control: Control) -> None:
         self._messages, self._control = messages, control
-        self._watcher: Watcher | None = watcher
-        self._taker: dict[str, object] = {}
-        self._done = threading.Event()
+        self._worker: Worker | None = worker
+        self._lock = threading.Lock()
         self._error: PeerError | None = None
 
     def wait(self) -> None:
-        if self._messages:
-            self.wait_unless_taken()
-            self._done.wait()
+        with self._lock:
+            self._finish()
         if self._error is not None:
             raise self._error
 
     def finished(self) -> bool:
-        """Whether all messages are through (or lost, which ``wait`` tells). A point-to-point operation of gloo knows
-        that only from its own ``wait``, so after the first question the watcher waits."""
-        if self._messages and self._watcher is not None:
-            self._watcher.watch(self)
-        self._watcher = None
-        return not self._messages or self._done.is_set()
+        """Return whether all messages are through (or lost, which ``wait`` raises); has the worker wait for them."""
+        if self._messages and self._worker is not None:
+            self._worker.wait_for(self)
+        self._worker = None
+        return not self._messages
 
-    def wait_unless_taken(self) -> None:
-        """Wait for the messages, unless another thread does."""
-        me = object()
+    def wait_in_worker(self) -> None:
+        """Wait for the messages, unless another thread does; ``wait`` raises what goes wrong."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._finish()
+            finally:
+                self._lock.release()
+
+    def _finish(self) -> None:
         try:
-            # One operation of the dictionary, so that two threads cannot both be first.
-            if self._taker.setdefault("is", me) is not me:
-                return
             limit = self._control.limit
             for message in self._messages:
                 message.wait(limit)
-            self._control.activity.met(self._control.name)
-            self._messages = []
+            if self._messages:
+                self._control.activity.met(self._control.name)
         except PeerError as error:
             self._error = self._control.gave_up(error)
-        except BaseException:  # an interrupt: it can be waited for again
-            if self._taker.get("is") is me:
-                self._taker.clear()
-            raise
-        self._done.set()
+        self._messages = []
 
 
 class _Reduction:
@@ -150,8 +143,8 @@ class _Reduction:
         link, full, own = group.reduce_link, buffer.local, group.part_of(buffer, group.rank)
         kind = "all_reduce" if spread else "reduce_scatter"
         what = f"{kind} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
-        # Tags are taken now, while all ranks are at the same operation. Receives come first, so that what arrives finds
-        # its place; also those of an all-reduce's sums: who sends one has got this rank's part of what it is a sum of.
+        # Tags are taken now, while all ranks are at the same operation. Receives are posted first, so that data has a
+        # place when it arrives; also those of an all-reduce's sums, which peers send once they have this rank's part.
         tag, peers = link.tag(buffer.number), group.others()
         self._received = {peer: group.scratch.take(own.numel(), own.dtype) for peer in peers}
         messages = [link.receive(place, peer, tag, what) for peer, place in self._received.items()]
@@ -159,11 +152,11 @@ class _Reduction:
         self._send_sum: Callable[[], list[Message]] = list
         if spread:
             spread_tag = link.tag(buffer.number)
-            self._sums_come = group.take(link, full, buffer.bounds, spread_tag, what)
-            self._send_sum = partial(group.speak, link, own, spread_tag, what)
+            self._sums_come = group.receive_from_all(link, full, buffer.bounds, spread_tag, what)
+            self._send_sum = partial(group.send_to_all, link, own, spread_tag, what)
         messages += [link.send(group.part_of(buffer, peer), peer, tag, what) for peer in peers]
         self._parts = [self._received.get(rank, own) for rank in range(group.size)]
-        self._slices = Batch(messages, group.watchers[1], group.control)
+        self._slices = Batch(messages, group.workers[1], group.control)
         self._sums: Batch | None = None
 
     def wait(self) -> None:
@@ -173,7 +166,7 @@ class _Reduction:
         return self._group.finished_through(self)
 
     def arrived(self) -> bool:
-        """Do what can be done without waiting; whether nothing is left to wait for."""
+        """Do what can be done without waiting; return whether nothing is left to wait for."""
         return self.done or (self._slices.finished() and self._reduced().finished())
 
     def finish(self) -> None:
@@ -182,7 +175,7 @@ class _Reduction:
         self.done = True
 
     def _reduced(self) -> Batch:
-        """The messages that spread the sums, none for a reduce-scatter; sums first."""
+        """Make the sum, and return the messages that distribute the sums (none for a reduce-scatter)."""
         if self._sums is None:
             group = self._group
             self._slices.wait()
@@ -190,7 +183,7 @@ class _Reduction:
             for place in self._received.values():
                 group.scratch.give(place)
             self._parts, self._received = [], {}
-            self._sums = Batch(self._sums_come + self._send_sum(), group.watchers[1], group.control)
+            self._sums = Batch(self._sums_come + self._send_sum(), group.workers[1], group.control)
         return self._sums
 
 
@@ -220,30 +213,29 @@ class GlooGroup(Group):
         self.reduce_link = Link(reduce, name)
         self.scratch = Scratch()
         self.sum = RankSum()
-        self.watchers = Watcher(), Watcher()
-        """Of gathers and of reductions, which do not wait for each other."""
+        self.workers = Worker(), Worker()
+        """For gathers and for reductions, which do not wait for each other."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def speak(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
+    def send_to_all(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
         """Start to send ``part`` to every other rank."""
         return [link.send(part, peer, tag, what) for peer in self.others()]
 
-    def take(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
+    def receive_from_all(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
         """Start to receive the slices of the other ranks, in place."""
         return [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
 
     def finish_through(self, last: _Reduction) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
         while not last.done:
-            # It leaves the queue when it is finished: who is interrupted in between finishes it again.
             self._reductions[0].finish()
             self._reductions.popleft()
 
     def finished_through(self, last: _Reduction) -> bool:
-        """Whether :meth:`finish_through` would not wait."""
+        """Return whether :meth:`finish_through` would not wait."""
         if last.done:
             return True
         started = list(self._reductions)
@@ -254,10 +246,10 @@ class GlooGroup(Group):
         self.control.barrier()
 
     def close(self) -> None:
-        """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
+        """Drop the receive buffers and threads; the process groups belong to the mesh."""
         self.scratch = Scratch()
-        for watcher in self.watchers:
-            watcher.close()
+        for worker in self.workers:
+            worker.close()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         made = self._private_buffers(specs)
@@ -279,8 +271,8 @@ class GlooGroup(Group):
         what = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         link, own = self._gather_link, self.slice_of(full, self.rank, buffer.bounds)
         tag = link.tag(buffer.number)
-        messages = self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what)
-        return Batch(messages, self.watchers[0], self.control)
+        messages = self.receive_from_all(link, full, buffer.bounds, tag, what) + self.send_to_all(link, own, tag, what)
+        return Batch(messages, self.workers[0], self.control)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
@@ -302,7 +294,7 @@ class GlooGroup(Group):
         messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
         messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
         self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
-        return Batch(messages, self.watchers[1], self.control)
+        return Batch(messages, self.workers[1], self.control)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self.control.broadcast(tensor, src)

@@ -1,44 +1,108 @@
-"""Flat collectives over one group of ranks: the interface and its checks."""
+"""Collectives over flat buffers in one group of ranks, and small exchanges between their hosts: the interface."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import functools
+import math
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.activity import Activity
-from shardwise.core.comm.meeting import NOBODY, Meeting, Party
+from shardwise.core.comm.control import Operation, decode, encode
+from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = ["DONE", "NOBODY", "PHASES", "Bounds", "Buffer", "Group", "Handle", "Party"]
+__all__ = [
+    "DONE",
+    "NO_MODEL",
+    "PHASES",
+    "Bounds",
+    "Buffer",
+    "Group",
+    "Handle",
+    "ModelId",
+    "Summary",
+    "ranks_text",
+    "together",
+]
 
 Bounds = Sequence[int]
-"""Of an array that ranks have parts of: where each rank's part begins, in elements, and the end of the last. A range
-where parts are equal: a table of all ranks for each array would be the largest that a rank has."""
+"""Offsets of the ranks' parts of an array in elements, and the end of the last part. A ``range`` where parts are equal,
+since a table of all ranks for each array would be large."""
 PHASES = ("", "before an update", "after an update")
 """What a fence may be for."""
+EXCHANGE_QUANTUM = 32
+"""Values; an exchange with a purpose is padded to a multiple, so that ranks in different operations still match."""
+LENGTHS = 2**32
+"""A model's number is sent above the number of values."""
+MOST_NAMED = 16
+BITS = 48
+"""Flags per number; integers below 2**53 are exact."""
+FIRST_NUMBERS = 256
+"""Numbers of a rank in the first message of those that are reduced."""
+
+_checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """A model among those that share process groups; sent along, so that ranks never mix up two models' values.
+
+    Attributes:
+        number: of the model in its mesh, from 1, in the order of registration; the same on every rank.
+        name: for messages.
+        advice: what to tell ranks that came to different operations for this model.
+    """
+
+    number: int
+    name: str
+    advice: str = ""
+
+
+NO_MODEL = ModelId(0, "")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All ranks' numbers and flags, reduced.
+
+    Attributes:
+        least, most: minimum and maximum of each value over ranks.
+        anywhere: for each flag, whether any rank has it.
+        alike: whether all ranks have the same values and flags.
+        flags_alike: whether all ranks have the same flags.
+    """
+
+    least: list[float]
+    most: list[float]
+    anywhere: list[bool]
+    alike: bool
+    flags_alike: bool
 
 
 class Buffer:
-    """Memory that a group can exchange; made by :meth:`Group.buffers` and long-lived.
+    """Long-lived memory that a group can exchange, made by :meth:`Group.buffers` or :meth:`Group.shards`.
 
     Attributes:
-        local: 1-D, this rank's memory.
-        peers: the same buffer of every rank, by group rank (``peers[rank]`` what peers see of ``local``); ``()`` when
+        local: this rank's memory, 1-D.
+        peers: the same buffer of every rank, by group rank (``peers[rank]`` is what peers see of ``local``); ``()`` if
             not mapped.
-        number: among the group's, the same on every rank; 0 where the group needs none.
-        bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
+        number: index of the buffer in the group, the same on every rank; 0 where the group needs none.
+        bounds: offsets of the ranks' parts, if they differ in length; ``None``: equal parts.
     """
 
     number = 0
     bounds: Bounds | None = None
     checked: tuple[Bounds, int] | None = None
-    """Bounds that were found to be right, and for how many elements: to look at them takes a look at each rank."""
+    """Bounds that were validated, and for how many elements: validation is a loop over ranks."""
 
     def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
         self.local = local
@@ -46,53 +110,53 @@ class Buffer:
         self._whole = (local, peers)
 
     def resize(self, numel: int, bounds: Bounds | None = None) -> None:
-        """Use the first ``numel`` elements from here on; every rank gives the same before the next operation.
+        """Use the first ``numel`` elements from here on. All ranks do the same before the next operation.
 
         Args:
-            numel: of all of it.
-            bounds: of the ranks' parts of these, unless they are equal; only in a group with :attr:`Group.uneven`.
+            numel: number of elements.
+            bounds: offsets of the ranks' parts, if they differ in length; needs :attr:`Group.uneven`.
 
         Raises:
             ValueError: the buffer was made with fewer elements.
         """
         local, peers = self._whole
         if not 0 <= numel <= local.numel():
-            raise ValueError(f"resize({numel}) of a buffer made with {local.numel()} elements: give at most that")
+            raise ValueError(f"resize({numel}) of a buffer of {local.numel()} elements; give at most that many")
         self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
         self.bounds = bounds
 
     @property
     def capacity(self) -> int:
-        """Elements that it was made with."""
+        """The number of elements that it was made with."""
         return self._whole[0].numel()
 
     def cut_to(self, numels: Sequence[int]) -> None:
-        """For good, of each rank's copy as many elements as ``numels`` says by rank; of what is mapped."""
+        """Shorten a mapped buffer for good, to ``numels[rank]`` elements of each rank."""
         own = next(n for peer, n in zip(self.peers, numels, strict=True) if peer.data_ptr() == self.local.data_ptr())
         self.peers = tuple(peer[:numel] for peer, numel in zip(self.peers, numels, strict=True))
         self.local = self.local[:own]
         self._whole = (self.local, self.peers)
 
     def writable(self) -> bool:
-        """Whether :meth:`wait_writable` would return at once."""
+        """Return whether :meth:`wait_writable` would return at once."""
         return True
 
     def wait_writable(self) -> None:
-        """Block until no peer still reads what was last published here. Call it before writing to ``local`` again."""
+        """Block until no peer reads what was last published here. Call it before writing to ``local`` again."""
 
 
 class Handle(Protocol):
-    """An operation that was started."""
+    """A started operation."""
 
     def wait(self) -> None:
-        """Return when the result is usable on the current stream or in the current thread. May be called again.
+        """Return when the result is usable on the current stream, or in the current thread. Idempotent.
 
         Raises:
             PeerError: a peer died, failed or did not come in time.
         """
 
     def finished(self) -> bool:
-        """Whether :meth:`wait` would return without waiting for a peer; makes progress where it can."""
+        """Return whether :meth:`wait` would return without waiting for a peer; makes progress where it can."""
 
 
 class _Done:
@@ -107,19 +171,18 @@ DONE: Handle = _Done()
 
 
 # [Note: Fences]
-# Where memory is mapped (``one_sided_gather``) a rank reads its peers' shards without their taking part, so nobody may
-# write a shard while somebody reads. The engine divides time with two fences: "before an update", at which every rank
-# comes when it reads no more, also where gathered arrays show the shards themselves; and "after an update", when all
-# have written. In between shards are written and read by their owners alone (engine/values.py). A third one, without a
-# phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
-# of their own, and ranks that have begun different ones may meet here. Where a gather needs its peers a fence does
-# nothing, since who takes part has written.
-class Group(Meeting):
+# Where memory is mapped (``one_sided_gather``) a rank reads its peers' shards while they do something else, so no shard
+# may be written while a peer reads it. The engine divides time with two fences: "before an update", which each rank
+# enters when it no longer reads (also through arrays that map the shards themselves), and "after an update", when all
+# have written. In between, shards are written and read by their owners only (engine/values.py). A third fence, without
+# a phase, frees reused memory (staging). A fence does not wait for reductions, which have counters of their own, so
+# ranks that have started different reductions may enter it. Where gathers need their peers, a fence does nothing.
+class Group(ABC):
     """The ranks of one mesh axis and the collectives among them.
 
-    All ranks start every operation in the same order; only all-gathers of a ``one_sided_gather`` group need no match.
-    Handles are waited for in the order of their start. Tensors are 1-D, contiguous, floating-point and on ``device``;
-    lengths are in elements. One thread at a time may use a group.
+    All ranks start operations in the same order; all-gathers of a ``one_sided_gather`` group need no match. Handles
+    are waited for in the order of their start. Tensors are 1-D, contiguous, floating-point and on ``device``; lengths
+    are in elements. One thread at a time may use a group.
 
     Attributes:
         name: the mesh axis, for messages.
@@ -127,18 +190,20 @@ class Group(Meeting):
         size: ranks in the group.
         device: where buffers live.
         traffic: what this rank has sent in this group.
-        one_sided_gather: all-gathers read the peers' memory without their taking part. Peers must not write to what
+        one_sided_gather: all-gathers read the peers' memory without their participation. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
-        starts_together: an operation that this rank has started and a peer has not may hold up more than itself (what
-            is queued behind it, or the host): where ranks may differ they agree before they start one.
-        waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait. All-gathers
-            are made one after the other, in the order of their start.
-        uneven: ranks' parts of an array may differ in length (:attr:`Buffer.bounds`), in the collectives between such.
-        sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
+        starts_together: an operation that a peer has not started may block later operations or the host, so ranks that
+            may differ agree before they start one.
+        waits_in_queue: ``wait()`` of a handle returns at once and has the device's current stream wait. All-gathers run
+            one after the other, in the order of their start.
+        uneven: collectives support parts of different lengths (:attr:`Buffer.bounds`).
+        sends_slices: a rank can send each peer its slice only (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
         activity: what this rank is doing, for messages.
+        rows_up_to: the most ranks of which each gets all numbers; see [Note: How many ranks an agreement takes].
     """
 
+    rows_up_to = 64
     one_sided_gather = False
     starts_together = False
     waits_in_queue = False
@@ -157,8 +222,9 @@ class Group(Meeting):
     # Buffers
 
     def buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Zero-filled buffers of ``(numel, dtype)`` each. Collective: every rank gives the same specs. What is no
-        floating-point number can be gathered, and not summed.
+        """Return zero-filled buffers of ``(numel, dtype)`` each. Collective: every rank gives the same specs.
+
+        Integers can be gathered, but not reduced.
 
         Raises:
             ValueError: a size is negative.
@@ -167,17 +233,15 @@ class Group(Meeting):
         with ordinary_tensors():
             return self._buffers(specs)
 
-    def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """As :meth:`buffers`, for shards: where the ranks can read them all as one array, :meth:`joined` gives that."""
-        _check_specs(specs)
-        with ordinary_tensors():
-            return self._joint_buffers(specs)
-
     def shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
-        """As :meth:`buffers` or :meth:`joint_buffers`, for this rank's parts of arrays with these bounds.
+        """Make buffers for this rank's parts of arrays with these bounds. Collective, as :meth:`buffers`.
+
+        Args:
+            specs: bounds and dtype of each array.
+            joint: put the parts of all ranks into one mapped array where possible, for :meth:`joined`.
 
         Raises:
-            ValueError: bounds are not those of parts in order, or differ in length where the group is not ``uneven``.
+            ValueError: bounds are not in order, or parts differ in length and the group is not ``uneven``.
         """
         for bounds, dtype in specs:
             self._check_bounds("shards", bounds, bounds[-1], dtype)
@@ -185,10 +249,10 @@ class Group(Meeting):
             return self._shards(specs, joint)
 
     def joined(self, shard: Buffer) -> Tensor | None:
-        """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
+        """Return a zero-copy view of the shards of all ranks in rank order; ``None`` where that is not possible.
 
-        Unlike a gathered copy it shows what the shards become: it must not be read after the next :meth:`fence`. What
-        is written to it is this rank's alone, and lost with the next call.
+        It shows later changes of the shards, unlike a copy, and must not be read after the next :meth:`fence`. Writes
+        to it are private to this rank, and lost with the next call.
         """
         return None
 
@@ -263,18 +327,17 @@ class Group(Meeting):
         return self._all_reduce(full, scale)
 
     def round_(self, shard: Tensor) -> None:
-        """In place, ``shard`` (1-D) becomes what its peers get of it; to be called before it is gathered."""
+        """Quantize ``shard`` (1-D) in place to what its peers will receive. Call it before the shard is gathered."""
         return
 
     def rounded(self, shard: Tensor) -> Tensor:
-        """What :meth:`round_` makes of a copy of ``shard``."""
+        """Return a copy of ``shard`` as :meth:`round_` makes it."""
         shard = shard.clone()
         self.round_(shard)
         return shard
 
     def brought(self, shard: Tensor) -> Tensor:
-        """What a gather brings of ``shard`` (1-D, from its first element on): itself, or, of one that is rounded on its
-        way, a copy."""
+        """Return what a gather delivers of ``shard`` (1-D): itself, or a rounded copy if it is quantized on the way."""
         return shard
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -285,7 +348,7 @@ class Group(Meeting):
         """
         if not 0 <= src < self.size:
             raise ValueError(
-                f"broadcast from rank {src} of {self.size} in group {self.name!r}: give 0..{self.size - 1}"
+                f"broadcast from rank {src} of {self.size} in group {self.name!r}; give 0..{self.size - 1}"
             )
         self.traffic.add("broadcast", tensor.nbytes if src == self.rank and self.size > 1 else 0)
         if tensor.numel():
@@ -293,28 +356,238 @@ class Group(Meeting):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has come here. Host side: it does not wait for device work."""
+        """Return when every rank has called it. Does not wait for device work."""
 
     def fence(self, phase: str = "") -> None:
-        """Return when all ranks' earlier writes into buffers are visible to all and no gather still reads; nothing to
-        do where memory is not mapped. It waits for no reduction (:meth:`Buffer.wait_writable` does), so ranks that have
-        started different ones may meet here.
+        """Return when all ranks' earlier writes into buffers are visible to all, and no gather reads any more.
+
+        Does nothing where memory is not mapped. Does not wait for reductions (:meth:`Buffer.wait_writable` does). See
+        [Note: Fences].
 
         Args:
-            phase: one of :data:`PHASES`; ranks at different ones have lost each other, and are told so.
+            phase: one of :data:`PHASES`; ranks in different phases are out of sync and raise an error.
         """
         return
 
     def close(self) -> None:
-        """Give back communicators and mapped memory. Buffers are unusable afterwards; calling it again does nothing."""
+        """Release communicators and mapped memory. Buffers are unusable afterwards. Idempotent."""
         return
 
-    def reset_traffic(self) -> None:
-        """Start counting from zero."""
-        self.traffic.reset()
+    # Small exchanges between hosts
+    #
+    # [Note: How many ranks an agreement takes]
+    # Up to ``rows_up_to`` ranks, every rank gets every rank's numbers: one small all-gather, and sums that do not
+    # depend on the order of the ranks. With thousands of ranks that would be megabytes each time, and a loop over them
+    # in Python. There ranks get the minimum and maximum of each number and flag by one all-reduce, which is all they
+    # need where the ranks agree, and nearly all exchanges are about values that should be equal. A sum is one more
+    # all-reduce. Only where ranks ask for each other's numbers and these differ does each get all of them. The first
+    # message has the same size for every purpose: ranks in different operations match in it, see that they differ, and
+    # tell each other in words.
 
-    # What a backend provides; arguments are checked and traffic is counted. Only those with ``uneven`` are given
-    # buffers with bounds.
+    def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
+        """Return every rank's ``values`` by rank, as float64 (integers below 2**53 are exact).
+
+        :meth:`summarize` serves more ranks where one number or a flag of all ranks is enough.
+
+        Args:
+            values: this rank's, as many as on every other rank.
+            purpose: what they are, in a few words. Its checksum is sent along, so that ranks that come for different
+                purposes raise an error instead of mixing up values.
+            model_id: the model that they belong to; the same on all ranks.
+
+        Returns:
+            By rank. Rows that are equal may be one object: do not write to them.
+
+        Raises:
+            PeerError: the ranks' purposes, lengths or models differ; says what each rank came for.
+        """
+        if not purpose:
+            self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
+            return self._exchange(values, purpose)
+        if self._by_rows:
+            self.traffic.add("exchange", (self.size - 1) * 8 * _padded(len(values)))
+        return self._host_all_gather(values, purpose, model_id)
+
+    def summarize(
+        self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL, flags: Sequence[bool] = ()
+    ) -> Summary:
+        """Return all ranks' values and flags, reduced: for agreements that do not need each rank's own.
+
+        Args:
+            values: this rank's; none may be NaN.
+            purpose, model_id: as in :meth:`exchange`. Ranks that call that instead are told so.
+            flags: this rank's.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        count = len(values)
+        if not self._by_rows:
+            return self._summed_up([float(value) for value in values], purpose, model_id, flags)
+        packed = pack_bits(flags)
+        self.traffic.add("exchange", (self.size - 1) * 8 * _padded(count + len(packed)))
+        rows = self._host_all_gather([*values, *packed], purpose, model_id)
+        columns = list(zip(*(row[:count] for row in rows), strict=True))
+        words = [row[count:] for row in rows]
+        alike = all(each == words[0] for each in words)
+        union = [functools.reduce(int.__or__, map(int, column)) for column in zip(*words, strict=True)]
+        return Summary(
+            [min(column) for column in columns],
+            [max(column) for column in columns],
+            unpack_bits(union, len(flags)),
+            alike and all(row[:count] == rows[0][:count] for row in rows),
+            alike,
+        )
+
+    def total(
+        self,
+        value: float,
+        purpose: str,
+        model_id: ModelId = NO_MODEL,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[float, list[bool]]:
+        """Return the sum (or maximum) of all ranks' values, and for each number in ``beside`` whether all ranks agree.
+
+        Up to :attr:`rows_up_to` ranks a sum is exact, and rounded once, whatever the order of the ranks.
+
+        Args:
+            value: this rank's, above minus infinity. If any is NaN, so is the result; otherwise infinity wins.
+            purpose, model_id: as in :meth:`exchange`.
+            beside: numbers of this rank to compare between ranks.
+            largest: return the maximum instead of the sum.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        (found,), same = self.totals([value], purpose, model_id, beside, largest)
+        return found, same
+
+    def totals(
+        self,
+        values: Sequence[float],
+        purpose: str,
+        model_id: ModelId = NO_MODEL,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[list[float], list[bool]]:
+        """Do what :meth:`total` does for several values, in as many messages as for one."""
+        count = len(values)
+        if self._by_rows:
+            columns = list(zip(*self.exchange([*values, *beside], purpose, model_id), strict=True))
+            same = [all(each == column[0] for each in column) for column in columns[count:]]
+            return [together(column, largest) for column in columns[:count]], same
+        found = self._summed_up([*map(float, values), *map(float, beside)], purpose, model_id)
+        same = [least == most for least, most in zip(found.least[count:], found.most[count:], strict=True)]
+        if not largest:
+            return self._reduced(list(map(float, values)), "sum", purpose), same
+        # A NaN makes the minimum minus infinity, which no value is.
+        bounds = zip(found.least[:count], found.most[:count], strict=True)
+        return [math.nan if least == -math.inf else most for least, most in bounds], same
+
+    def broadcast_values(self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL) -> list[float]:
+        """Return rank 0's values. Every rank gives as many; nothing more is sent where all are equal.
+
+        Args:
+            values: this rank's.
+            purpose, model_id: as in :meth:`exchange`.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        if self._by_rows:
+            return self.exchange(values, purpose, model_id)[0]
+        own = [float(value) for value in values]
+        if self._summed_up(own, purpose, model_id).alike:
+            return own
+        return self._reduced(own if self.rank == 0 else [-math.inf] * len(own), "max", purpose)
+
+    def exchange_object(self, obj: object, purpose: str = "what all of them have to tell") -> list[Any]:
+        """Return every rank's ``obj`` by rank, after a round trip through JSON (tuples become lists). For rare use.
+
+        Args:
+            obj: this rank's.
+            purpose: as in :meth:`exchange`.
+
+        Raises:
+            TypeError: ``obj`` cannot be written as JSON.
+            PeerError: as :meth:`exchange`.
+        """
+        data = encode(obj)
+        header = 8 * EXCHANGE_QUANTUM if self._by_rows else 0
+        self.traffic.add("exchange", (self.size - 1) * (header + len(data)))
+        return self._all_gather_json(data, purpose)
+
+    def _all_gather_json(self, data: bytes, purpose: str) -> list[Any]:
+        lengths = [int(row[0]) for row in self._host_all_gather([float(len(data))], purpose)]
+        return [decode(each) for each in self._exchange_bytes(data, lengths)]
+
+    @property
+    def _by_rows(self) -> bool:
+        return self.size <= self.rows_up_to
+
+    def _host_all_gather(
+        self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL
+    ) -> list[list[float]]:
+        if not self._by_rows:
+            own = [float(value) for value in values]
+            if self._summed_up(own, purpose, model_id).alike:
+                return [own] * self.size
+            self.traffic.add("exchange", (self.size - 1) * 8 * len(own))
+            return self._exchange(own, purpose)
+        # A message of fixed size comes first, so that ranks in different operations match and can tell each other.
+        sent = _headed(values, purpose, model_id, len(values), EXCHANGE_QUANTUM)
+        rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
+        self._check_same_op(all(row[:2] == sent[:2] for row in rows), purpose, len(values), model_id)
+        if len(sent) > EXCHANGE_QUANTUM:
+            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
+                row.extend(rest)
+        return [row[2 : 2 + len(values)] for row in rows]
+
+    def _summed_up(self, values: list[float], purpose: str, model_id: ModelId, flags: Sequence[bool] = ()) -> Summary:
+        count = len(values) + len(flags)
+        sent = _headed([*values, *map(float, flags)], purpose, model_id, count, FIRST_NUMBERS)
+        least, most = self._extremes(sent[:FIRST_NUMBERS], purpose)
+        self._check_same_op(most[:2] == least[:2], purpose, count, model_id)
+        if len(sent) > FIRST_NUMBERS:
+            further = self._extremes(sent[FIRST_NUMBERS:], purpose)
+            least, most = least + further[0], most + further[1]
+        least, most = (each[2 : 2 + count] for each in (least, most))
+        split = len(values)
+        return Summary(
+            least[:split], most[:split], list(map(bool, most[split:])), least == most, least[split:] == most[split:]
+        )
+
+    def _extremes(self, values: list[float], purpose: str) -> tuple[list[float], list[float]]:
+        """Return the minimum and maximum of all ranks' ``values``; the infinities where one is NaN."""
+        sent = [math.inf if math.isnan(each) else each for each in (*values, *(-value for value in values))]
+        found = self._reduced(sent, "max", purpose)
+        return [-value for value in found[len(values) :]], found[: len(values)]
+
+    def _reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        """Reduce all ranks' ``values`` number by number, with the same bits on every rank; no NaN under "max"."""
+        self.traffic.add("exchange", 2 * (self.size - 1) * 8 * len(values) // self.size)
+        return self._all_reduced(values, operation, purpose)
+
+    def _check_same_op(self, same: bool, purpose: str, count: int, model_id: ModelId) -> None:
+        """Raise PeerError unless ``same``, which is equal on all ranks: they tell each other what they came for."""
+        if same:
+            return
+        came_for = f"{purpose}{f' of {model_id.name}' if model_id.name else ''} ({count} values)"
+        now, of_call = self.activity.now, self.activity.advice
+        own = encode([f"{came_for} while {now}" if now else came_for, of_call, model_id.advice])
+        lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
+        told = [decode(each) for each in self._exchange_bytes(own, lengths)]
+        by_purpose: dict[str, list[int]] = {}
+        for rank, (what, *_) in enumerate(told):
+            by_purpose.setdefault(what, []).append(rank)
+        lines = [f"{ranks_text(ranks)}: {what}" for what, ranks in by_purpose.items()]
+        # A call that some ranks are in explains more than the model's advice.
+        lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
+        raise PeerError(f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}")
+
+    # Backends implement these; arguments are validated and traffic is counted before. Only backends with ``uneven``
+    # get buffers with bounds.
 
     @abstractmethod
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]: ...
@@ -344,34 +617,45 @@ class Group(Meeting):
     def _all_reduce(self, full: Buffer, scale: float) -> Handle: ...
 
     def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
-        """Slice r of ``out`` (of any dtype, as long as ``full``) becomes rank r's slice for this rank."""
-        raise NotImplementedError(f"slices that travel by themselves in {self!r} (sends_slices={self.sends_slices})")
+        """Make slice r of ``out`` (any dtype, as long as ``full``) rank r's slice for this rank."""
+        raise NotImplementedError(
+            f"all_to_all in {self!r}, whose backend has none (sends_slices={self.sends_slices}); use another backend"
+        )
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
 
+    @abstractmethod
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]: ...
+
+    @abstractmethod
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
+
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return [together(column, operation == "max") for column in zip(*self._exchange(values, purpose), strict=True)]
+
     # For backends
 
     def _wire_bytes(self, part: Tensor) -> int:
-        """What it takes to send ``part``."""
+        """Return the bytes that it takes to send ``part``."""
         return part.nbytes
 
     def _scattered_bytes(self, full: Buffer) -> int:
-        """What it takes to send each other rank its part of ``full``."""
+        """Return the bytes that it takes to send each other rank its part of ``full``."""
         own = self._wire_bytes(self.part_of(full, self.rank))
         if full.bounds is None:
             return (self.size - 1) * own
-        return full.local.nbytes - own  # only bytes as they are have parts that differ (``uneven``)
+        return full.local.nbytes - own  # with ``uneven``, which excludes compression
 
     def slice_of(self, full: Tensor, rank: int, bounds: Bounds | None = None) -> Tensor:
-        """Rank ``rank``'s part of a flat tensor, equal ones without ``bounds``, as a view."""
+        """Return rank ``rank``'s part of a flat tensor as a view; parts are equal without ``bounds``."""
         if bounds is not None:
             return full[bounds[rank] : bounds[rank + 1]]
         numel = full.numel() // self.size
         return full.narrow(0, rank * numel, numel)
 
     def part_of(self, full: Buffer, rank: int) -> Tensor:
-        """Rank ``rank``'s part of this rank's copy of ``full``, as a view."""
+        """Return rank ``rank``'s part of this rank's copy of ``full`` as a view."""
         return self.slice_of(full.local, rank, full.bounds)
 
     def _private_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
@@ -385,7 +669,7 @@ class Group(Meeting):
                 full.checked = full.bounds, numel
         elif numel % self.size:
             raise ValueError(
-                f"{operation} over {self.size} ranks: a buffer of {numel} elements cannot be divided evenly; "
+                f"{operation} over {self.size} ranks: a buffer of {numel} elements does not divide evenly; "
                 f"pad it to {numel + -numel % self.size}"
             )
 
@@ -393,20 +677,63 @@ class Group(Meeting):
         lengths = [end - start for start, end in pairwise(bounds)]
         if len(lengths) != self.size or bounds[0] != 0 or bounds[-1] != numel or min(lengths) < 1:
             raise ValueError(
-                f"{operation} over {self.size} ranks: bounds={bounds} for {numel} x {dtype}; give where each part "
-                f"begins, and {numel}, with an element in each part"
+                f"{operation} over {self.size} ranks: bounds={bounds} for {numel} x {dtype}; give the offset of each "
+                f"part, none of them empty, and {numel}"
             )
         if len(set(lengths)) > 1 and not self.uneven:
-            raise ValueError(f"{operation}: parts at bounds={bounds} differ in length, but {self!r} takes equal ones")
+            raise ValueError(f"{operation}: parts at bounds={bounds} differ in length, but {self!r} needs equal parts")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
 
 
+def together(values: Sequence[float], largest: bool) -> float:
+    """Return the sum of numbers, rounded once, so that their order makes no difference; or the largest. NaN wins."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if largest or math.inf in values:
+        return max(values)
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks for a message: the first few, and how many more there are."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"ranks {list(ranks[:MOST_NAMED])}{more}"
+
+
+def _padded(count: int) -> int:
+    return count + 2 + (-count - 2) % EXCHANGE_QUANTUM
+
+
+def _headed(values: Sequence[float], purpose: str, model_id: ModelId, count: int, quantum: int) -> list[float]:
+    """Return the values behind a header that identifies the operation, padded."""
+    sent = [float(_checksum(purpose)), float(model_id.number * LENGTHS + count), *values]
+    return sent + [0.0] * (-len(sent) % quantum)
+
+
+def pack_bits(flags: Sequence[bool]) -> list[float]:
+    """Return flags as exactly representable numbers, :data:`BITS` flags each."""
+    words = []
+    for start in range(0, len(flags), BITS):
+        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
+    return words
+
+
+def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
+    """Return the ``count`` flags that :func:`pack_bits` packed into ``words``."""
+    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
+
+
 def _check_specs(specs: Sequence[tuple[int, torch.dtype]]) -> None:
     for index, (numel, dtype) in enumerate(specs):
         if numel < 0:
-            raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements")
+            raise ValueError(f"buffer {index} is {numel} x {dtype}; give >= 0 elements")
 
 
 def _check_flat(operation: str, name: str, tensor: Tensor) -> None:

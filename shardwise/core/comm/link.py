@@ -1,4 +1,4 @@
-"""Messages from rank to rank over one communicator."""
+"""Point-to-point messages between ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardwise.core.comm.traffic import Traffic
 
 __all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
 
-# gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
-# buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
+# gloo takes non-negative 32-bit tags. A part of each tag is the buffer's number, so that messages of other buffers (of
+# another model) from ranks out of sync never match. Operations half a million apart are never in flight at once.
 TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10
 
 
 class Link:
-    """One communicator: sends and receives with a tag per operation."""
+    """Sends and receives over one communicator, with a tag per operation."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
         self._process_group = process_group
@@ -31,12 +31,12 @@ class Link:
         self._count = 0
 
     def tag(self, buffer: int) -> int:
-        """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
+        """Return an unused tag for an operation on buffer number ``buffer``; the same on every rank."""
         self._count = (self._count + 1) % TAG_RANGE
         return self._count + buffer % BUFFER_RANGE * TAG_RANGE
 
     def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-        """Start to send; ``tensor`` must stay as it is until the message is done."""
+        """Start to send; ``tensor`` must not change until the message is done."""
         return self._start(dist.isend, tensor, peer, tag, f"{what}: sending to rank {peer}")
 
     def receive(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
@@ -53,11 +53,11 @@ class Link:
 
 
 class Message:
-    """One that was started. ``wait`` may be called again, and lets go of the operation.
+    """A started message. ``wait`` is idempotent, and drops the operation.
 
     Attributes:
         what: for errors.
-        arrived: called when it is there; again by the next wait, if it was interrupted.
+        arrived: called when the message is there; again by the next wait after an interrupt.
     """
 
     def __init__(self, work: dist.Work | None, what: str) -> None:
@@ -68,14 +68,14 @@ class Message:
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:
-        """Until it is through.
+        """Return when it is through.
 
         Args:
-            at_most: in place of the communicator's own time-out.
+            at_most: timeout instead of the communicator's.
         """
         if self._work is None:
             return
-        # An interrupt that came during the wait is raised behind it; gloo's would then wait for a second message.
+        # An interrupt during the wait is raised after it; a second wait of gloo would wait for a second message.
         if self._failed is None and not (self._waited and self._work.is_completed()):
             self._waited = True
             try:
@@ -88,7 +88,7 @@ class Message:
         self._work = None
 
     def finished(self) -> bool:
-        """Whether it is known to be done; over gloo that is known of what was waited for."""
+        """Return whether it is known to be done; gloo knows that only of messages that were waited for."""
         return self._work is None or self._work.is_completed()
 
 
@@ -100,63 +100,63 @@ def _lost(what: str, error: Exception) -> PeerError:
 
 
 HEADER = 12
-"""Numbers that say what comes: a dtype, dimensions, their sizes."""
+"""Numbers of a header: dtype, number of dimensions, sizes."""
 NOTHING = -1
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
 
 class Sent:
-    """What is under way to another rank, and stays as it is until then."""
+    """The handle of a send, which keeps its tensors alive."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[Message, Tensor]] = []
 
     def add(self, message: Message, x: Tensor) -> None:
-        """One more."""
+        """Add a message and its tensor."""
         self._messages.append((message, x))
 
     def wait(self) -> None:
-        """Return when it is through. May be called again.
+        """Return when everything is sent. Idempotent.
 
         Raises:
-            PeerError: the peer did not take it.
+            PeerError: the peer did not receive it.
         """
         while self._messages:
             self._messages[0][0].wait()
             self._messages.pop(0)
 
     def finished(self) -> bool:
-        """Whether it is known to be through without waiting."""
+        """Return whether everything is known to be sent, without waiting."""
         while self._messages and self._messages[0][0].finished():
             self._messages.pop(0)
         return not self._messages
 
 
 # [Note: Messages that do not wait for each other]
-# gloo finds a message by its tag. NCCL has no tags: between two ranks a communicator takes messages in the order in
-# which both name them, and one that waits holds up what is behind it. Two ranks that both begin with a send, and
-# receive then, would wait for each other for ever; so would a gradient behind an activation that is taken later. Hence
-# each kind and each direction between two ranks (to a higher rank, to a lower one) has a communicator of its own: there
-# one side only sends and the other only takes. That both name them in one order is the schedules' affair; it holds for
-# each, and a test says so. What a rank waits for has been sent, or waits itself for something earlier in an order that
-# comes to its end (simulate), never for room in a communicator.
+# gloo matches messages by tags. NCCL has no tags: between two ranks, a communicator matches messages in the order in
+# which both issue them, and one that waits blocks those behind it. Two ranks that both send first and then receive
+# would deadlock; so would a gradient behind an activation that is received later. So each kind and each direction
+# between two ranks (to a higher rank, to a lower one) has a communicator of its own, in which one side only sends and
+# the other only receives. The schedules issue both sides in the same order, and a test checks that. A message that a
+# rank waits for has been sent, or waits for an earlier one in an order that ends (simulate), never for room in a
+# communicator.
 #
 # [Note: The first message]
-# torch makes NCCL's communicator of two ranks when both name their first message in a group, and NCCL connects them
-# then: until the peer comes to that message, too, a send holds the host. Ranks of which each sends before it receives,
-# in a circle, would hold each other for ever. So who sends in such an order connects before: the same messages of one
-# element, begun by all ranks in one order of all of them. The first of those that are left is the next one of both its
-# ranks, so no circle can close; later messages hold no host. Only ranks that send each other something are connected,
-# since each communicator takes time to make and tens of MB of a GPU's memory: all pairs of 8 ranks, in two lanes and
-# both ways, would be 28 on each of them.
+# torch makes NCCL's communicator of two ranks at their first message in a group, and NCCL connects them then: a send
+# blocks the host until the peer comes to that message. Ranks that all send before they receive, in a circle, would
+# deadlock. So ranks that send in such an order connect first: by messages of one element, which all ranks issue in one
+# global order. The first remaining message is the next one of both its ranks, so there is no circle; later messages do
+# not block the host. Only ranks that send each other something are connected, since each communicator takes time and
+# tens of MB of GPU memory: all pairs of 8 ranks, in two lanes and both directions, would be 28 per rank.
 class Wire:
-    """Tensors between the ranks of an axis (the stages of a pipeline, those that share sequences), in two lanes
-    (activations and their gradients) that do not hold up each other. One thread uses it.
+    """Point-to-point channel between the ranks of an axis (pipeline stages, or ranks that share sequences).
+
+    It has two independent lanes, for activations and for their gradients. For one thread.
 
     Args:
         name: of the axis, for messages.
-        lanes: over the same ranks: a communicator for each lane, or two, to higher ranks and to lower ones.
-        device: where what is received lies.
+        lanes: communicators over the same ranks: one for each lane, or two (to higher ranks, and to lower ones).
+        device: where received tensors are.
 
     Attributes:
         traffic: what this rank has sent.
@@ -172,21 +172,22 @@ class Wire:
         self.traffic = Traffic()
 
     def compressed(self) -> Wire:
-        """The same wire, whose floating-point messages are in 8 bits: activations, in the first lane, in e4m3, their
-        gradients, in the second, in e5m2. What cannot be written so (fp64, numbers of tokens) travels as it is."""
-        twin = copy.copy(self)  # what is under way is that of both
+        """Return a channel that sends floating-point tensors in 8 bits: activations in e4m3, gradients in e5m2.
+
+        Other dtypes (fp64, token ids) are sent as they are.
+        """
+        twin = copy.copy(self)  # both share what is in flight
         twin._formats = (VALUES, GRADIENTS)
         return twin
 
     def connect(self, messages: Iterable[tuple[int, int, int]]) -> None:
-        """Have messages hold no host of a rank from here on until its peer comes to them, as the first one does over a
-        device's library (see [Note: The first message]); nothing to do over gloo, or a second time.
+        """Connect ranks, so that later messages do not block the host; see [Note: The first message].
 
-        Both ranks of a message give it, and what several ranks give at once they all give at once: before the first of
-        these messages is begun.
+        Does nothing over gloo, or a second time. Both ranks of each message give it, all ranks at the same time, before
+        the first of these messages is sent.
 
         Args:
-            messages: a sender, a receiver and a lane; those of other ranks are passed over.
+            messages: sender, receiver and lane; those of other ranks are ignored.
 
         Raises:
             PeerError: a peer did not come.
@@ -203,15 +204,15 @@ class Wire:
             self._connected.add(message)
 
     def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> Sent:
-        """Start to send; ``x`` is kept until it is through.
+        """Start to send; ``x`` is kept alive until it is sent.
 
         Args:
-            x: any shape and dtype; the peer must know both, unless it is ``described``.
-            peer: its rank in the pipeline.
+            x: any shape and dtype; the peer must know both, unless ``described``.
+            peer: its rank on the axis.
             lane: 0 or 1.
-            tag: of messages to that peer in that lane that are under way, this one alone has it; at most 2^30.
+            tag: unique among messages to that peer in that lane that are in flight; at most 2^30.
             what: for errors.
-            described: its dtype and shape go first.
+            described: send dtype and shape first.
         """
         self._under_way[:] = [each for each in self._under_way if not each.finished()]
         x, sent = x.detach().contiguous(), Sent()
@@ -227,7 +228,7 @@ class Wire:
         return self._formats[lane] if fits else None
 
     def send_nothing(self, peer: int, lane: int, tag: int, what: str) -> None:
-        """To a peer that waits for the description of ``what``: there will be none."""
+        """Tell a peer that waits for the header of ``what`` that nothing will be sent."""
         self._under_way.append(Sent())
         self._describe(self._under_way[-1], torch.full((HEADER,), NOTHING, device="cpu"), peer, lane, tag, what)
 
@@ -243,21 +244,21 @@ class Wire:
         return self._links[lane * self._ways + (upwards and self._ways > 1)]
 
     def receive(self, like: tuple[torch.Size, torch.dtype], peer: int, lane: int, tag: int, what: str) -> Tensor:
-        """What ``peer`` sends with ``tag``.
+        """Receive what ``peer`` sends with ``tag``.
 
         Args:
             like: shape and dtype.
             peer, lane, tag, what: as for :meth:`send`.
 
         Raises:
-            PeerError: it did not come.
+            PeerError: it was not sent.
         """
         x = torch.empty(like[0], dtype=like[1], device=self.device)
         self.begin_receive(x, peer, lane, tag, what).wait()
         return x
 
     def begin_receive(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> Message:
-        """Start to receive into ``x`` (contiguous); it is there when the message was waited for.
+        """Start to receive into ``x`` (contiguous), which is valid after the message's ``wait()``.
 
         Args:
             x: of the shape and dtype that the peer sends.
@@ -272,37 +273,34 @@ class Wire:
         return message
 
     def receive_described(self, peer: int, lane: int, tag: int, what: str) -> Tensor | None:
-        """As :meth:`receive` of what is described; ``None`` where there is nothing (:meth:`send_nothing`)."""
+        """Receive a described tensor; ``None`` after :meth:`send_nothing`."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
         self._link(lane, peer < self._rank).receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
         like = _described(header)
         return None if like is None else self.receive(like, peer, lane, tag, what)
 
     def settle(self) -> None:
-        """Return when all that was sent is through.
+        """Return when all sends are done.
 
         Raises:
-            PeerError: a peer did not take it.
+            PeerError: a peer did not receive one.
         """
         while self._under_way:
             self._under_way[0].wait()
             self._under_way.pop(0)
 
     def forget(self) -> None:
-        """What is under way is nobody's any more: the ranks have lost each other."""
+        """Drop all sends in flight, once the ranks are out of sync."""
         self._under_way.clear()
 
 
 def check_sent(x: Tensor) -> None:
-    """Raises:
-    TypeError: its dtype is none that can be sent.
-    ValueError: it has too many dimensions.
-    """
+    """Raise TypeError for a dtype that cannot be sent, and ValueError for too many dimensions."""
     if x.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"a tensor of {x.dtype} between stages: one of {names} can be sent (torch.view_as_real)")
+        raise TypeError(f"a tensor of {x.dtype} between stages cannot be sent; use one of {names} (torch.view_as_real)")
     if x.dim() > HEADER - 2:
-        raise ValueError(f"a tensor of {x.dim()} dimensions between stages: at most {HEADER - 2} can be sent")
+        raise ValueError(f"a tensor of {x.dim()} dimensions between stages cannot be sent; use at most {HEADER - 2}")
 
 
 def _header(x: Tensor) -> Tensor:

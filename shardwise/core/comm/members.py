@@ -1,13 +1,16 @@
-"""The ranks of an existing process group, which make communicators among themselves without the other ranks.
+"""The ranks of an existing process group, which make communicators among themselves without other ranks.
 
-``torch.distributed.new_group`` wants all ranks of the run. Its variant that its members alone can call names the new
-group by the number of groups that each of them has: a number that differs between ranks of which some belong to more
-groups, so that they never meet, and that comes again once a group was destroyed, so that they meet under the addresses
-of dead ones. Here one member draws a name that nobody has had.
+``torch.distributed.new_group`` needs all ranks of the run. Its variant for members only names the new group by the
+number of groups that each member has. That number differs between ranks of which some belong to more groups, so they
+never meet; and it is reused once a group is destroyed, so they meet at the addresses of dead ranks. Here one member
+draws a unique name.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.base.torch_internals import new_group
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm.errors import UNREACHED, PeerError
-from shardwise.core.comm.open_files import make_room
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -29,47 +32,91 @@ __all__ = [
     "check_alike",
     "made_alone",
     "made_together",
+    "make_room",
     "ranks_of",
     "timeout_s",
     "unbound",
 ]
 
+SPARE = 256
+"""Open files for data loaders, checkpoints and libraries."""
+GROUPS = 3
+"""Communicators over all ranks that a run usually has at most: host exchanges, saves, and the program's own."""
+_told = threading.Event()
+
+
+def make_room(ranks: int) -> None:
+    """Raise the limit of open files (``ulimit -n``) for a gloo communicator, which connects all pairs of ranks.
+
+    Warns:
+        UserWarning: the hard limit is too low, once.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there, endless = _open_files(), resource.RLIM_INFINITY
+    needed = there + ranks + SPARE
+    if soft == endless or soft >= needed:
+        return
+    most = needed if hard == endless else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):  # the system has a lower one of its own
+        most = soft
+    if most < needed and not _told.is_set():
+        _told.set()
+        warn_user(
+            f"a communicator of {ranks} ranks needs as many open files on each; {there} are open, and at most {most} "
+            f"are allowed (ulimit -Hn), so it may fail with 'Too many open files'. Allow "
+            f"{there + GROUPS * ranks + SPARE} on every host (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
+            "of a container), or divide the ranks into smaller groups"
+        )
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:  # not everywhere may a process list them
+        return 0
+
+
 DEFAULT_TIMEOUT_S = 300.0
 
 
 def ranks_of(argument: str, group: object) -> tuple[int, ...]:
-    """World ranks of ``group`` by rank in it; ``None``: of all ranks, or of this process by itself.
+    """Return the global ranks of ``group`` by rank in it; ``None`` means all ranks.
 
     Raises:
-        ValueError: this rank is no member of ``group``, or it is no process group of this run; says ``argument``.
+        ValueError: this rank is not in ``group``, or it is not a process group of this run; names ``argument``.
     """
     several = dist.is_available() and dist.is_initialized()
     if group is None:
         return tuple(range(dist.get_world_size())) if several else (0,)
     if not several:
-        raise ValueError(f"{argument}={group!r:.80} without torch.distributed: start with torchrun, or give None")
+        raise ValueError(
+            f"{argument}={group!r:.80} but torch.distributed is not initialised; start with torchrun, or give None"
+        )
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{argument}={group!r}, which torch gives to ranks outside of a group: rank {dist.get_rank()} is no member "
-            "of it; on every rank give the group that the rank belongs to"
+            f"{argument}={group!r} means that rank {dist.get_rank()} is not a member of the group; on every rank give "
+            "the group that the rank belongs to"
         )
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{argument}={group!r:.80} is no process group: give one of torch.distributed, or None")
+        raise ValueError(f"{argument}={group!r:.80} is not a process group; give one of torch.distributed, or None")
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
     except KeyError:
-        raise ValueError(f"{argument}={group!r:.80} was destroyed, or is of another run: give a living group") from None
+        raise ValueError(
+            f"{argument}={group!r:.80} was destroyed, or is of another run; give an existing group"
+        ) from None
     if dist.get_rank() not in ranks:
         raise ValueError(
-            f"{argument} has ranks {list(ranks)}, and rank {dist.get_rank()} is none of them: on every rank give the "
-            "group that the rank belongs to"
+            f"{argument} has ranks {list(ranks)}, without rank {dist.get_rank()}; on every rank give the group that "
+            "the rank belongs to"
         )
     return ranks
 
 
 def timeout_s(group: dist.ProcessGroup | None = None) -> float:
-    """A group's time-out (default: that of all ranks), which torch keeps in the backend's options and shows nowhere
-    else; 300 s where it has none."""
+    """Return a group's timeout (default: the default group's), from the backend's options; 300 s if it has none."""
     group = group or dist.group.WORLD
     for device_type in ("cpu", "cuda"):
         try:
@@ -81,19 +128,19 @@ def timeout_s(group: dist.ProcessGroup | None = None) -> float:
 
 
 def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -> None:
-    """What the ranks of ``argument`` want is the same, by rank.
+    """Check that all ranks of ``argument`` want the same.
 
     Raises:
-        ValueError: it is not; says what each wants.
+        ValueError: they do not; says what each wants.
     """
     if any(want != wanted[0] for want in wanted):
         told = "; ".join(f"rank {rank}: {want}" for rank, want in zip(ranks, wanted, strict=True))
-        raise ValueError(f"the ranks of {argument} want different things ({told}): give the same on all of them")
+        raise ValueError(f"the ranks of {argument} want different things ({told}); give the same on all of them")
 
 
 @contextmanager
 def unbound(default: Any) -> Iterator[None]:
-    """Inside, the default group is bound to no device: of one that is, all ranks split off a new group."""
+    """Unbind the default group from its device inside the block: torch would have all ranks split off a new group."""
     bound = default.bound_device_id
     if bound is None:
         yield

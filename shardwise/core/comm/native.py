@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.comm.control import Control, Operation, broadcast
+from shardwise.core.comm.control import Control, Operation, all_gather_single, broadcast, reduce_scatter_single
 from shardwise.core.comm.group import Bounds, Buffer, Group, Handle
-from shardwise.core.comm.single import all_gather_single, reduce_scatter_single
 
 __all__ = ["NativeGroup"]
 

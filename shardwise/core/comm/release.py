@@ -1,4 +1,4 @@
-"""Communicators go with what uses them: destroyed on request, or when no user is left, or at the end."""
+"""Release of communicators: on request, when their last user is garbage-collected, and at exit."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from shardwise.core.base.torch_internals import abort_group, group_is_known
 __all__ = ["destroy", "leave_with", "let_go_with"]
 
 WORKER = "pt_gloo_runloop"
-"""What torch calls the threads that run gloo's collectives."""
+"""The name of torch's threads that run gloo's collectives."""
 MOST_S = 5.0
-"""Seconds after which a process ends also if a worker never rests."""
+"""Seconds after which a process ends even if a worker never sleeps."""
 LOOK_S = 4 * sys.getswitchinterval()
-"""Seconds between two looks at them."""
+"""Seconds between two checks."""
 UNKNOWN_S = 0.05
-"""Seconds for workers to rest, where the system does not tell what its threads do."""
+"""Seconds to wait where the system does not tell the states of threads."""
 TASKS = Path("/proc/self/task")
 
 
 # [Note: What is given back, and when]
-# close() gives back at once; otherwise the garbage collector does, when the last user is gone. Then nothing may be said
-# to the peers in a way that waits: each rank collects when it likes. So a communicator is dropped or aborted, not
-# finished, and in shared memory one word is set. At the end of the process nothing is done, since it takes all along. A
-# forked child has copies of all of this and owns none: process numbers are compared before anything is given back.
+# close() releases at once; otherwise the garbage collector does when the last user is gone. Each rank collects garbage
+# at its own time, so nothing may wait for peers then: a communicator is dropped or aborted, not finished, and in shared
+# memory one word is set. At process exit nothing is released. A forked child has copies of all of this and owns
+# nothing: process ids are compared before anything is released.
 def let_go_with(owner: object, process_groups: list[dist.ProcessGroup]) -> None:
-    """Whatever is in ``process_groups`` when ``owner`` is collected is given back then; :func:`destroy` may come first.
+    """Release what is in ``process_groups`` when ``owner`` is garbage-collected, unless :func:`destroy` came first.
 
-    Nothing is communicated, since every rank collects garbage when it likes; not at the end of the process, which takes
-    them along anyway.
+    Nothing is communicated, since every rank collects garbage at its own time. Not at process exit.
     """
     weakref.finalize(owner, _abandon, process_groups, os.getpid()).atexit = False
 
 
 def leave_with(owner: object, words: memoryview, at: int, present: int, gone: int) -> Callable[[], object]:
-    """Once, when ``owner`` is collected or what is returned is called: ``words[at]`` becomes ``gone`` if it is
-    ``present``, so that peers who see it do not wait until their time is over."""
+    """Set ``words[at]`` from ``present`` to ``gone`` once ``owner`` is collected, or the returned function is called.
+
+    Peers see it and need not wait for their timeout.
+    """
 
     pid = os.getpid()
 
@@ -58,7 +59,7 @@ def leave_with(owner: object, words: memoryview, at: int, present: int, gone: in
 
 
 def destroy(process_groups: list[dist.ProcessGroup]) -> None:
-    """Destroy all, and empty the list. Those that torch knows no more are left alone."""
+    """Destroy all process groups that torch still knows, and empty the list."""
     while process_groups:
         group = process_groups.pop()
         if group_is_known(group):
@@ -70,26 +71,26 @@ def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
         group = process_groups.pop()
         if not group_is_known(group):
             continue
-        with contextlib.suppress(RuntimeError):  # a peer that is gone is no news here
+        with contextlib.suppress(RuntimeError):  # a peer may be gone already
             if "gloo" in str(dist.get_backend(group)):
                 dist.destroy_process_group(group)
-            else:  # NCCL may wait for the peers when it is asked to finish, not when it is told to stop
+            else:  # destroying NCCL may wait for peers; aborting does not
                 abort_group(group)
 
 
 # [Note: Workers that are late]
-# A collective of gloo is over for who waits for it when its values are there, and for the worker that ran it a moment
-# later, when it drops the tensors. That takes Python's lock, and a thread that asks for it once Python has begun to
-# finalize is ended in a way that C++ does not allow: the process aborts, after all of its work was done. A program that
-# ends right after `dist.all_reduce(loss)` does that now and then (one in eight on a busy machine, without this package
-# too). So before Python finalizes, all workers have gone to sleep. One that sleeps since before this thread gave the
-# lock away until it came back waits for its next collective, or in one for a peer; one that waits for the lock does
-# not, since it looks again after each switch interval.
+# A collective of gloo ends for its caller when the values are there, and for the worker thread that ran it a moment
+# later, when it drops the tensors. That takes Python's lock, and a thread that requests it once Python has begun to
+# finalize is ended in a way that C++ does not allow: the process aborts after all its work is done. A program that ends
+# right after `dist.all_reduce(loss)` does that now and then (one in eight on a busy machine, also without this
+# package). So Python finalizes only after all workers have gone to sleep. A worker that sleeps from before this thread
+# released the lock until it has it again waits for its next collective or for a peer; a worker that waits for the lock
+# does not sleep that long, since it wakes up after each switch interval.
 def resting() -> dict[str, str] | None:
-    """How often each of gloo's workers has gone to sleep, by thread; ``None`` while one does not sleep."""
+    """Return how often each of gloo's workers has gone to sleep, by thread; ``None`` while one is awake."""
     found = {}
     for task in TASKS.iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if (task / "comm").read_text().strip() == WORKER:
                 status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
                 if status["State"].split()[0] != "S":
@@ -100,13 +101,13 @@ def resting() -> dict[str, str] | None:
 
 @atexit.register
 def let_workers_rest() -> None:
-    """Return when gloo's workers have let go of the tensors of finished collectives."""
+    """Return when gloo's workers have dropped the tensors of finished collectives."""
     if not TASKS.is_dir():
         time.sleep(UNKNOWN_S)
         return
     last, before = time.monotonic() + MOST_S, resting()
     while before != {} and time.monotonic() < last:
-        time.sleep(LOOK_S)  # gives Python's lock away
+        time.sleep(LOOK_S)  # releases Python's lock
         now = resting()
         if now is not None and now == before:
             return

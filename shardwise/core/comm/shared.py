@@ -1,7 +1,7 @@
 """Collectives through shared memory, for CPU ranks of one host.
 
-Every rank maps all its peers' buffers: a gather copies from their memory, a reduction sums it where it is. What ranks
-tell each other are counters, one writer each, in shared cache lines.
+Every rank maps its peers' buffers: a gather copies from their memory, a reduction sums in place. Ranks synchronise by
+counters in shared cache lines, with one writer each.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from shardwise.core.comm.summing import RankSum
 
 __all__ = ["SharedGroup"]
 
-# Waiting: first give the processor away, then sleep ever longer; now and then look whether the peers still live.
+# Waiting: yield first, then sleep with growing intervals; check now and then whether the peers are alive.
 SPINS = 100
-NAP_FIRST_S = 10e-6
-NAP_MAX_S = 200e-6
+SLEEP_FIRST_S = 10e-6
+SLEEP_MAX_S = 200e-6
 CHECK_S = 0.2
 
 # The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
@@ -68,7 +68,7 @@ SYNCS = ("exchange", "fence", "barrier")
 
 
 class _Reduction:
-    """A published reduce-scatter or all-reduce, and how far this rank has come with it."""
+    """A published reduce-scatter or all-reduce, and this rank's progress in it."""
 
     def __init__(self, group: SharedGroup, buffer: SharedBuffer, out: Tensor, scale: float, kind: int) -> None:
         self.group = group
@@ -91,7 +91,7 @@ class _Reduction:
         return not self.advance()
 
     def advance(self) -> list[int]:
-        """Do what can be done without waiting; the ranks that are waited for, none when it is finished."""
+        """Do what can be done without waiting; return the ranks to wait for, none when it is finished."""
         if self.done:
             return []
         if not self._summed:
@@ -103,7 +103,7 @@ class _Reduction:
             missing = self.buffer.behind(REDUCED, self.sequence)
             if missing:
                 return missing
-            # A peer that has summed its slice no longer reads this rank's copy of it, so it may be overwritten.
+            # Peers that have summed their slices no longer read this rank's copies, which may be overwritten.
             self.group.copy_slices(self.buffer.local, self.buffer)
         self.buffer.tell(CONSUMED, self.sequence)
         self.buffer.unfinished = None
@@ -124,12 +124,12 @@ class _Reduction:
 class SharedGroup(Group):
     """Ranks that map each other's buffers.
 
-    All-gathers copy at once and need nothing of the peers, whose shards only change between two fences. Reductions are
-    published when started and done by whoever waits for anything in this group, in the calling thread. Sums are in
-    rank order, the same bits as over gloo.
+    All-gathers copy at once, without the participation of peers, whose shards only change between two fences.
+    Reductions are published when started, and carried out by any wait in this group, in the calling thread. Sums are in
+    rank order, with the same bits as over gloo.
 
     Raises (all methods that wait):
-        PeerError: a rank that is waited for died, closed the group, failed, or did not come within ``timeout_s``.
+        PeerError: a peer died, closed the group, failed, or timed out.
     """
 
     one_sided_gather = True
@@ -139,7 +139,7 @@ class SharedGroup(Group):
         """Collective over the group.
 
         Raises:
-            MappingError: shared memory cannot be had by ``method``, on every rank alike.
+            MappingError: shared memory is not available by ``method``; on every rank.
         """
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self.sum = RankSum()
@@ -182,7 +182,7 @@ class SharedGroup(Group):
         return buffers
 
     def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """In one array each, which all ranks map; a file in /dev/shm, whose size is limited, would be too large."""
+        """Make one array each that all ranks map; only by memfd, since the size of /dev/shm is limited."""
         bounds = [tuple(rank * numel for rank in range(self.size + 1)) for numel, _ in specs]
         made = self._joint([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
         return self._buffers(specs) if made is None else made
@@ -190,7 +190,7 @@ class SharedGroup(Group):
     def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
         made = self._joint(specs) if joint else None
         if made is None:
-            # All ranks' as long as the longest, of which memory is taken for what is used.
+            # All as long as the longest part; memory is used only for what is touched.
             longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
             made = self._buffers(longest)
             for buffer, (bounds, _) in zip(made, specs, strict=True):
@@ -210,7 +210,7 @@ class SharedGroup(Group):
             offset += -(-bounds[-1] * dtype.itemsize // page) * page
         try:
             shared, private = map_joint(self._control, offset)
-        except MappingError:  # on every rank: under strict overcommitment, for one, a second mapping may be too much
+        except MappingError:  # on every rank, for example if strict overcommit forbids a second mapping
             return None
         buffers: list[Buffer] = []
         for (bounds, dtype), start in zip(specs, offsets, strict=True):
@@ -229,16 +229,16 @@ class SharedGroup(Group):
 
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
-        given = self._meet_bytes(encode(own), "which buffers to make")
+        given = self._all_gather_json(encode(own), "which buffers to make")
         for rank, other in enumerate(given):
             if other != given[0]:
                 raise ValueError(
-                    f"buffers() of group {self.name!r}: rank {rank} asks for {other!r:.300} and rank 0 for "
+                    f"buffers() of group {self.name!r}: rank {rank} requests {other!r:.300} and rank 0 "
                     f"{given[0]!r:.300}; give the same specs on every rank"
                 )
 
     def close(self) -> None:
-        """Unmap everything that no tensor outside refers to, and tell the peers that this rank has left."""
+        """Unmap everything that no outside tensor refers to, and tell the peers that this rank has left."""
         if not self._words:
             return
         self._leave()
@@ -261,7 +261,7 @@ class SharedGroup(Group):
         return DONE
 
     def copy_slices(self, out: Tensor, full: SharedBuffer) -> None:
-        """Slice r of ``out`` becomes slice r of rank r's buffer; the own slice is left."""
+        """Copy slice r of rank r's buffer to slice r of ``out``, except the own slice."""
         for rank in self._from_own()[1:]:
             self.slice_of(out, rank, full.bounds).copy_(self.slice_of(full.peers[rank], rank, full.bounds))
 
@@ -274,7 +274,7 @@ class SharedGroup(Group):
     def _publish(self, out: Tensor, buffer: SharedBuffer, scale: float, kind: int) -> Handle:
         if buffer.unfinished is not None:
             raise RuntimeError(
-                f"{buffer.unfinished} is still under way; wait() for its handle before reducing this buffer again"
+                f"{buffer.unfinished} is not finished; wait() for its handle before reducing this buffer again"
             )
         buffer.publish(kind)
         reduction = _Reduction(self, buffer, out, scale, kind)
@@ -288,12 +288,11 @@ class SharedGroup(Group):
     # Agreement
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self._sync(BARRIER, ())
 
     def fence(self, phase: str = "") -> None:
-        """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
-        reduces: reductions have counters of their own."""
+        """Return when every rank has entered a fence of this ``phase``; reductions have counters of their own."""
         self._show()
         self._sync(FENCE, (), PHASES.index(phase))
 
@@ -306,10 +305,10 @@ class SharedGroup(Group):
         return self._control.exchange_bytes(data, lengths)
 
     def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
-        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks.
+        """Arrive, wait for all ranks, and return all values. ``total`` must be equal on all ranks.
 
         Raises:
-            PeerError: a rank did not come in time, had given it up before all had come, or came for something else.
+            PeerError: a rank timed out, gave up before all had come, or came to another operation.
         """
         self._arrived += 1
         arrived = self._arrived
@@ -317,7 +316,7 @@ class SharedGroup(Group):
         body = slot + LINE_WORDS
         mine = self._words[self.rank]
         head = arrived * KINDS + kind
-        mine[slot] = 0  # until all of it is there: an interrupt may leave it so
+        mine[slot] = 0  # until the message is complete
         mine[slot + 1] = total
         if values:
             self._values[self.rank][body : body + len(values)] = memoryview(array("d", values))
@@ -330,11 +329,11 @@ class SharedGroup(Group):
         if missing():
             self.wait_until(missing, _full_name(head, purpose), meeting=True)
         rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
-        # Heads are read behind the values: who writes a slot again takes its head away first.
+        # Heads are read after the values: a rank that rewrites a slot clears its head first.
         heads = [(words[slot], words[slot + 1]) for words in self._words]
         if any(each != (head, total) for each in heads):
             raise self._apart(heads, purpose)
-        mine[STATE] = OPEN  # whoever meets all others has not left them, whatever went wrong before
+        mine[STATE] = OPEN  # a rank that meets all others is in sync again, whatever failed before
         return rows
 
     def _show(self) -> None:
@@ -343,7 +342,7 @@ class SharedGroup(Group):
                 buffer.show()
 
     def _apart(self, heads: Sequence[tuple[int, int]], purpose: str) -> PeerError:
-        """All have arrived, with these heads and totals, which differ."""
+        """Return the error for ranks that arrived with different heads and totals."""
         self.fail()
         own = heads[self.rank]
         others = [rank for rank, each in enumerate(heads) if each != own]
@@ -363,16 +362,16 @@ class SharedGroup(Group):
     # Waiting
 
     def wait_until(self, missing: Callable[[], list[int]], what: str, meeting: bool = False) -> None:
-        """Return when ``missing()`` names no rank; finish what can be finished of the own reductions meanwhile.
+        """Return when ``missing()`` is empty; make progress in the own reductions meanwhile.
 
         Args:
-            missing: the ranks that are waited for.
+            missing: returns the ranks to wait for.
             what: for messages.
-            meeting: they are to come to an exchange, in which ranks that have failed may find each other again: one
-                that has failed itself waits for those that have.
+            meeting: wait for an exchange, in which ranks that have failed get in sync again: a failed rank waits for
+                other failed ranks.
 
         Raises:
-            PeerError: a missing rank is gone, or none came in time.
+            PeerError: a missing rank is gone, or timed out.
         """
         for _ in range(SPINS):
             if not missing():
@@ -380,12 +379,12 @@ class SharedGroup(Group):
                 return
             os.sched_yield()
         started = checked = time.monotonic()
-        nap = NAP_FIRST_S
+        sleep_s = SLEEP_FIRST_S
         while missing():
-            # Peers may wait for this rank's part of an older reduction; doing it here excludes waiting in a circle.
+            # Peers may wait for this rank's part of an older reduction; doing it here prevents a deadlock.
             self._progress()
-            time.sleep(nap)
-            nap = min(2 * nap, NAP_MAX_S)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, SLEEP_MAX_S)
             now = time.monotonic()
             if now - checked >= CHECK_S:
                 checked = now
@@ -409,7 +408,7 @@ class SharedGroup(Group):
         if not waited_for:
             return
         self.fail()
-        if meeting:  # before anything that takes time: ranks that come late have to see it
+        if meeting:  # first, since ranks that come late have to see it
             self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + GIVEN_UP
         self.activity.gave_up(self.activity.now or what)
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
@@ -424,7 +423,7 @@ class SharedGroup(Group):
         return self._control.around(ranks)
 
     def fate(self, rank: int, failed: bool = True) -> str:
-        """What has become of a peer; empty while it lives and may still come, as one that has ``failed`` does not."""
+        """Return what has become of a peer; empty while it may still come. ``failed`` counts failed peers as gone."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
             return f"(process {pid}) died"
@@ -434,20 +433,20 @@ class SharedGroup(Group):
         return "has closed the group" if state == CLOSED else ""
 
     def forget(self, reduction: _Reduction) -> None:
-        """Keep a finished reduction, and so its output, alive no longer."""
+        """Drop a finished reduction, and its reference to the output."""
         self._unfinished.remove(reduction)
 
     def fail(self) -> None:
-        """Let the peers know that this rank will not come, until it has met them again."""
+        """Tell the peers that this rank will not come, until it is in sync with them again."""
         self._words[self.rank][STATE] = FAILED
 
     def _mine(self, buffer: Buffer) -> SharedBuffer:
         if not isinstance(buffer, SharedBuffer) or buffer.group is not self:
-            raise ValueError(f"{buffer!r} was not made by buffers() of {self!r}; only such can be exchanged in it")
+            raise ValueError(f"{buffer!r} was not made by {self!r}; give a buffer of its buffers()")
         return buffer
 
     def _from_own(self) -> list[int]:
-        """All ranks beginning with this one, so that not all ranks read the same memory first."""
+        """Return all ranks from this one on, so that not all ranks read the same memory first."""
         return [(self.rank + step) % self.size for step in range(self.size)]
 
 

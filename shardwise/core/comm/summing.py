@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["TILE_NUMEL", "RankSum"]

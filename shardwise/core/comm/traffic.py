@@ -1,4 +1,4 @@
-"""What a rank sends, counted by kind of operation."""
+"""Counts of what a rank sends, by kind of operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", 
 
 
 class Traffic:
-    """Bytes that this rank sends to others, and calls, by kind.
+    """Bytes that this rank sends to others, and operations, by kind.
 
     Every backend is counted with the bytes that an optimal algorithm sends, so that the same step counts the same
     everywhere. With N ranks and a full buffer of B bytes: all-gather and reduce-scatter (N-1)/N B, all-reduce
@@ -33,11 +33,3 @@ class Traffic:
         """Start counting from zero."""
         self.bytes.update(dict.fromkeys(KINDS, 0))
         self.calls.update(dict.fromkeys(KINDS, 0))
-
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.bytes.values())
-
-    def __repr__(self) -> str:
-        counted = ", ".join(f"{kind}={self.bytes[kind]} in {self.calls[kind]}" for kind in KINDS if self.calls[kind])
-        return f"Traffic({counted or 'nothing sent'})"

@@ -1,6 +1,6 @@
-"""Models that are described without memory, and made one tensor at a time.
+"""Deferred initialisation: models without memory, whose values are made one tensor at a time.
 
-Nothing here knows of chunks or shards: a value is made whole, and whoever asked for it cuts it and drops it.
+Nothing here knows about chunks or shards: each value is made in full, and the caller shards and drops it.
 """
 
 from __future__ import annotations

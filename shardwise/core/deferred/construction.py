@@ -1,10 +1,10 @@
-"""Deferred initialisation: describe a model without memory, then make its values one tensor at a time.
+"""Deferred initialisation: build a model without memory, then make its values one tensor at a time.
 
-Two ways to describe one, and any mix of them:
+There are two ways, which can be mixed:
 
-* ``with deferred_init(): model = build()``. What is done to every tensor is recorded (see
+* ``with deferred_init(): model = build()``. The operations on every tensor are recorded (see
   :mod:`shardwise.core.deferred.record`) and replayed later, so the values equal those of a normal construction bit
-  for bit, whatever the constructors do, and the random generators move as they normally would.
+  for bit, whatever the constructors do, and the random generators advance as usual.
 * ``with torch.device("meta"): model = build()``. Nothing is recorded, so each module's own ``reset_parameters()`` is
   called in the order of ``named_modules()``, as torch's FSDP2 documents. The values equal a normal construction with
   the same seed where constructors initialise through ``reset_parameters()`` alone, in the order of registration.
@@ -53,16 +53,15 @@ __all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Modules built inside have their parameters and buffers on the meta device, ready for :func:`initial_values`.
+    """Build modules with parameters and buffers on the meta device inside the block, for :func:`initial_values`.
 
-    Other tensors of modules (attributes, also in dicts, lists and the like) get their values when the context ends,
-    since nothing would ask for them later. Inside another ``deferred_init()`` it does nothing.
+    Other tensors of modules (attributes, also in dicts and lists) get their values when the block ends, since nothing
+    would request them later. Inside another ``deferred_init()`` it does nothing.
 
     Raises (from the program inside):
         RuntimeError: an operation needs the values of a deferred tensor that cannot be replayed.
 
-    Python that asks for ``device`` inside sees the device that a normal construction would use; ``device="meta"``
-    inside means the CPU.
+    Inside, ``tensor.device`` is the device that a normal construction would use, and ``device="meta"`` means the CPU.
 
     Source: the behaviour of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
     """
@@ -99,7 +98,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside, nothing is recorded, and what was built so far is as if :func:`deferred_init` had ended."""
+    """Record nothing inside the block; what was built so far is as if :func:`deferred_init` had ended."""
     active = recorders()
     for recorder in active:
         recorder.paused = True
@@ -113,7 +112,7 @@ def paused() -> Iterator[None]:
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``model`` is recorded and has no values yet.
+    """Return whether any parameter or buffer of ``model`` is recorded and has no values yet.
 
     A model on the meta device without a record is not deferred in this sense; :func:`initial_values` takes both.
     """

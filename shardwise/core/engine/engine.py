@@ -74,7 +74,7 @@ class Engine:
             self._check_whole()
         self.params, facts = self.partition.params, self.partition.facts
         self.cutting, self.staging = self.partition.cutting, self.partition.staging
-        self.party = mesh.enroll(type(model).__name__)
+        self.party = mesh.register_model(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(
             facts,

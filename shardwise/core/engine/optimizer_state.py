@@ -23,7 +23,7 @@ from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.disk.agreement import agreed
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
-from shardwise.core.optim.taken_state import counted
+from shardwise.core.optim.whole_tensors import counted
 from shardwise.core.parallel.tensor.order import part_of_whole
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import Slot

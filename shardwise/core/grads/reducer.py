@@ -22,7 +22,7 @@ from shardwise.core.base.device import on_stream, record_event, side_stream, wai
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.checks.hyper_parameters import Rider
-from shardwise.core.comm import Buffer, Group, Handle, Party
+from shardwise.core.comm import Buffer, Group, Handle, ModelId
 from shardwise.core.grads.grads import (
     BucketPool,
     ChunkGrads,
@@ -289,14 +289,14 @@ class Reducer:
         mesh: Mesh,
         ledger: Ledger,
         plan: Plan,
-        party: Party,
+        party: ModelId,
         counts: StepCounts,
         events: Events,
         observer: Observer,
     ) -> None:
         self.counts, self._events, self._observer = counts, events, observer
-        self._broadcast = partial(mesh.world.broadcast_values, whose=party)
-        self._summarize = partial(mesh.world.summarize, whose=party)
+        self._broadcast = partial(mesh.world.broadcast_values, model_id=party)
+        self._summarize = partial(mesh.world.summarize, model_id=party)
         self.riders: list[Rider] = []
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap

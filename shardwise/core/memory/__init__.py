@@ -1,5 +1,5 @@
-"""How much of each memory there is, what may be in it, and who holds what: tiers, placement, budgets and accounts.
+"""Memory tiers: placement of chunks, accounts of device memory, the memory trace, and the disk store.
 
-Nothing here moves a tensor. Accounts are asked of those who hold memory whenever they are needed, so that none is kept
-twice; to make room is the holders' work, which they offer the ledger.
+Nothing here moves tensors between tiers. The ledger asks the owners of memory whenever it needs a number, so that no
+count is kept twice; the owners also offer it callbacks that free memory.
 """

@@ -1,6 +1,6 @@
-"""One allocation for everything that is at home in the host's memory, page-locked where a GPU copies from it.
+"""One allocation for everything that is kept in host memory, page-locked where a GPU copies from it.
 
-Tensors are cut from it, not allocated one by one: page-locking is slow, and torch's own pinned allocator rounds every
+Tensors are cut from it instead of allocated one by one: page-locking is slow, and torch's pinned allocator rounds every
 request up to a power of two.
 """
 
@@ -16,11 +16,11 @@ ALIGN_BYTES = 256
 
 
 def host_block(nbytes: int, pin_for: torch.device | None) -> torch.Tensor:
-    """Long-lived host memory: zeroed uint8 of ``nbytes``.
+    """Return long-lived host memory: zeroed uint8 of ``nbytes``.
 
     Args:
-        nbytes: how much.
-        pin_for: page-lock it for this GPU; ``None``, or another device: it is ordinary memory.
+        nbytes: its size.
+        pin_for: page-lock it for this GPU; ``None``, or another device: ordinary memory.
 
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
@@ -35,8 +35,8 @@ class HostArena:
     """Cuts tensors from one block of host memory.
 
     Args:
-        total_bytes: what will be taken in all, each tensor rounded up (:meth:`rounded`).
-        pin_for: page-lock the block for this GPU; ``None``, or another device: it is ordinary memory.
+        total_bytes: the sum of all tensors, each rounded up (:meth:`rounded`).
+        pin_for: page-lock the block for this GPU; ``None``, or another device: ordinary memory.
 
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
@@ -49,18 +49,20 @@ class HostArena:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """What a tensor of ``nbytes`` takes."""
+        """Return the memory that a tensor of ``nbytes`` takes."""
         return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D tensor of ``numel`` elements.
+        """Return a zeroed 1-D tensor of ``numel`` elements.
 
         Raises:
-            RuntimeError: more is taken than was announced.
+            RuntimeError: the arena is full.
         """
         nbytes = numel * dtype.itemsize
         start, stop = self._at, self._at + self.rounded(nbytes)
         if stop > self._block.numel():
-            raise RuntimeError(f"{stop} bytes of host memory are wanted of {self._block.numel()}; report this")
+            raise RuntimeError(
+                f"{stop} bytes do not fit into an arena of {self._block.numel()} bytes of host memory; report this"
+            )
         self._at = stop
         return self._block[start : start + nbytes].view(dtype)

@@ -1,4 +1,4 @@
-"""What holds how much of one device's memory, and the error that says so when it is not enough."""
+"""Accounts of one device's memory, and the error that shows them when memory is not enough."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ REST = "activations and the rest"
 KEPT = "idle arrays"
 
 ADVICE = {
-    "parameter shards": "let parameters be at home on the host (param_host_fraction, offload_param_frac)",
-    "gathered parameters": "keep less gathered (shard_param_frac=1.0), in smaller units, and prefetch less",
-    "gradients": "use smaller chunks, and keep state, with it reduced gradients, on the host (state_host_fraction)",
-    "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",
-    "buffers": "make large masks and tables where they are used, and do not keep them (register_buffer)",
+    "parameter shards": "offload parameters to the host (param_host_fraction, offload_param_frac)",
+    "gathered parameters": "keep fewer parameters gathered (shard_param_frac=1.0), use smaller units, prefetch less",
+    "gradients": "use smaller chunks, and offload state and gradient shards to the host (state_host_fraction)",
+    "masters and optimizer state": "offload it to the host or a disk (state_host_fraction, offload_optim_frac)",
+    "buffers": "compute large masks and tables where they are used instead of keeping them (register_buffer)",
     REST: "use activation checkpointing or a smaller micro-batch",
 }
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device's memory does not suffice. The message holds the accounts.
+    """The device's memory is not enough. The message has the accounts.
 
     Attributes:
-        told: every rank of the group that gathers together raises one, too.
+        told: whether every rank of the group that gathers together raises this error too.
     """
 
     told = False
 
 
 class Ledger:
-    """Accounts of one device's memory, asked from those who hold it, so that nothing can drift.
+    """Accounts of one device's memory, computed by its owners on request, so that no count can drift.
 
     Args:
         device: the device.
-        capacity_bytes: how much may be held; ``None``: unlimited.
+        capacity_bytes: the limit; ``None``: unlimited.
     """
 
     def __init__(self, device: torch.device, capacity_bytes: int | None) -> None:
@@ -48,59 +48,61 @@ class Ledger:
         self._spare: list[Callable[[], None]] = []
         self._rest: Tracker | None = None
         self.peak_bytes = 0
-        """The most that was held at any check; only counted where there is a capacity."""
+        """The peak at any check; counted only if there is a capacity."""
 
     def watch(self, kind: str, held_bytes: Callable[[], int]) -> None:
-        """``held_bytes()`` tells at any time what ``kind`` holds on the device."""
+        """Add an account: ``held_bytes()`` returns at any time what ``kind`` holds on the device."""
         self._holders[kind] = held_bytes
 
     def measure_rest(self, tracker: Tracker) -> None:
-        """``tracker`` sees what is no model data; see :meth:`claim`."""
+        """Let ``tracker`` measure what is not model data; see :meth:`claim`."""
         self._rest = tracker
         self.watch(REST, lambda: tracker.live_bytes)
 
     def expire(self) -> None:
-        """What is no model data may have changed: the next question finds it anew.
+        """Have the next question measure again what is not model data.
 
-        On a GPU that asks the allocator, so it is called where much depends on the answer, and bounded a step: once a
-        gather, once for each unit in each pass, and at the ends of passes. In between only model data changes the
-        accounts, which holders know, and whatever else grew is found at the next such place.
+        On a GPU that calls the allocator, so it happens a bounded number of times a step: once a gather, once for each
+        unit in each pass, and at the ends of passes. In between only the accounts of model data change, and
+        other growth is found at the next such place.
         """
         if self._rest is not None:
             self._rest.expire()
 
     def claim(self, tensor: torch.Tensor | None) -> None:
-        """``tensor`` is model data that a holder accounts for, so that it is not counted with the rest as well."""
+        """Count ``tensor`` as model data only: its owner accounts for it."""
         if self._rest is not None and tensor is not None:
             self._rest.exclude(tensor)
 
     def spare(self, release: Callable[[], None]) -> None:
-        """``release()`` frees what is only kept for speed; called before memory is found to be too small."""
+        """Add a callback that frees memory kept only for speed; called before memory is reported as too small."""
         self._spare.append(release)
 
     def held(self) -> Mapping[str, int]:
-        """Bytes by kind, now."""
+        """Return the bytes by kind now."""
         return {kind: ask() for kind, ask in self._holders.items()}
 
     def model_bytes(self) -> int:
-        """Bytes of everything but :data:`REST`."""
+        """Return the bytes of everything but :data:`REST`."""
         return sum(ask() for kind, ask in self._holders.items() if kind != REST)
 
     def free_bytes(self) -> int | None:
-        """What may still be taken; ``None`` without a limit. What is no model data is as old as the last
-        :meth:`expire` that was followed by a question, and all else as it is."""
+        """Return what may still be allocated; ``None`` without a limit.
+
+        What is not model data is as of the first question after the last :meth:`expire`; the rest is current.
+        """
         return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
 
     def fits(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more can be taken as things are."""
+        """Return whether ``nbytes`` more can be allocated now."""
         free = self.free_bytes()
         return free is None or nbytes <= free
 
     def require(self, nbytes: int, what: str) -> None:
-        """``nbytes`` more are about to be taken for ``what``; 0: what is there must fit.
+        """Make sure that ``nbytes`` more for ``what`` can be allocated; 0: that the present contents fit.
 
         Raises:
-            DeviceMemoryError: they do not fit, even after all that is kept for speed was freed.
+            DeviceMemoryError: they do not fit, even after everything that is kept for speed was freed.
         """
         if self.capacity_bytes is None:
             return
@@ -110,7 +112,7 @@ class Ledger:
             raise DeviceMemoryError(self._message(what + (needs if nbytes else f": {self.device} holds"), total))
 
     def make_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more can be taken, if need be after all that is kept for speed was freed."""
+        """Return whether ``nbytes`` more can be allocated, after freeing what is kept for speed if necessary."""
         if self.capacity_bytes is None:
             return True
         total = sum(self.held().values()) + nbytes
@@ -123,11 +125,15 @@ class Ledger:
         return total <= self.capacity_bytes
 
     def check_peak(self, rest_bytes: int, when: str, total_bytes: int = 0) -> None:
-        """At the highest moment since the last look, what is no model data took ``rest_bytes``, and everything
-        ``total_bytes`` where that is known.
+        """Check a measured peak against the capacity.
+
+        Args:
+            rest_bytes: what was not model data, at its peak since the last check.
+            when: where in the step, for the message.
+            total_bytes: everything, if that is known.
 
         Raises:
-            DeviceMemoryError: with the model data of now that was more than the capacity.
+            DeviceMemoryError: together with the present model data that is more than the capacity.
         """
         if self.capacity_bytes is None:
             return
@@ -141,7 +147,7 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def short_elsewhere(self, group: str, ranks: Sequence[int]) -> DeviceMemoryError:
-        """What this rank raises where others, ``ranks`` of ``group``, have too little."""
+        """Return what this rank raises if other ``ranks`` of ``group`` have too little memory."""
         error = DeviceMemoryError(
             f"ranks {list(ranks)} of {group} have not enough device memory for this pass; see their messages "
             f"(this rank's {self.device} has {size_text(self.free_bytes() or 0)} left)"
@@ -157,5 +163,5 @@ class Ledger:
         return (
             f"{what} {size_text(total)} of a capacity of "
             f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"
-            f"What would help, the largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
+            f"To reduce it, largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
         )

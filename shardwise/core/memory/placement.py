@@ -1,4 +1,4 @@
-"""Which chunk is at home where: a pure function of sizes and shares.
+"""The tier of each chunk: a pure function of sizes and fractions.
 
 Source: ZeRO-Infinity's per-tensor placement (arXiv 2104.07857, section 5) and Gemini's offload fractions, chosen per
 chunk. The chunks of a tier are spread evenly over the model, so that transfers are spread evenly over a step.
@@ -15,24 +15,24 @@ from shardwise.plan import TierPlan
 __all__ = ["Home", "assign_homes", "missed_shares"]
 
 NOTICEABLE = 0.1
-"""A share that is missed by more than this is worth a word."""
+"""A fraction that is missed by more than this is worth a warning."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """The tiers of one chunk: of its parameter shard, of its masters and optimizer state, of its reduced gradient."""
+    """The tiers of one chunk: of its parameter shard, of its masters and optimizer state, and of its gradient shard."""
 
     param: Tier
     state: Tier
 
     @property
     def grad(self) -> Tier:
-        """Gradients wait where their update reads them; for a state on disk that is the host."""
+        """The tier of the gradient shard: where the update reads it, which for a state on disk is the host."""
         return Tier.DEVICE if self.state is Tier.DEVICE else Tier.HOST
 
 
 def _spread(sizes: Sequence[int], share: float) -> list[bool]:
-    """Choose about ``share`` of the total, evenly over the sequence; 0 chooses nothing and 1 everything of any size."""
+    """Choose about ``share`` of the total size, evenly over the sequence; 0 chooses nothing and 1 everything."""
     chosen, seen, taken = [], 0, 0
     for size in sizes:
         seen += size
@@ -52,13 +52,13 @@ def _tiers(sizes: Sequence[int], host: float, disk: float) -> list[Tier]:
 def assign_homes(
     sizes: Sequence[int], fixed: Sequence[bool], plan: TierPlan, trainable: Sequence[bool] | None = None
 ) -> list[Home]:
-    """The home of every chunk.
+    """Return the tiers of every chunk.
 
     Args:
         sizes: bytes of each chunk's parameters, in model order.
-        fixed: chunks whose parameters always stay on the device.
-        plan: the shares; under ``plan.auto`` parameters, gradients and state start on the host, whatever the shares.
-        trainable: chunks that have state and gradients, which the shares of state are shares of; ``None``: all.
+        fixed: whether a chunk's parameters always stay on the device.
+        plan: the fractions; under ``plan.auto`` parameters, gradients and state start on the host.
+        trainable: whether a chunk has state and gradients, which the state fractions refer to; ``None``: all.
     """
     if plan.auto is not None:
         return [Home(Tier.DEVICE if stays else Tier.HOST, Tier.HOST) for stays in fixed]
@@ -77,10 +77,10 @@ def _with_state(sizes: Sequence[int], trainable: Sequence[bool] | None) -> Seque
 def missed_shares(
     sizes: Sequence[int], homes: Sequence[Home], plan: TierPlan, trainable: Sequence[bool] | None = None
 ) -> list[str]:
-    """One line for each share of the plan that whole chunks miss by more than a tenth of all, as few large ones do.
+    """Return a line for each fraction of the plan that whole chunks miss by more than a tenth of the total.
 
     Args:
-        sizes, trainable: what ``homes`` was made from.
+        sizes, trainable: as for :func:`assign_homes`, which returned ``homes``.
     """
     if plan.auto is not None:
         return []
@@ -94,8 +94,8 @@ def missed_shares(
             if total and 0.0 < wanted < 1.0 and abs(held - wanted) > NOTICEABLE:
                 count = sum(w > 0 for w in weights)
                 found.append(
-                    f"{name}={wanted:g}: it is {held:.2g}, because chunks are placed whole and there are {count} of "
-                    "them; make them smaller (min_chunk_size_m, reduce_bucket_size_in_m, or chunk_numel of a packing) "
-                    "to come closer"
+                    f"{name}={wanted:g}, but the actual fraction is {held:.2g}: whole chunks are placed, and there are "
+                    f"{count}. To come closer, make them smaller (min_chunk_size_m, reduce_bucket_size_in_m, or "
+                    "chunk_numel of a packing)"
                 )
     return found

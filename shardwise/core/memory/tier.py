@@ -1,4 +1,4 @@
-"""The three memories that model data may be at home in."""
+"""The three memories that model data can be kept in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Tier"]
 
 
 class Tier(Enum):
-    """Fast and small first. On a CPU the device is an accounted part of the host's memory."""
+    """From fast and small to slow and large. On a CPU the device is an accounted part of host memory."""
 
     DEVICE = "device"
     HOST = "host"

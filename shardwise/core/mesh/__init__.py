@@ -1,8 +1,8 @@
-"""The ranks as named axes, how they were launched, and which device each has.
+"""The device mesh: ranks along named axes, how they were launched, and the device of each.
 
-Who belongs to which group is decided here; how a group sends is ``comm``'s affair. The only room beside
-the commands that reads the environment (``launch``). Nothing here knows of models: one enrols with a name, and gets a
-number.
+The mesh decides which ranks belong to which group; ``comm`` decides how a group sends. Apart from the command line,
+``launch`` is the only module that reads the environment. Nothing here knows about models: a model is registered by name
+and gets an id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How this process was launched. The only module of the library that reads the environment, beside the commands."""
+"""How this process was launched. Apart from the command line, the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.core.base.checked import as_kind, shown
 from shardwise.core.base.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type, short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import UNREACHED, PeerError
+from shardwise.core.mesh.device_assignment import RankDevice, decide, own_index
 from shardwise.core.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
-from shardwise.core.mesh.seats import Seat, decide, own_index
 
 __all__ = [
     "LaunchFacts",
@@ -31,8 +31,8 @@ __all__ = [
     "init_distributed",
     "launched_as",
     "own_device",
+    "rank_device",
     "read_variable",
-    "seat_on",
     "shutdown",
 ]
 
@@ -40,23 +40,23 @@ __all__ = [
 TIMEOUT = timedelta(seconds=300)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
-"""Where one is set, the GPUs that a process sees may be its own."""
+"""If one of them is set, the visible GPUs may be this process's own."""
 
 _meetings = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What torchrun tells a process.
+    """The environment variables of torchrun.
 
     Attributes:
-        launched: whether there was a launcher; otherwise this is one process by itself.
-        rank: among all processes.
+        launched: whether a launcher started this process.
+        rank: rank among all processes.
         world_size: number of all processes.
-        local_rank: among those of this host.
+        local_rank: rank among the processes of this host.
         local_world_size: number of processes of this host.
-        restart_count: how often the launcher has started the processes anew.
-        run_id: the launcher's name for the run.
+        restart_count: how often the launcher has restarted the processes.
+        run_id: the launcher's name of the run.
     """
 
     launched: bool
@@ -69,12 +69,12 @@ class LaunchFacts:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> LaunchFacts:
-        """From torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...).
+        """Read torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...).
 
-        Where the two of a host are not set, Slurm's are taken, if they are of the same rank.
+        If ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are not set, Slurm's are used, if they are of the same rank.
 
         Raises:
-            ValueError: a variable is missing beside others, is no number, or is out of range.
+            ValueError: some variables are missing, not numbers, or out of range.
         """
         found = os.environ if environment is None else environment
         if "RANK" not in found and "WORLD_SIZE" not in found:
@@ -90,7 +90,9 @@ class LaunchFacts:
             ("LOCAL_RANK", local_rank, local_world_size),
         ):
             if not 0 <= value < limit:
-                raise ValueError(f"{name}={value} with a size of {limit}: start this program with torchrun")
+                raise ValueError(
+                    f"{name}={value} in the environment is not in [0, {limit}); start this program with torchrun"
+                )
         return cls(
             launched=True,
             rank=rank,
@@ -106,16 +108,18 @@ def _number(found: Mapping[str, str], name: str, default: int | None) -> int:
     text = found.get(name)
     if text is None:
         if default is None:
-            raise ValueError(f"the environment has no {name}, but others of torchrun's variables: start with torchrun")
+            raise ValueError(
+                f"{name}={text} in the environment, which has other variables of torchrun; start it with torchrun"
+            )
         return default
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} in the environment is not a whole number: start with torchrun") from None
+        raise ValueError(f"{name}={text!r} in the environment is not an integer; start with torchrun") from None
 
 
 def _from_slurm(found: Mapping[str, str], rank: int) -> tuple[int, int] | None:
-    """This task's number on its host and how many are there, where ``srun`` started it as ``rank``."""
+    """Return this task's local rank and local world size, if ``srun`` started it as ``rank``."""
     if "LOCAL_RANK" in found or "LOCAL_WORLD_SIZE" in found or found.get("SLURM_PROCID") != str(rank):
         return None
     own, host = found.get("SLURM_LOCALID", ""), found.get("SLURM_NODEID", "0")
@@ -133,27 +137,27 @@ def _from_slurm(found: Mapping[str, str], rank: int) -> tuple[int, int] | None:
 def init_distributed(
     device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = TIMEOUT
 ) -> torch.device:
-    """Join the other processes, if a launcher started several, and say which device is this process'.
+    """Initialise ``torch.distributed`` if a launcher started several processes, and return this rank's device.
 
     Calling it again, or after ``torch.distributed`` was initialised elsewhere, only returns the device.
 
-    A rank takes the GPU with its number on its host; where it sees fewer, as under Slurm's ``--gpus-per-task=1``, one
-    of those. Before they join, the ranks compare which GPUs these are. Several ranks on one GPU is an error, unless
-    they join over gloo; where no device was asked for, all compute on the CPU then, with a warning.
+    A rank uses the GPU with its local rank, or if it sees fewer (as under Slurm's ``--gpus-per-task=1``) one of those.
+    Before they initialise, the ranks compare which GPUs these are. Several ranks on one GPU are an error, unless the
+    backend is gloo; if no device was given, all ranks then compute on the CPU, with a warning.
 
     Args:
-        device: by default a GPU of its own where every rank has one, else the CPU. A CUDA device without a number gets
+        device: default: a GPU per rank if every rank has one, otherwise the CPU. A CUDA device without an index means
             the rank's own.
-        backend: of the default process group; ``None``: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
-        timeout: how long a rank waits for the others before it gives up.
+        backend: of the default process group; default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
+        timeout: how long a rank waits for the others.
 
     Raises:
-        ValueError: the device does not exist here; on every rank, where several would compute on one GPU or some would
-            on GPUs and others on the CPU, or where hosts cannot reach each other at the addresses that they give out.
+        ValueError: the device does not exist here. On every rank: several ranks would share a GPU, some ranks would use
+            GPUs and others the CPU, or hosts cannot reach each other at the addresses that they advertise.
         PeerError: not all ranks came in time, or some cannot be reached.
 
     Warns:
-        UserWarning: no GPU is used where there are some, and no device was asked for; a task of Slurm trains alone.
+        UserWarning: there are GPUs, no device was given, and none is used; or a Slurm task would train alone.
     """
     facts = LaunchFacts.read()
     if not facts.launched:
@@ -169,7 +173,7 @@ def init_distributed(
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except RuntimeError as error:
             raise PeerError(
-                f"rank {rank} of {size} found the others, but could not connect to all of them: {error}. {UNREACHED}"
+                f"rank {rank} of {size} could not connect to all other ranks: {error}. {UNREACHED}"
             ) from error
         return chosen
     chosen = _device(facts, device)
@@ -181,24 +185,24 @@ def init_distributed(
 
 
 def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: int | None = None) -> None:
-    """Take this process for one of several that no launcher started: torchrun's variables say so from here on.
+    """Set torchrun's environment variables for a process that no launcher started.
 
     Args:
         rank: of this process.
         world_size: number of all processes.
-        host: where rank 0 runs: a name, or an address of IPv4 or IPv6.
-        port: where it listens.
-        local_rank: of this process among those of its host; ``None``: as the environment has it.
+        host: where rank 0 runs: a name, or an IPv4 or IPv6 address.
+        port: where rank 0 listens.
+        local_rank: of this process on its host; ``None``: as in the environment.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ValueError: a number out of range.
-        RuntimeError: the processes have met already, and this one as another.
+        TypeError: an argument has the wrong type.
+        ValueError: a number is out of range.
+        RuntimeError: ``torch.distributed`` is initialised with another rank or world size.
     """
     for name, value in (("rank", rank), ("world_size", world_size)):
-        as_kind(name, value, Integral, "a whole number")
-    as_kind("host", host, str, "the name or address of rank 0's host")
-    as_kind("port", port, (Integral, str), "the number of the port at which rank 0 listens")
+        check_type(name, value, Integral, "a whole number")
+    check_type("host", host, str, "the name or address of rank 0's host")
+    check_type("port", port, (Integral, str), "the number of the port at which rank 0 listens")
     if not 0 <= rank < world_size or not 0 < int(port) < 2**16:
         raise ValueError(
             f"rank={rank}, world_size={world_size}, host={host!r}, port={port!r}: give a rank from 0 to "
@@ -207,8 +211,8 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
     if dist.is_available() and dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
-                f"this process was to be rank {rank} of {world_size}, but has met the others as rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}: launch once, or destroy that process group first"
+                f"rank={rank}, world_size={world_size}, but torch.distributed is initialised with rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}; call this once, or destroy that process group first"
             )
         return
     told = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": int(port)}
@@ -218,59 +222,60 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
 
 
 def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
-    """The one that the launcher names, where torch would meet the other ranks, too."""
+    """Return the rendezvous store of the launcher, which torch would use too."""
     store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"shardwise/{next(_meetings)}", store)
 
 
 def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None, may_share: bool) -> torch.device:
-    """This rank's device, after all have said which they would take."""
+    """Return this rank's device, after all ranks have told which they would choose."""
     refusal: ValueError | None = None
     try:
         chosen = _device(facts, device)
-        told = asdict(seat_on(chosen, facts.rank, None if device is None else str(device)))
+        told = asdict(rank_device(chosen, facts.rank, None if device is None else str(device)))
         told["listener"] = asdict(own_listener(facts.rank, read_variable(INTERFACE)))
     except ValueError as error:
         refusal, told = error, {"refused": str(error)}
-    seats, listeners = [], []
+    devices, listeners = [], []
     for rank, row in enumerate(_exchange(facts, store, told)):
         if "refused" in row and refusal is None:
-            raise ValueError(f"rank {rank} cannot compute where it was asked to: {row['refused']}")
+            raise ValueError(f"rank {rank} cannot use the device that it was given: {row['refused']}")
         if "refused" not in row:
             listeners.append(Listener(**row.pop("listener")))
-            seats.append(Seat(**row))
+            devices.append(RankDevice(**row))
     if refusal is not None:
         raise refusal
     check_listeners(listeners)
-    stays, remark = decide(seats, may_share)
+    stays, remark = decide(devices, may_share)
     if remark is not None and facts.rank == 0:
         warn_user(remark)
     return chosen if stays else torch.device("cpu")
 
 
 def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list[dict[str, Any]]:
-    """What every rank has to tell, by rank. The first one collects, so that the store is asked twice a rank."""
+    """Return every rank's message by rank. Rank 0 collects them, so that each rank reads from the store once."""
     try:
-        store.set(f"seat/{facts.rank}", json.dumps(mine))
+        store.set(f"device/{facts.rank}", json.dumps(mine))
         if facts.rank == 0:
-            everything = [json.loads(store.get(f"seat/{rank}")) for rank in range(facts.world_size)]
-            store.set("seats", json.dumps(everything))
-        found: list[dict[str, Any]] = json.loads(store.get("seats"))
+            everything = [json.loads(store.get(f"device/{rank}")) for rank in range(facts.world_size)]
+            store.set("devices", json.dumps(everything))
+        found: list[dict[str, Any]] = json.loads(store.get("devices"))
         store.set(f"read/{facts.rank}", "")
-        if facts.rank == 0:  # the store may be its own, and what the ranks read may be an error that ends them
+        if facts.rank == 0:  # rank 0 may host the store, and must not end before all ranks have read it
             store.wait([f"read/{rank}" for rank in range(facts.world_size)])
         return found
     except RuntimeError as error:
         raise PeerError(
-            f"rank {facts.rank} of {facts.world_size} waited in vain for the others to start: {error}"
+            f"rank {facts.rank} of {facts.world_size}: not all ranks have started: {error}. Look at the first error of "
+            "the other ranks, and check MASTER_ADDR and MASTER_PORT"
         ) from error
 
 
-def seat_on(device: torch.device, rank: int, asked: str | None = None) -> Seat:
-    """What a rank that computes on ``device``, with its number where it is a GPU, tells the others."""
+def rank_device(device: torch.device, rank: int, asked: str | None = None) -> RankDevice:
+    """Return what a rank that computes on ``device`` (with an index, if it is a GPU) tells the others."""
     on_gpu = device.type == "cuda" and device.index is not None
-    return Seat(
+    return RankDevice(
         rank=rank,
         host=socket.gethostname(),
         asked=asked,
@@ -281,21 +286,21 @@ def seat_on(device: torch.device, rank: int, asked: str | None = None) -> Seat:
 
 
 def _warn_of_tasks() -> None:
-    """``srun`` started several tasks, which know nothing of each other."""
+    """Warn if ``srun`` started several tasks without telling them of each other."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
         warn_user(
-            f"Slurm started {tasks} tasks, but there is no RANK and WORLD_SIZE in the environment: task "
-            f"{os.environ['SLURM_PROCID']} trains alone, as every other; start torchrun or 'shardwise run' once a "
-            "host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables"
+            f"Slurm started {tasks} tasks, but RANK and WORLD_SIZE are not in the environment, so each trains alone "
+            f"(this is task {os.environ['SLURM_PROCID']}). Start torchrun or 'shardwise run' once per host, or set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables"
         )
 
 
 def check_joined() -> None:
-    """Where a launcher started several processes, they must have met before a mesh of all of them is made.
+    """Check that ``torch.distributed`` is initialised if a launcher started several processes.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, so each process would train alone.
+        RuntimeError: it is not, so each process would train alone.
     """
     if dist.is_available() and dist.is_initialized():
         return  # whatever the launcher left in the environment: Lightning's own has WORLD_SIZE and no RANK
@@ -303,20 +308,20 @@ def check_joined() -> None:
     if facts.world_size > 1:
         raise RuntimeError(
             f"WORLD_SIZE={facts.world_size} in the environment, but torch.distributed is not initialised, so rank "
-            f"{facts.rank} would train alone: first call shardwise.init_distributed(), or "
-            "torch.distributed.init_process_group(); where one process alone is meant, give a mesh of one rank, "
-            "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm), or unset WORLD_SIZE"
+            f"{facts.rank} would train alone. Call shardwise.init_distributed() or "
+            "torch.distributed.init_process_group() first; to train in one process, unset WORLD_SIZE, or give "
+            "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm)"
         )
 
 
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:
-    """What this rank takes by itself."""
+    """Return the device that this rank chooses by itself."""
     count = visible_gpus()
     if device is None:
         reason = _why_no_gpu(facts, count)
         if reason is not None:
             if reason and facts.rank == 0:
-                warn_user(f"no GPU is used: {reason}; give device='cpu' where that is meant")
+                warn_user(f"no GPU is used: {reason}; give device='cpu' if that is intended")
             return torch.device("cpu")
         device = "cuda"
     chosen = _named(device)
@@ -324,8 +329,8 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
         return chosen
     if count == 0 or (chosen.index or 0) >= count:
         raise ValueError(
-            f"device {chosen} was asked for, but {count} GPUs are visible to rank {facts.rank} "
-            f"({VISIBLE}={os.environ.get(VISIBLE)!r}), numbered from 0: give 'cuda' for the rank's own, or 'cpu'"
+            f"device={str(chosen)!r}, but {count} GPUs are visible to rank {facts.rank} "
+            f"({VISIBLE}={os.environ.get(VISIBLE)!r}), numbered from 0; give 'cuda' for the rank's own, or 'cpu'"
         )
     return chosen if chosen.index is not None else torch.device("cuda", own_index(facts.local_rank, count))
 
@@ -336,27 +341,28 @@ def _named(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError):
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
-        # A ValueError whatever it is: that is what the other ranks are told of.
-        raise ValueError(f"device={shown(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'")
+        # Always a ValueError, which the other ranks are told about.
+        raise ValueError(
+            f"device={short_repr(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"
+        )
     return _without_number_of_cpu(chosen)
 
 
 def _without_number_of_cpu(device: torch.device) -> torch.device:
-    """``"cpu:0"``, as accelerate calls a rank's CPU, is the device of all tensors there, which have no number."""
+    """Return ``"cpu"`` for ``"cpu:0"``, as accelerate names it: tensors on the CPU have no index."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:
-    """Why a rank that was asked for no device computes on the CPU, ``""`` where that goes without saying; ``None``: it
-    does not."""
+    """Return why a rank without a given device uses the CPU (``""`` if that is obvious), or ``None`` if it does not."""
     if count == 0:
         hidden = os.environ.get(VISIBLE) in ("", "-1", "NoDevFiles")
         there = 0 if hidden else gpus_of_host()
-        return f"the system shows {there}, but torch {torch.__version__} cannot use them" if there else ""
+        return f"the host has {there}, but torch {torch.__version__} cannot use them" if there else ""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_backend() == "gloo":
-        return f"the processes have met over gloo, and {count} GPUs are visible"
+        return f"the process group's backend is gloo, and {count} GPUs are visible"
     fewer = count < facts.local_world_size and not any(name in os.environ for name in BINDINGS)
     if fewer and dist.get_backend() != "nccl":
         return f"{facts.local_world_size} ranks of this host see {count} GPUs"
@@ -364,13 +370,15 @@ def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:
 
 
 def default_device() -> torch.device:
-    """The device that :func:`init_distributed` chooses by itself, once the processes have met."""
+    """Return the device that :func:`init_distributed` chooses, once ``torch.distributed`` is initialised."""
     return _device(LaunchFacts.read(), None)
 
 
 def own_device(device: torch.device) -> torch.device:
-    """``device`` with its number: of a GPU without one, this thread's current one where the program has chosen it (any
-    but the first), else the rank's own. The CPU has none.
+    """Return ``device`` with its index.
+
+    For ``"cuda"`` that is this thread's current GPU if the program has set one (any but the first), otherwise the
+    rank's own. The CPU has no index.
 
     Raises:
         ValueError: there is no GPU.
@@ -383,11 +391,11 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def read_variable(name: str) -> str | None:
-    """A variable of the environment that a published interface reads; ``None`` where it is not set, or empty."""
+    """Return an environment variable that a published interface reads; ``None`` if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def shutdown() -> None:
-    """Leave the default process group, if there is one."""
+    """Destroy the default process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Whether ranks of several hosts reach each other at the addresses that gloo gives out, and what to set where not.
+"""A check that ranks of several hosts can reach each other at the addresses that gloo advertises.
 
-Small messages go over gloo, on GPUs as well. Each rank listens at one address and tells it to the others: that of the
-network interface that ``GLOO_SOCKET_IFNAME`` names, otherwise what its host's name stands for. On many systems that is
-127.0.1.1 (Debian's /etc/hosts), on others nothing, and then gloo takes 127.0.0.1: addresses at which another host finds
-itself. Ranks that connect to one wait for a minute and more, and the error names no cause. So they are compared before.
+Small messages go over gloo, on GPUs as well. Each rank listens at one address and advertises it: that of the network
+interface that ``GLOO_SOCKET_IFNAME`` names, otherwise the address of its host name. On many systems that is 127.0.1.1
+(Debian's /etc/hosts); on others the name has no address, and gloo uses 127.0.0.1. At these addresses every host finds
+itself. Ranks that connect to one wait for more than a minute, and the error names no cause, so they are compared first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Listener:
     """Where one rank listens.
 
     Attributes:
-        rank: its number.
-        host: its host's name.
-        network: what tells the network that it sees from that of any other host, or of another namespace.
-        address: the one that gloo will give out; ``None``: that of an interface that was named.
-        interfaces: the names of those that lead elsewhere.
+        rank: the rank.
+        host: the name of its host.
+        network: identifies its host and network namespace.
+        address: the address that gloo will advertise; ``None``: that of an interface that the user named.
+        interfaces: the names of its network interfaces, without the loopback.
     """
 
     rank: int
@@ -43,14 +43,14 @@ class Listener:
 
 
 def own_listener(rank: int, interface: str | None) -> Listener:
-    """What this rank tells the others; ``interface`` is the value of ``GLOO_SOCKET_IFNAME``.
+    """Return where this rank listens; ``interface`` is the value of ``GLOO_SOCKET_IFNAME``.
 
     Raises:
         ValueError: this host has no such interface.
     """
     try:
         there = [name for _, name in socket.if_nameindex()]
-    except OSError:  # not everywhere may a process list them (sandboxes); then none can be called unknown
+    except OSError:  # sandboxes may forbid to list them; then no name can be called unknown
         there = []
     named = [name.strip() for name in (interface or "").split(",") if name.strip()]
     unknown = [name for name in named if there and name not in there and not _is_alias(name)]
@@ -65,10 +65,10 @@ def own_listener(rank: int, interface: str | None) -> Listener:
 
 
 def check_listeners(listeners: Sequence[Listener]) -> None:
-    """All ranks can reach each other, as far as their addresses tell; the same on each, so that all raise.
+    """Check that all ranks can reach each other, as far as their addresses tell. Every rank gets the same result.
 
     Raises:
-        ValueError: a rank would give out an address that means another host there.
+        ValueError: a rank would advertise a loopback address to other hosts.
     """
     if len({listener.network for listener in listeners}) < 2:
         return
@@ -76,16 +76,15 @@ def check_listeners(listeners: Sequence[Listener]) -> None:
     for each in listeners:
         if each.address is not None and _is_loopback(each.address):
             raise ValueError(
-                f"rank {each.rank} on {each.host} would tell ranks of other hosts to find it at {each.address}, where "
-                f"each host finds itself: {each.host!r} stands for that in its /etc/hosts, or for nothing. On every "
-                f"rank set {INTERFACE} (on GPUs NCCL_SOCKET_IFNAME, too) to the network interface by which the hosts "
-                f"reach each other ({'; '.join(f'{host} has {names}' for host, names in have.items())})"
+                f"rank {each.rank} on {each.host} would advertise {each.address} to other hosts, which is a loopback "
+                f"address: {each.host!r} has that address in its /etc/hosts, or none. On every rank set "
+                f"{INTERFACE} (on GPUs NCCL_SOCKET_IFNAME, too) to the network interface by which the hosts reach each "
+                f"other ({'; '.join(f'{host} has {names}' for host, names in have.items())})"
             )
 
 
 def _is_alias(name: str) -> bool:
-    """Whether ``name`` is a further address of an interface under a label of its own (``eth0:1``), which gloo finds by
-    that label and which the list of interfaces leaves out."""
+    """Return whether ``name`` is an alias of an interface (``eth0:1``), which gloo knows and the list leaves out."""
     if ":" not in name or len(name.encode()) > 15:
         return False
     try:
@@ -103,10 +102,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address() -> str:
-    """What gloo takes where no interface is named: the first address of the host's name that is the host's own."""
+    """Return what gloo uses if no interface is named: the first address of the host name that is the host's own."""
     try:
-        # As bytes: Python would refuse names that are no host names by the letter (a part of 64 characters), which the
-        # system may know all the same.
+        # As bytes: Python refuses names that are formally invalid (a part of 64 characters), which the system may know.
         found = socket.getaddrinfo(os.fsencode(socket.gethostname()), None, type=socket.SOCK_STREAM)
     except OSError:
         return NO_ADDRESS
@@ -121,7 +119,7 @@ def _address() -> str:
 
 
 def _network() -> str:
-    """Processes that see the same one have the same 127.0.0.1."""
+    """Return the identity of this process's network: equal for processes with the same 127.0.0.1."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"

@@ -1,4 +1,4 @@
-"""The ranks as a grid: parts of layers along one axis, shards along another, replicas of them along the third."""
+"""The device mesh: pipeline stages, replicas, shards and tensor-parallel parts as axes of a grid of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardwise.core.comm import (
     GroupMaker,
     LocalGroup,
     Members,
-    Party,
+    ModelId,
     Wire,
     compressed,
     ranks_of,
     timeout_s,
 )
-from shardwise.core.mesh.launch import check_joined, own_device, seat_on
-from shardwise.core.mesh.seats import Seat, check_own_gpus
+from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus
+from shardwise.core.mesh.launch import check_joined, own_device, rank_device
 from shardwise.plan import CommPlan, MeshPlan
 
 __all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Mesh"]
@@ -38,7 +38,7 @@ SECONDARY_AXIS = "secondary"
 TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS = "tp", "pp", "sp"
 MODEL_AXIS = "model_parallel"
 
-# What is said to ranks that did not meet; the groups know nothing of passes.
+# Advice for ranks that came to different operations; the groups know nothing about passes.
 CALLS = "every rank has to make such a call, at the same place among its forward and backward passes"
 PASSES = (
     "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, those of "
@@ -67,35 +67,34 @@ class _Axes:
 
 
 class Mesh:
-    """Ranks and the groups among them: all ranks, or those of one process group.
+    """The groups of this rank along each axis, over all ranks or the ranks of one process group.
 
-    Data-parallel ranks are counted here: rank = replica index * shard ranks + shard index. With tensor or pipeline
-    parallelism each of these is one of a set of ranks that hold one model together, each a part of the layers of a
-    stage; the ranks with other parts and stages count alike.
-    Meshes over disjoint process groups know nothing of each other: each trains a model of its own, or its part of one.
+    ``rank`` and ``size`` count data-parallel ranks: rank = replica index * shard ranks + shard index. With tensor or
+    pipeline parallelism, several ranks hold one model together; each group counts the ranks with the same part and
+    stage. Meshes over disjoint process groups are independent of each other.
 
     Attributes:
         device: where this rank computes.
-        shard: the ranks that hold the shards of one copy of what this rank has a part of.
-        secondary: neighbours among these, which keep a second copy together; ``None`` where none is kept.
+        shard: the ranks that hold the shards of one copy of the parameters.
+        secondary: neighbouring ranks of ``shard`` that keep a second copy together; ``None`` if there is none.
         replicate: the ranks that hold the same shard of different copies.
         world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
-        tensor: the ranks that hold parts of the same layers (tensor parallelism), which see the same data.
-        pipeline: the ranks that hold the stages of one model, which see the same data.
-        everyone: all of the mesh; ``world`` itself where each rank has the whole model.
-        stage: those with layers of the same stage; ``everyone`` itself where there is one.
+        tensor: the ranks that hold parts of the same layers (tensor parallelism); they see the same data.
+        pipeline: the ranks that hold the stages of one model; they see the same data.
+        everyone: all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
+        stage: the ranks of the same pipeline stage; ``everyone`` itself if there is one stage.
         rank: this process in ``world``.
         size: number of ranks in ``world``.
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
         members: the process group that the mesh was made over; ``None``: all ranks.
-        wire: between the ranks of ``pipeline``; ``None`` where there is one.
+        wire: point-to-point channel between the ranks of ``pipeline``; ``None`` if there is one rank.
         sequence: the data-parallel ranks that see parts of the same sequences; neighbours in ``world``.
-        ring: between the ranks of ``sequence``; ``None`` where there is one.
-        model_parallel: the ranks that hold other parts of the same model: those of ``tensor`` and ``pipeline``, or see
-            :meth:`join_model_parallel`.
-        joined: what was given to :meth:`join_model_parallel`; ``None``: nothing.
-        device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` where layers are cut and
-            ``"pp"`` where there are stages; ``None`` without torch.distributed.
+        ring: point-to-point channel between the ranks of ``sequence``; ``None`` if there is one rank.
+        model_parallel: the ranks that hold the other parts of the same model: those of ``tensor`` and ``pipeline``, or
+            the group given to :meth:`join_model_parallel`.
+        joined: the group given to :meth:`join_model_parallel`, or ``None``.
+        device_mesh: torch's ``DeviceMesh`` with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` if ``tp > 1`` and
+            ``"pp"`` if ``pp > 1``; ``None`` without torch.distributed.
     """
 
     def __init__(
@@ -124,24 +123,23 @@ class Mesh:
     def create(
         cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None = None
     ) -> Mesh:
-        """Divide the ranks of a process group by ``plan``. Collective over that group alone.
+        """Divide the ranks of a process group by ``plan``. Collective over that group only.
 
-        Without torch.distributed it is a mesh of one rank; under a launcher of several, only where the plan asks for
-        one (``dp_shard=1, dp_replicate=1``). Ranks wait for each other as long as the group's time-out says (300 s if
-        it does not).
+        Without torch.distributed it is a mesh of one rank; if a launcher started several processes, only for a plan of
+        one rank (``dp_shard=1, dp_replicate=1``). Ranks wait for each other as long as the group's timeout (300 s if
+        it has none).
 
         Args:
-            plan: how.
+            plan: the sizes of the axes.
             device: where this rank computes; ``"cuda"`` is the rank's own GPU.
             comm: how the ranks communicate.
-            group: one that this rank belongs to, in the order of its ranks; other ranks may give others, which this one
-                needs to know nothing of. ``None``: all ranks.
+            group: a process group that this rank belongs to; other ranks may give other groups. ``None``: all ranks.
 
         Raises:
-            ValueError: this rank is no member of ``group``; the plan does not fit the number of ranks, or differs
-                between them; ``comm.shared_memory`` is True where memory cannot be shared; two ranks that have not met
-                over gloo alone would compute on one GPU, which every rank is told.
-            RuntimeError: a launcher started several processes, which have not met.
+            ValueError: this rank is not in ``group``; the plan does not fit the number of ranks, or differs between
+                them; ``comm.shared_memory`` is True where memory cannot be shared; or two ranks would share a GPU
+                under a backend other than gloo. Every rank raises it.
+            RuntimeError: a launcher started several processes, and torch.distributed is not initialised.
         """
         device = own_device(torch.device(device))
         with on_device(device):  # torch makes communicators, and talks through them, for the current GPU
@@ -159,7 +157,7 @@ class Mesh:
             names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS)
             shard, replicate, one, tensor, pipeline, sequence = (LocalGroup(name, device) for name in names)
             return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, one, sequence), None, None, ranks)
-        # Told before it is raised: the others may want something that can be, and would wait.
+        # Exchanged before it is raised: other ranks may want something valid, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
         wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
         if sizes.dp_outside:
@@ -175,12 +173,12 @@ class Mesh:
             if members is None:
                 _told(refusal, lambda: maker.agree("this mesh", wanted))
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
-                rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
-                check_own_gpus([Seat(**row) for row in rows])
+                rows = maker.tell(asdict(rank_device(device, dist.get_rank())))
+                check_own_gpus([RankDevice(**row) for row in rows])
             mesh = cls.among(ranks, sizes, maker)
             mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
             if len(ranks) > 1:
-                maker.tell(None)  # who closes a group while a peer still connects to it fails the peer
+                maker.tell(None)  # a rank that closes a group while a peer still connects to it fails the peer
             return mesh
         except BaseException:
             maker.close()
@@ -188,11 +186,11 @@ class Mesh:
 
     @classmethod
     def among(cls, ranks: tuple[int, ...], sizes: MeshPlan, maker: GroupMaker) -> Mesh:
-        """The groups that ``maker`` makes, without torch's mesh. Collective as :meth:`GroupMaker.make`.
+        """Make the groups with ``maker``, without torch's mesh. Collective as :meth:`GroupMaker.make`.
 
         Args:
             ranks: world ranks.
-            sizes: how they are divided; resolved.
+            sizes: the resolved sizes of the axes.
             maker: closed with the mesh.
         """
         grid = _grid(ranks, sizes)
@@ -201,52 +199,55 @@ class Mesh:
         return cls(axes, maker, None, own)
 
     def join_model_parallel(self, group: dist.ProcessGroup, shared_memory: bool | None = None) -> None:
-        """Name the ranks that hold the other parts of this rank's model, one of each of its data-parallel groups.
+        """Register the ranks that hold the other parts of this rank's model, one of each data-parallel group.
 
-        Norms of gradients, and with them whether a step overflowed, are agreed with them from here on. Collective over
-        ``group``; every rank of the mesh calls it, each with its own.
+        From here on gradient norms and overflows are agreed on with them. Collective over ``group``; every rank of the
+        mesh calls it, each with its own group.
 
         Args:
             group: those ranks and this one.
             shared_memory: as in :class:`~shardwise.plan.CommPlan`.
 
         Raises:
-            ValueError: this rank is no member, or another rank of this mesh is one: it would be counted twice.
-            RuntimeError: it was called with other ranks before, or the mesh divides models itself.
+            ValueError: this rank is not in ``group``, or another rank of this mesh is and would be counted twice.
+            RuntimeError: it was called with other ranks before, or the mesh has ``tp > 1`` or ``pp > 1``.
         """
         if self.tensor.size * self.pipeline.size > 1:
             raise RuntimeError(
-                f"the mesh divides models itself (tp={self.tensor.size}, pp={self.pipeline.size}): leave that to it, "
-                "or give the group with tp=1 and pp=1"
+                f"the mesh has model-parallel axes of its own (tp={self.tensor.size}, pp={self.pipeline.size}); leave "
+                "this call out, or use tp=1 and pp=1"
             )
         ranks = ranks_of("model-parallel group", group)
         if self._parts is not None:
             if self._parts == ranks:
                 return
             raise RuntimeError(
-                f"the mesh has the model-parallel group of ranks {list(self._parts)}, not {list(ranks)}: give that one"
+                f"the mesh already has the model-parallel group of ranks {list(self._parts)}, not {list(ranks)}; give "
+                "the same group again, or make a new mesh"
             )
         shared = sorted({*ranks} & {*self.ranks} - {dist.get_rank()})
         if shared:
             raise ValueError(
                 f"the model-parallel group of ranks {list(ranks)} and the data-parallel one of ranks "
-                f"{list(self.ranks)} share ranks {shared} beside rank {dist.get_rank()}: give groups that cross"
+                f"{list(self.ranks)} share ranks {shared} besides rank {dist.get_rank()}; give groups that cross"
             )
         with on_device(self.device):
             members = Members(group, "the model-parallel group", MODEL_AXIS)
             maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
-            self._makers.append(maker)  # first: what it made is closed even if the rest fails
+            self._makers.append(maker)  # first, so that it is closed even if the rest fails
             self.model_parallel = self.joined = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
-    def enroll(self, name: str) -> Party:
-        """A model that will use the groups. Every rank enrols the same ones in the same order."""
+    def register_model(self, name: str) -> ModelId:
+        """Return the id of a model that will use the groups. All ranks register the same models in the same order."""
         self._parties += 1
-        return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
+        return ModelId(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
 
     def with_sums_in(self, numbers: str | None) -> Mesh:
-        """As who moves gradients sees it: what goes over the axes of shards and replicas is in such ``numbers`` (of
-        :data:`FORMATS`); ``None``: this one."""
+        """Return a copy whose shard and replicate groups send gradients in the format ``numbers`` (of :data:`FORMATS`).
+
+        ``None`` returns this mesh.
+        """
         if numbers is None:
             return self
         twin, (_, format_) = copy.copy(self), FORMATS[numbers]
@@ -254,27 +255,27 @@ class Mesh:
         return twin
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Around what all ranks have to call ("saving checkpoint 'x'"): errors of ranks that do not meet tell it."""
+        """Name a collective call ("saving checkpoint 'x'") inside the block, for errors of ranks out of sync."""
         return self.world.activity.doing(what, CALLS)
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints, and writes what is written once."""
+        """Whether this is the rank that prints, and writes what is written once (rank 0 of the mesh)."""
         return self.everyone.rank == 0
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or sets of them, see different data."""
+        """How many ranks, or sets of ranks, see different data."""
         return self.size // self.sequence.size
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank is, or belongs to."""
+        """The index of this rank, or of its set, among those."""
         return self.rank // self.sequence.size
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The different groups, each once (traffic is summed over these)."""
+        """The distinct groups, each once (traffic is summed over these)."""
         found: list[Group] = []
         every = [self.shard, self.replicate, self.world, self.everyone, self.stage, self.model_parallel, self.secondary]
         every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
@@ -284,24 +285,24 @@ class Mesh:
         return tuple(found)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes sent by this rank in all groups, by kind."""
+        """Return the bytes that this rank has sent in all groups, by kind."""
         kinds = self.world.traffic.bytes
         counted = [group.traffic for group in self.groups]
         counted += [wire.traffic for wire in (self.wire, self.ring) if wire is not None]
         return {kind: sum(each.bytes[kind] for each in counted) for kind in kinds}
 
     def reset_traffic(self) -> None:
-        """Start counting from zero in all groups."""
+        """Reset the counts of all groups."""
         for group in self.groups:
-            group.reset_traffic()
+            group.traffic.reset()
         for wire in filter(None, (self.wire, self.ring)):
             wire.traffic.reset()
 
     def close(self) -> None:
-        """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing, nor
-        does a forked child's copy."""
+        """Release mapped memory and communicators, as when the mesh is garbage-collected. Idempotent; does nothing in a
+        forked child."""
         if os.getpid() != self._process:
-            return  # what it would close is its parent's
+            return  # the groups are the parent's
         for group in self.groups:
             group.close()
         for maker in self._makers:
@@ -315,17 +316,19 @@ class Mesh:
 
 
 def _resolved(plan: MeshPlan, device: torch.device, comm: CommPlan, size: int) -> tuple[MeshPlan, ValueError | None]:
-    """The plan with its sizes, or as it is with what is wrong."""
+    """Return the plan with its sizes, or the plan itself and what is wrong with it."""
     try:
         if comm.shared_memory and device.type != "cpu":
-            raise ValueError(f"shared_memory=True with device {device}: it serves CPU ranks; give None or False")
+            raise ValueError(
+                f"shared_memory=True with device {device}: shared memory is for CPU ranks; give None or False"
+            )
         return plan.resolve(size), None
     except ValueError as error:
         return plan, error
 
 
 def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
-    """What ``meet`` gives, which tells the other ranks; then this rank's own refusal is raised."""
+    """Return the result of ``meet``, which tells the other ranks; then raise this rank's own refusal."""
     try:
         found = meet()
     except ValueError:
@@ -346,7 +349,7 @@ def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
 
 
 def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
-    """This rank's groups, of ranks as ``[stage, replica, shard, part]``, of which ``sp`` share sequences."""
+    """Make this rank's groups, from ranks as ``[stage, replica, shard, part]`` of which ``sp`` share sequences."""
     stages, replicas, shards, parts = grid.shape
     shard = maker.make(SHARD_AXIS, _along(grid, 2))
     replicate = maker.make(REPLICATE_AXIS, _along(grid, 1))
@@ -386,7 +389,7 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
 
 
 def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group | None:
-    """The ranks that keep a second copy together. With all that shard, the first one would be as good."""
+    """Make the group that keeps a second copy together; ``None`` if it would be one rank or the whole shard group."""
     if sizes.secondary is None or sizes.dp_shard == 1:
         return None
     number = _on_each_host(maker, _along(grid, 2)) if sizes.secondary == "host" else sizes.secondary
@@ -398,7 +401,7 @@ def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group 
 
 
 def _on_each_host(maker: GroupMaker, lines: list[list[int]]) -> int | None:
-    """The most neighbours, of each line as many, that are on one host; ``None``: one. Collective."""
+    """Return the largest number of neighbours in each line that are on one host; ``None`` for 1. Collective."""
     hosts, size = maker.hosts(), len(lines[0])
 
     def fits(number: int) -> bool:
@@ -410,14 +413,14 @@ def _on_each_host(maker: GroupMaker, lines: list[list[int]]) -> int | None:
 
 
 def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:
-    """The lines of ranks along one dimension, or the planes of several."""
+    """Return the lines of ranks along one dimension, or the planes of several."""
     ends = tuple(range(-len(dims), 0))
     lines: list[list[int]] = grid.movedim(dims, ends).flatten(-len(dims)).flatten(0, -2).tolist()
     return lines
 
 
 def _device_mesh(maker: GroupMaker, members: Members | None, grid: torch.Tensor) -> DeviceMesh:
-    """torch's, with a group an axis; over members of the kind that their own is."""
+    """Return torch's mesh with a group per axis, with the backend of the members' own group."""
     every = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
     dims = [dim for dim, name in enumerate(every) if grid.shape[dim] > 1 or name in (REPLICATE_AXIS, SHARD_AXIS)]
     names = tuple(every[dim] for dim in dims)

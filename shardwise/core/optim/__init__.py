@@ -1,16 +1,13 @@
-"""The Adam family, on torch's fused kernels, in tiles, without a compiler; and what any torch optimizer is like.
+"""The Adam family, LAMB, Lion and Muon on torch's kernels, and what is known about any torch optimizer.
 
-The second is for those who step or load others' optimizers: whether elements are updated apart (``element_wise``),
-which state a class makes, and when (``state_form``). Nothing here knows of chunks, shards or ranks: all of these work
-on plain parameters, too.
+``element_wise`` finds out whether an optimizer updates each element on its own, ``state_form`` which state its class
+makes, and when. Nothing here knows about chunks, shards or ranks: everything works on plain parameters too.
 """
 
 from __future__ import annotations
 
-from shardwise.core.optim.adam import CPUAdam, FusedAdam
+from shardwise.core.optim.adam import CPUAdam, FusedAdam, HybridAdam
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, adam_reference
-from shardwise.core.optim.hybrid_adam import HybridAdam
-from shardwise.core.optim.offload import MomentStore
 
 __all__ = [
     "AdamRule",
@@ -19,6 +16,5 @@ __all__ = [
     "CPUAdam",
     "FusedAdam",
     "HybridAdam",
-    "MomentStore",
     "adam_reference",
 ]

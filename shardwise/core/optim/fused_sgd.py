@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import as_params
+from shardwise.core.base.validate import as_params
 from shardwise.core.optim.whole_tensors import check_least
 
 __all__ = ["FusedSGD"]

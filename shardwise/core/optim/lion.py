@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import as_params, number
+from shardwise.core.base.validate import as_params, number
 
 __all__ = ["Lion"]
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.base.checked import as_params
-from shardwise.core.optim.taken_state import counted
+from shardwise.core.base.validate import as_params
 
-__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least"]
+__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "counted"]
 
 
 def as_computed(value: Tensor) -> Tensor:
@@ -33,6 +32,22 @@ def check_least(name: str, value: Any, least: float = 0.0, most: float = float("
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
         raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")
+
+
+def counted(full: dict[str, Any]) -> dict[str, Any]:
+    """A state of an optimizer that counts steps by group (apex's and ColossalAI's fused ones), with the count in the
+    state of each parameter; another one itself. What is given stays as it is."""
+    groups = full.get("param_groups") or ()
+    if not any("step" in group for group in groups):
+        return full
+    state, own = dict(full["state"]), []
+    for group in groups:
+        for number in group["params"]:
+            entry = state.get(number)
+            if entry and "step" not in entry and group.get("step") is not None:
+                state[number] = entry | {"step": int(group["step"])}
+        own.append({key: value for key, value in group.items() if key != "step"})
+    return {**full, "state": state, "param_groups": own}
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):

@@ -16,8 +16,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from shardwise.core.comm import Group, Handle, Party, PeerError
-from shardwise.core.comm.meeting import Summary, ranks_text
+from shardwise.core.comm import Group, Handle, ModelId, PeerError, Summary, ranks_text
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
@@ -86,7 +85,7 @@ class GatherLog:
         self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
         self.last.append(chunk)
 
-    def make_up(self, group: Group, party: Party, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
+    def make_up(self, group: Group, party: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
         """Issue the gathers that another rank of ``group`` has issued and this one has not. Collective.
 
         Where waits are queued nothing waits for them before :meth:`wait_made_up`, because what other ranks wait for
@@ -111,7 +110,7 @@ class GatherLog:
         while self._scratch:
             arrays.give(self._scratch.popitem()[1])
 
-    def _missing(self, group: Group, party: Party) -> list[int]:
+    def _missing(self, group: Group, party: ModelId) -> list[int]:
         counts = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
         if counts.least == counts.most:
             return []
@@ -242,7 +241,9 @@ class GatherAgreement:
         sources: homes of the chunks; the ranks must hold the same secondary shards (see [Note: Secondary shards]).
     """
 
-    def __init__(self, group: Group, ledger: Ledger, units: int, party: Party, sources: Sequence[ShardSource]) -> None:
+    def __init__(
+        self, group: Group, ledger: Ledger, units: int, party: ModelId, sources: Sequence[ShardSource]
+    ) -> None:
         self.group, self.ledger, self._units, self._party = group, ledger, units, party
         self.secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None

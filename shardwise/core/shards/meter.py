@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.base.torch_internals import current_graph_task
-from shardwise.core.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.core.memory.ledger import REST, Ledger
-from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase
+from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
 from shardwise.core.memory.trace.tracker import Tracker, make_tracker
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.pool import ChunkPool

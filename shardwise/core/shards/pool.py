@@ -22,7 +22,7 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.modes import ordinary_tensors
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.torch_internals import current_graph_task, storage_id
-from shardwise.core.comm import DONE, NOBODY, Group, Handle, Party, PeerError
+from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
@@ -47,7 +47,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # operations allocate is counted for one thread.
 # * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
-# * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
+# * shardwise-gloo-worker     messages, nothing else; see [Note: Who waits for a message]
 # The first of these never takes the lock, and nothing that holds the lock waits for it.
 def locked(method: Method) -> Method:
     """Decorate a method so that it holds its object's ``lock`` and defers Ctrl-C while it runs."""
@@ -159,7 +159,7 @@ class ChunkPool:
         ledger: Ledger,
         limits: GatherLimits,
         events: Events,
-        party: Party = NOBODY,
+        party: ModelId = NO_MODEL,
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
         count = 1 + max((u.index for u in units), default=-1)

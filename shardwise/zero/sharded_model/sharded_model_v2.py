@@ -20,7 +20,7 @@ from shardwise.core.base.device import numbered, total_bytes
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.ledger import REST
-from shardwise.core.memory.trace.dump import dump_memory_stats
+from shardwise.core.memory.trace.picture import dump_memory_stats
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.session import Session, build

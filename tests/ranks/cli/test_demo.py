@@ -135,7 +135,7 @@ BAD = [
     ("--width 10 --heads 4", "--width 10"),
     ("--learning-rate nan", "--learning-rate nan"),
     ("--seed -1", "--seed -1: give a number from 0"),
-    ("--device-memory lots", "--device-memory: 'lots' is no size"),
+    ("--device-memory lots", "--device-memory: 'lots' is not a size"),
     ("--plugin ddp --device-memory 64MiB", "--plugin ddp with --device-memory"),
     ("--offload-optim nan", "--offload-optim nan: give a share"),
     ("--nvme-optim 0.5", "--nvme-dir"),

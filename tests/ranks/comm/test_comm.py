@@ -236,7 +236,7 @@ def polled(kind: str) -> None:
             handles.append(group.all_gather(gathered, shard))
             while not all(handle.finished() for handle in reversed(handles)):
                 time.sleep(0)  # a handle that never finishes is ended, and shown, by the pool
-                watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-watcher"}
+                watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-worker"}
             for handle in handles:
                 handle.wait()
                 assert handle.finished()
@@ -306,8 +306,8 @@ def misuse(kind: str) -> None:
             (lambda: group.all_reduce(group.buffers([(size * 4, torch.int32)])[0], 1.0), "int32"),
             (lambda: group.buffers([(-1, torch.float32)]), "-1"),
             (lambda: group.all_reduce(odd, 1.0), f"pad it to {size * 5}"),
-            (lambda: group.shards([((0, 3, 3), torch.float32)], True), "with an element in each part"),
-            (lambda: group.shards([((0, 3), torch.float32)], False), "with an element in each part"),
+            (lambda: group.shards([((0, 3, 3), torch.float32)], True), "none of them empty"),
+            (lambda: group.shards([((0, 3), torch.float32)], False), "none of them empty"),
             (lambda: group.reduce_scatter(torch.empty(5), full, 1.0), "give 4 elements"),
             (lambda: group.reduce_scatter(full.local[1:5], full, 1.0), "overlaps"),
             (lambda: group.all_gather(torch.empty(size, 4), shard), "1-D"),
@@ -335,10 +335,15 @@ def mapped() -> int:
         return sum(b"/memfd:shardwise" in line for line in file)
 
 
+def equal(group: Group, numel: int) -> range:
+    """Bounds of equal parts of ``numel`` elements."""
+    return range(0, group.size * numel + 1, numel)
+
+
 def unmaps(kind: str) -> list[int]:
     counts = [mapped()]
     with Scope(kind) as group:
-        group.joint_buffers([(5000, torch.float32)])
+        group.shards([(equal(group, 5000), torch.float32)], joint=True)
         counts.append(mapped())
     counts.append(mapped())
     return counts
@@ -353,7 +358,7 @@ def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) 
 def no_second_mapping() -> bool:
     no_room = mock.patch("shardwise.core.comm.shared.map_joint", side_effect=MappingError("no room"))
     with no_room, Scope("shared") as group:
-        (shard,) = group.joint_buffers([(10, torch.float32)])
+        (shard,) = group.shards([(equal(group, 10), torch.float32)], joint=True)
         out = torch.empty(10 * group.size)
         shard.local.fill_(group.rank)
         group.fence()
@@ -370,8 +375,8 @@ def test_shards_are_apart_where_they_cannot_be_mapped_twice() -> None:
 def joint(kind: str) -> tuple[bool, list[int]]:
     """Shards seen as one array: what a peer writes between fences is seen, what is written to it is not."""
     with Scope(kind) as group:
-        sizes = [0, 1, 7, 5000]
-        shards = group.joint_buffers([(numel, torch.bfloat16) for numel in sizes])
+        sizes = [1, 7, 5000]
+        shards = group.shards([(equal(group, numel), torch.bfloat16) for numel in sizes], joint=True)
         for numel, shard in zip(sizes, shards, strict=True):
             assert shard.local.numel() == numel and not shard.local.any()
         group.traffic.reset()
@@ -409,9 +414,9 @@ def test_shards_seen_as_one_array(kind: str, size: int) -> None:
     shares = kind == "shared" and size > 1
     for found, (nbytes, calls) in run_ranks(size, joint, kind):
         assert found == shares
-        # Seen twice and gathered once a round, by four shards.
-        assert calls == 3 * 4 * (3 if shares else 1)
-        assert nbytes == calls // 4 * (size - 1) * sum([0, 1, 7, 5000]) * 2
+        # Seen twice and gathered once a round, by three shards.
+        assert calls == 3 * 3 * (3 if shares else 1)
+        assert nbytes == calls // 3 * (size - 1) * sum([1, 7, 5000]) * 2
 
 
 def count_traffic(kind: str) -> dict[str, tuple[int, int]]:

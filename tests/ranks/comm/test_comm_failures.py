@@ -16,7 +16,7 @@ from launching import forked, start
 from scope import Scope
 from sets import full
 
-from shardwise.core.comm import Party, PeerError, SharedGroup
+from shardwise.core.comm import ModelId, PeerError, SharedGroup
 from shardwise.testing import run_ranks
 
 # Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
@@ -210,7 +210,7 @@ def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
     purpose, length = calls[scope.group.rank]
     told = ""
     try:
-        scope.group.exchange([1.0] * length, purpose, Party(1, "a model", "meet next time"))
+        scope.group.exchange([1.0] * length, purpose, ModelId(1, "a model", "meet next time"))
     except PeerError as error:
         told = str(error)
     dist.barrier()

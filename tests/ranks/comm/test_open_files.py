@@ -16,7 +16,7 @@ import torch.distributed as dist
 from launching import SECONDS, forked, start
 from torch import nn
 
-from shardwise.core.comm import GroupMaker, choose, open_files, register_backend
+from shardwise.core.comm import GroupMaker, choose, members, register_backend
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
@@ -90,16 +90,16 @@ def too_few(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        open_files.make_room(10)  # that many fit
-        assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + open_files.SPARE
-        open_files.make_room(5000)
-        open_files.make_room(5000)
+        members.make_room(10)  # that many fit
+        assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + members.SPARE
+        members.make_room(5000)
+        members.make_room(5000)
     (told,) = found
     said, there = str(told.message), opened()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
-    assert f"no more than {limit} may be" in said and "5000 ranks" in said
-    numbers = [count + open_files.GROUPS * 5000 + open_files.SPARE for count in range(there - 4, there + 5)]
-    assert any(f"allow {number} on every host" in said for number in numbers)
+    assert f"at most {limit} are allowed" in said and "5000 ranks" in said
+    numbers = [count + members.GROUPS * 5000 + members.SPARE for count in range(there - 4, there + 5)]
+    assert any(f"Allow {number} on every host" in said for number in numbers)
     os._exit(17)
 
 
@@ -120,11 +120,11 @@ def test_a_hard_limit_that_is_too_low_is_told_once() -> None:
 
 def test_where_nothing_is_lacking_nothing_changes() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_files.make_room(8)
+    members.make_room(8)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def test_files_that_cannot_be_counted_are_none() -> None:
-    assert open_files._open_files() > 0
+    assert members._open_files() > 0
     with mock.patch.object(os, "listdir", side_effect=OSError("not here")):
-        assert open_files._open_files() == 0
+        assert members._open_files() == 0

@@ -13,7 +13,7 @@ from tier_setup import digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.base.device.memory import live_bytes
+from shardwise.core.base.device import live_bytes
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh

@@ -23,7 +23,7 @@ from tier_setup import small_tiles, with_tiers
 from torch import nn
 
 from shardwise.core.memory.disk import store as disk
-from shardwise.core.memory.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.deepspeed.plan import to_plan
 from shardwise.plan import Plan, zero

@@ -30,7 +30,7 @@ from tier_setup import (
 )
 
 from shardwise.core.checkpoint.source import CheckpointError
-from shardwise.core.memory.disk import run_directory
+from shardwise.core.memory.disk import file
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.session import build
@@ -247,7 +247,7 @@ def _no_disk(how: str) -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if how == "read-only":
         refused = mock.Mock(side_effect=OSError(errno.EROFS, "read-only"))
-        with mock.patch.object(run_directory.os, "mkdir", refused):
+        with mock.patch.object(file.os, "mkdir", refused):
             yield
     elif how == "EFBIG":
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 4096, limits[1]))

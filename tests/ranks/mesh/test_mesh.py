@@ -17,7 +17,7 @@ from sets import full
 
 from shardwise.core.comm import choose, timeout_s
 from shardwise.core.mesh import Mesh
-from shardwise.core.mesh.seats import Seat
+from shardwise.core.mesh.device_assignment import RankDevice
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 
@@ -53,7 +53,7 @@ def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[o
     ]
     assert mesh.rank == mesh.replicate.rank * mesh.shard.size + mesh.shard.rank == dist.get_rank()
     calls = sum(group.traffic.calls["exchange"] for group in mesh.groups)
-    assert calls == 3 and mesh.traffic()["exchange"] == sum(group.traffic.total() for group in mesh.groups)
+    assert calls == 3 and mesh.traffic()["exchange"] == sum(sum(group.traffic.bytes.values()) for group in mesh.groups)
     mesh.reset_traffic()
     assert mesh.traffic()["exchange"] == 0
     mesh.close()
@@ -347,12 +347,12 @@ def test_closing_gives_everything_back() -> None:
 def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
     """What a mesh over CUDA says before it makes anything, where the ranks' GPUs are these."""
     members = dist.new_group(list(range(len(identities)))) if group else None
-    seat = Seat(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
+    seat = RankDevice(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
     comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
     made = RuntimeError("the groups would be made here")
     with (
         mock.patch("shardwise.core.mesh.mesh.on_device", lambda _: nullcontext()),
-        mock.patch("shardwise.core.mesh.mesh.seat_on", lambda *_: seat),
+        mock.patch("shardwise.core.mesh.mesh.rank_device", lambda *_: seat),
         mock.patch.object(choose.GroupMaker, "backend", "nccl"),
         mock.patch("shardwise.core.mesh.mesh._axes", side_effect=made),
     ):

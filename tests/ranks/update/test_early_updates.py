@@ -210,9 +210,9 @@ SCALER = ScalerPlan(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"max_norm": 1.0}, "norm of all gradients"),
-        ({"scaler": SCALER}, "step that overflows is skipped"),
-        ({"average": "tokens"}, "weights of a step are known at its end"),
+        ({"max_norm": 1.0}, "gradient norm is known only after"),
+        ({"scaler": SCALER}, "step that overflows has to be skipped"),
+        ({"average": "tokens"}, "token weights are known only at the end"),
     ],
 )
 def test_a_plan_refuses_what_needs_all_gradients(changes: dict[str, Any], why: str) -> None:

@@ -1,6 +1,6 @@
-"""The store of what is at home on a disk: records in two versions, requests, buffers, checksums, and their errors.
+"""The disk store: records in two versions, asynchronous requests, buffers and checksums.
 
-Nothing here knows what the bytes mean. What keeps them may be a medium of another package (:func:`register_medium`).
+Nothing here knows what the bytes mean. Another package can store them in its own medium (:func:`register_medium`).
 """
 
 from __future__ import annotations

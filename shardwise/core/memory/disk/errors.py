@@ -1,4 +1,4 @@
-"""What goes wrong on a disk, said so that one can act on it."""
+"""Errors of the disk tier, with advice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ADVICE = {
 
 
 class DiskError(RuntimeError):
-    """The disk tier could not do what was asked. What was committed before is still there.
+    """An operation of the disk tier failed. What was committed before is intact.
 
     Attributes:
-        errno: the system's error number, 0 where the system reported none (a wrong checksum, a short file).
+        errno: the system's error number; 0 if there is none (a wrong checksum, a short file).
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:
@@ -37,7 +37,7 @@ class DiskError(RuntimeError):
 
 
 def explain(number: int) -> str:
-    """``number`` (an errno) as its name, its text and what to do about it."""
+    """Return the name and text of an errno, and what to do about it."""
     name = codes.errorcode.get(number, "unknown error")
     advice = _ADVICE.get(number, "choose a directory on another file system if this repeats")
     return f"{name} (errno {number}): {os.strerror(number)}; {advice}"

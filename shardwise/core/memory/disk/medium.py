@@ -1,4 +1,4 @@
-"""What stands behind the disk tier: a file by itself, or what was registered under another name."""
+"""Storage media of the disk tier: a file, or a medium that was registered under another name."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from typing import TYPE_CHECKING, Protocol
 from shardwise.core.memory.disk.errors import DiskError
 
 if TYPE_CHECKING:
-    from shardwise.core.memory.disk.queues import Request
+    from shardwise.core.memory.disk.io import Request
     from shardwise.plan import DiskPlan
 
 __all__ = ["FILE", "Medium", "MediumFile", "OpenMedium", "known_media", "open_medium", "register_medium"]
 
 FILE = "file"
-"""The name of what needs no registration: a file of each rank's own, below the plan's directory."""
+"""The built-in medium: a file of each rank's own below the plan's directory."""
 _METHODS = ("reserve", "read", "write", "close")
 
 
 # [Note: What a medium is asked for]
-# A medium keeps blocks of bytes by offset, and nothing else. All that makes a tier of it stays in the store, the same
-# for a file and for any other medium: records in two versions and their commits, buffers, the threads that ask, the
-# order of what waits, and checksums. So a medium needs no locks for single blocks and no idea
-# of steps or failures: a write never touches what is committed, and what it loses or changes is found by the next read.
-# * Offsets are counted up from 0 as space is reserved, and never reused for another record.
-# * A block is read as it was written, by offset and size: records are cut the same way each time. It has block_bytes
-#   of the plan, less at the end of a record or of a segment; always a multiple of 4096.
-# * Memory is lent for one call. It is a buffer that others get next: who kept a view of it would read, or write, the
-#   values of another tile. So the view is released behind each call; views that were made of it are not found.
+# A medium stores blocks of bytes by offset, and nothing else. Everything else is in the store, for a file as for any
+# other medium: records in two versions and their commits, buffers, threads, the order of requests, and checksums. So a
+# medium needs no locks for single blocks and does not know about steps or failures: a write never touches what is
+# committed, and lost or changed bytes are found by the next read.
+# * Offsets count up from 0 as space is reserved, and are never reused for another record.
+# * A block is read as it was written, by offset and size: records are cut the same way each time. Its size is the
+#   block_bytes of the plan, or less at the end of a record or segment; always a multiple of 4096.
+# * Memory is lent for one call. The buffer is reused afterwards, so a view of it that was kept would read or write the
+#   values of another tile. The view is released after each call; views made from it are not found.
 class Medium(Protocol):
-    """Keeps blocks of bytes for one rank, as long as its process lives.
+    """Stores blocks of bytes for one rank, as long as its process lives.
 
     ``read`` and ``write`` are called from several threads at once (``threads`` times ``queue_depth`` of the plan); no
-    block is written while it is read or written elsewhere. Every ``Exception`` of any method becomes a
-    :class:`DiskError` with its text, the block and the record, on all ranks where one can tell the others; an
-    ``OSError`` keeps its number. Nothing is lost by it. See [Note: What a medium is asked for].
+    block is written while it is read or written elsewhere. Every ``Exception`` of a method becomes a
+    :class:`DiskError` with its text, the block and the record, on all ranks where possible; an ``OSError`` keeps its
+    number. Committed data is not lost by it. See [Note: What a medium is asked for].
     """
 
     def reserve(self, nbytes: int) -> None:
-        """``nbytes`` more are going to be used. Where there is no room for them, raise: nothing has begun then."""
+        """Make room for ``nbytes`` more; raise if there is none. No transfer has begun then."""
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` (uint8, lent for this call) with the block at ``offset``, written before with its size."""
+        """Fill ``memory`` (uint8, lent for this call) with the block at ``offset``, written before with this size."""
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Keep a copy of ``memory`` (uint8, read-only, lent for this call) at ``offset``, in place of what is there."""
+        """Store a copy of ``memory`` (uint8, read-only, lent for this call) at ``offset``, replacing what is there."""
 
     def close(self) -> None:
-        """Forget everything; called once, when no transfer runs any more, at the latest when the interpreter exits."""
+        """Drop everything. Called once, when no transfer runs any more, at the latest when the interpreter exits."""
 
 
 OpenMedium = Callable[["DiskPlan", int], Medium]
-"""Opens a medium that is empty and nobody else's, for one store of the rank that is given. Ranks of other meshes and
-jobs have the same numbers, and one process may have several stores: the rank alone makes no unique name."""
+"""Opens an empty medium for one store of the given rank, not shared with any other. Ranks of other meshes and jobs have
+the same numbers, and one process may have several stores, so the rank is not a unique name."""
 _REGISTERED: dict[str, OpenMedium] = {}
 
 
 def register_medium(name: str, open: OpenMedium) -> Callable[[], None]:
-    """Have ``DiskPlan(medium=name)`` keep what is at home on the disk tier in what ``open`` returns.
+    """Register a medium for ``DiskPlan(medium=name)``: ``open`` returns it.
 
-    Every rank registers it, before ``build()``.
+    Every rank registers it before ``build()``.
 
     Returns:
-        What takes it back; what is open stays open.
+        A function that undoes the registration; open media stay open.
 
     Raises:
-        TypeError: ``name`` is no text, or ``open`` cannot be called.
-        ValueError: there is one of that name.
+        TypeError: ``name`` is not a string, or ``open`` is not callable.
+        ValueError: the name is taken.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={name!r:.80}: give a name, for DiskPlan(medium=...)")
     if not callable(open):
         raise TypeError(f"open={open!r:.80}: give a function of a DiskPlan and a rank that returns a Medium")
     if name in known_media():
-        raise ValueError(f"register_medium: there is a medium {name!r} already; give another name")
+        raise ValueError(f"name={name!r} is a registered medium already; give another name")
     _REGISTERED[name] = open
 
     def take_back() -> None:
@@ -87,16 +87,16 @@ def register_medium(name: str, open: OpenMedium) -> Callable[[], None]:
 
 
 def known_media() -> list[str]:
-    """Names for ``DiskPlan(medium=...)``."""
+    """Return the names for ``DiskPlan(medium=...)``."""
     return [FILE, *_REGISTERED]
 
 
 def open_medium(plan: DiskPlan, rank: int) -> MediumFile:
-    """The medium that ``plan`` names, which is not the file.
+    """Open the registered medium that ``plan`` names.
 
     Raises:
-        ValueError: nothing of that name is registered in this process.
-        TypeError: what was opened is no medium.
+        ValueError: no medium of that name is registered in this process.
+        TypeError: the opened object is not a medium.
         DiskError: it could not be opened.
     """
     open = _REGISTERED.get(plan.medium)
@@ -112,14 +112,14 @@ def open_medium(plan: DiskPlan, rank: int) -> MediumFile:
         raise _failed(f"cannot open {called}", error) from error
     if missing := [name for name in _METHODS if not callable(getattr(medium, name, None))]:
         raise TypeError(
-            f"what was registered as medium {plan.medium!r} opened {medium!r:.80}, which has no {', '.join(missing)}: "
-            "give an object with all methods of shardwise.Medium"
+            f"medium {plan.medium!r} opened {medium!r:.80}, which has no {', '.join(missing)}; return an object with "
+            "all methods of shardwise.Medium"
         )
     return MediumFile(medium, called)
 
 
 class MediumFile:
-    """A medium where the store expects a file: see :class:`~shardwise.core.memory.disk.file.DiskFile`.
+    """A medium with the interface of a file: see :class:`~shardwise.core.memory.disk.file.DiskFile`.
 
     Attributes:
         path: the medium's name and the plan's directory, for messages.
@@ -151,7 +151,7 @@ class MediumFile:
         return offset
 
     def transfer(self, request: Request) -> int:
-        """The number of bytes, which is all of them, or minus an errno; then ``request.failure`` says what happened."""
+        """Transfer all bytes and return their number, or minus an errno with the reason in ``request.failure``."""
         lent = (ctypes.c_char * request.nbytes).from_address(request.address)
         try:
             with memoryview(lent) as memory:
@@ -160,12 +160,12 @@ class MediumFile:
                         return self._done(self._medium.write, request, block)
                 with memory.cast("B") as block:
                     return self._done(self._medium.read, request, block)
-        except BufferError as error:  # the medium kept the block, in a way that does not let it be released
+        except BufferError as error:  # the medium keeps a view, so the block cannot be released
             request.failure = request.failure or _text(error)
             return -codes.EIO
 
     def _done(self, move: Callable[[int, memoryview], None], request: Request, block: memoryview) -> int:
-        # An error is dropped here, before the block is released: the frames that it came through may hold views of it.
+        # The error is dropped before the block is released: its frames may hold views of the block.
         try:
             move(request.offset, block)
         except Exception as error:

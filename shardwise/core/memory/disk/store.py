@@ -1,8 +1,8 @@
-"""Records on disk that survive a failed step: asynchronous, checked, in two versions each.
+"""Records on disk that survive a failed step: asynchronous, with checksums, in two versions each.
 
-A record is an array of bytes of fixed size. It has room for two versions: the committed one, which reads give, and
-another, which writes go to. :meth:`DiskStore.commit` makes what was written current, :meth:`DiskStore.rollback` forgets
-it. So whatever fails between two commits (no space, a broken device, an exception elsewhere), the state of the last
+A record is an array of bytes of fixed size with room for two versions: the committed one, which reads return, and
+another one, which writes go to. :meth:`DiskStore.commit` makes what was written current, :meth:`DiskStore.rollback`
+drops it. Whatever fails between two commits (no space, a broken device, an exception elsewhere), the state of the last
 commit is there. The store is memory, not a checkpoint: it ends with its process.
 
 Source: the optimizer and parameter swapping of ZeRO-Infinity (arXiv 2104.07857, sections 5 and 6).
@@ -11,9 +11,11 @@ Source: the optimizer and parameter swapping of ZeRO-Infinity (arXiv 2104.07857,
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,30 +24,112 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.core.memory.disk.buffers import Allocate, BufferPool
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
-from shardwise.core.memory.disk.io import DiskIO, Operation, Transfer
+from shardwise.core.memory.disk.file import ALIGNMENT_BYTES, DiskFile, RunDirectory, round_up
+from shardwise.core.memory.disk.io import DiskIO, DiskThread, MakeQueue, Operation, ThreadQueue, Transfer
 from shardwise.core.memory.disk.medium import FILE, MediumFile, open_medium
-from shardwise.core.memory.disk.queues import DiskThread, MakeQueue, ThreadQueue
-from shardwise.core.memory.disk.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.plan import DiskPlan
 
-__all__ = ["DiskError", "DiskStore", "Record", "Transfer"]
+__all__ = ["Allocate", "BufferPool", "DiskError", "DiskStore", "Record", "Transfer"]
+
+Allocate = Callable[[int], Tensor]
+
+
+class BufferPool:
+    """Aligned buffers, whose number and sizes :meth:`reserve` sets. For one thread at a time.
+
+    ``allocate(nbytes)`` makes a one-dimensional uint8 CPU tensor of that many bytes (pinned memory, for example);
+    ``None``: anonymous pages of this process.
+
+    Attributes:
+        reserved_bytes: memory of all buffers.
+    """
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate or _pages
+        self._buffers: list[tuple[int, Tensor]] = []
+        """All buffers with their addresses, smallest first."""
+        self._taken: set[int] = set()  # addresses
+        self.reserved_bytes = 0
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Add ``count`` buffers of ``nbytes``, rounded up to 4096 and touched, so that no transfer hits a fresh page.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if count < 0 or nbytes < 0:
+            raise ValueError(f"reserve(count={count}, nbytes={nbytes}): give numbers >= 0")
+        size = max(round_up(nbytes), ALIGNMENT_BYTES)
+        more = []
+        for _ in range(count):
+            memory = self._allocate(size + ALIGNMENT_BYTES)
+            if memory.dtype is not torch.uint8 or memory.device.type != "cpu" or memory.numel() < size:
+                raise ValueError(f"allocate gave {memory.dtype} on {memory.device}: give uint8 on the CPU")
+            skip = -memory.data_ptr() % ALIGNMENT_BYTES
+            buffer = memory[skip : skip + size].zero_()
+            more.append((buffer.data_ptr(), buffer))
+        self._buffers = sorted([*self._buffers, *more], key=lambda each: each[1].numel())
+        self.reserved_bytes += size * count
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return the smallest free buffer for ``nbytes``: 1-D uint8, ``nbytes`` rounded up to 4096.
+
+        Raises:
+            RuntimeError: no such buffer is free.
+        """
+        size = max(round_up(nbytes), ALIGNMENT_BYTES)
+        for address, buffer in self._buffers:
+            if address not in self._taken and buffer.numel() >= size:
+                self._taken.add(address)
+                return buffer[:size]
+        free = [buffer.numel() for address, buffer in self._buffers if address not in self._taken]
+        sizes = [buffer.numel() for address, buffer in self._buffers if address in self._taken]
+        raise RuntimeError(
+            f"no free buffer of {size} bytes; free sizes: {free}, taken: {sizes}; "
+            "give() one back first, or reserve() more"
+        )
+
+    def idle(self, nbytes: int) -> int:
+        """Return how many free buffers can hold ``nbytes``."""
+        return sum(buffer.numel() >= round_up(nbytes) for at, buffer in self._buffers if at not in self._taken)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back what :meth:`take` returned, or a view with the same start.
+
+        Raises:
+            ValueError: it is not in use, or not from this pool.
+        """
+        if buffer.data_ptr() not in self._taken:
+            raise ValueError(
+                f"a buffer at address {buffer.data_ptr():#x} is not in use; give back what buffer() returned, once"
+            )
+        self._taken.remove(buffer.data_ptr())
+
+    def close(self) -> None:
+        """Drop all buffers; one that is still referenced elsewhere stays valid."""
+        self._buffers, self._taken, self.reserved_bytes = [], set(), 0
+
+
+def _pages(nbytes: int) -> Tensor:
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages for the kernel to pin per request
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 # [Note: Two versions of a record]
-# Each record has two places of equal size in the file. One holds the committed version, which reads give; writes go to
-# the other. Only commit() lets them change places, and only where every write was waited for and none failed, so
-# whatever fails in between (no space, a device, the program) the last commit is there whole. An update on a disk is
-# then: write everything, agree with the peers that nobody failed, commit; or roll back, which costs nothing. The price
-# is twice the space. Nothing is written twice for it.
-# * ``newest`` reads what was written and not committed: of a tile that is visited again, of a chunk that is changed in
-#   parts.
-# * Commits are made by owner, an optimizer: what another one has written ahead of its step does not count yet.
-# * Checksums belong to a version and are in memory: a read compares what the disk gives with what was handed to it.
+# Each record has two places of equal size in the file. One holds the committed version, which reads return; writes go
+# to the other. Only commit() swaps them, and only if every write was waited for and none failed. So the last commit is
+# intact whatever fails in between (no space, a device, the program). An update on a disk is: write everything, agree
+# with the peers that no rank failed, commit; or roll back, which is free. The price is twice the space; nothing is
+# written twice.
+# * ``newest`` reads what was written and not committed: a tile that is visited again, a chunk that is changed in parts.
+# * Commits are made by owner, which is an optimizer: what another one has written ahead of its step does not count yet.
+# * Checksums belong to a version and are in memory: a read compares what the disk returns with what was given to it.
 @dataclass(eq=False)
 class _Version:
     offset: int
@@ -56,7 +140,7 @@ class _Version:
 class Record:
     """A named array of ``nbytes`` bytes on disk.
 
-    ``kind`` is what its traffic is counted under, ``owner`` with whom it is committed and rolled back.
+    Its traffic is counted under ``kind``, and it is committed and rolled back with its ``owner``.
     """
 
     name: str
@@ -69,7 +153,7 @@ class Record:
 
     @property
     def padded_bytes(self) -> int:
-        """What one transfer moves: ``nbytes`` rounded up to 4096."""
+        """The bytes of one transfer: ``nbytes`` rounded up to 4096."""
         return round_up(self.nbytes)
 
     def _target(self) -> int:
@@ -79,15 +163,14 @@ class Record:
 class DiskStore:
     """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
 
-    Another medium than the file keeps them where it will; see :class:`~shardwise.core.memory.disk.medium.Medium`.
-
-    Several threads may use it, each its own records and buffers. The transfers themselves run in others.
+    Another medium may keep them elsewhere; see :class:`~shardwise.core.memory.disk.medium.Medium`. Several threads may
+    use the store, each with its own records and buffers. Transfers run in threads of the store.
 
     Args:
-        plan: where, and the published knobs of the transfers.
-        rank: only for the file's name.
+        plan: the directory, and the settings of transfers.
+        rank: for the name of the file.
         allocate: makes host memory for :meth:`reserve` (``nbytes`` -> uint8 tensor); ``None``: ordinary pages.
-        queues: makes the queue of one thread; ``None``: threads that read and write.
+        queues: makes the queue of one thread; ``None``: :class:`ThreadQueue`.
 
     Attributes:
         path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
@@ -125,12 +208,12 @@ class DiskStore:
         self._records: dict[str, Record] = {}
         self._pending: dict[Record, Operation] = {}
         self._running: list[tuple[_Version, Operation]] = []
-        """What may not be over yet, and the version that it reads or writes; see :meth:`_unfinished`."""
+        """Operations that may still run, and the versions that they read or write; see :meth:`_unfinished`."""
         # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
         self._finalizer = weakref.finalize(self, _release, self._io, self._file, directory)
 
     def create(self, name: str, nbytes: int, kind: str = "", owner: int = -1) -> Record:
-        """A new record, with space for both of its versions reserved on the device.
+        """Create a record, and reserve space for both of its versions.
 
         Args:
             name: for messages; unique.
@@ -156,7 +239,7 @@ class DiskStore:
             return record
 
     def reserve(self, count: int, nbytes: int) -> None:
-        """Adds ``count`` buffers of at least ``nbytes`` to the pool that :meth:`buffer` takes from.
+        """Add ``count`` buffers of at least ``nbytes`` to the pool of :meth:`buffer`.
 
         Raises:
             ValueError: a negative number.
@@ -165,21 +248,21 @@ class DiskStore:
             self._buffers.reserve(count, nbytes)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """A free buffer: uint8, one dimension, ``nbytes`` rounded up to 4096, its address a multiple of 4096.
+        """Return a free buffer: 1-D uint8, ``nbytes`` rounded up to 4096, at a multiple of 4096.
 
         Raises:
-            RuntimeError: all that are large enough are out.
+            RuntimeError: all that are large enough are in use.
         """
         with self._lock:
             return self._buffers.take(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Gives back what :meth:`buffer` returned (any view with the same start), once no transfer uses it any more.
+        """Take back what :meth:`buffer` returned (or a view with the same start), once no transfer uses it.
 
         Raises:
-            ValueError: it is not out.
+            ValueError: it is not in use.
         """
-        # After an error nobody may have waited for them, and the next user must not have it overwritten.
+        # After an error a transfer may not have been waited for; it must not overwrite the next user's data.
         self._end_transfers(buffer)
         with self._lock:
             self._buffers.give(buffer)
@@ -192,7 +275,7 @@ class DiskStore:
                 self._io.handle(operation).wait()
 
     def idle_buffers(self, nbytes: int) -> int:
-        """How many calls of :meth:`buffer` for ``nbytes`` would succeed now."""
+        """Return how many calls of :meth:`buffer` for ``nbytes`` would succeed now."""
         with self._lock:
             return self._buffers.idle(nbytes)
 
@@ -202,9 +285,9 @@ class DiskStore:
         return self._buffers.reserved_bytes
 
     def read(self, record: Record, buffer: Tensor, *, newest: bool = False, urgent: bool = False) -> Transfer:
-        """Starts reading the committed version into ``buffer``; ``newest``: what was written since, where there is.
+        """Start to read the committed version (with ``newest`` an uncommitted one, if there is) into ``buffer``.
 
-        ``urgent``: before all transfers that are not and that wait for their turn.
+        ``urgent`` transfers go before others that have not begun.
 
         After ``wait()`` the first ``record.nbytes`` bytes of ``buffer`` are the record's; what follows, up to
         ``record.padded_bytes``, is undefined.
@@ -230,7 +313,7 @@ class DiskStore:
             return self._io.handle(operation)
 
     def write(self, record: Record, buffer: Tensor) -> Transfer:
-        """Starts writing the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
+        """Start to write the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
 
         ``buffer`` is a contiguous CPU tensor of any dtype whose address is a multiple of 4096 and that has at least
         ``record.padded_bytes`` bytes; all of these are transferred. It must not change before ``wait()`` returns.
@@ -245,18 +328,14 @@ class DiskStore:
                 raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
             sums = [0] * self._io.segments(record.padded_bytes)
             operation = self._operation(record, version, buffer, sums, writing=True)
-            try:
-                # Noted down before it begins: a version that is being written must not be taken for an untouched one.
-                self._pending[record] = record._written = operation
-                version.sums = sums
-                self._start(version, operation)
-            except BaseException as error:
-                operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
-                raise
+            # Noted before it begins: a version that is being written must not be taken for an untouched one.
+            self._pending[record] = record._written = operation
+            version.sums = sums
+            self._start(version, operation)
             return self._io.handle(operation)
 
     def commit(self, owner: int | None = None) -> None:
-        """Makes every version that was written since the last commit the committed one; all of them or none.
+        """Commit every version that was written since the last commit; all or none.
 
         Args:
             owner: only of this owner's records; ``None``: of all.
@@ -278,7 +357,7 @@ class DiskStore:
                 del self._pending[record]
 
     def rollback(self, owner: int | None = None) -> None:
-        """Forgets what was written since the last commit, after waiting for the writes that still run.
+        """Drop what was written since the last commit, after waiting for writes that still run.
 
         Args:
             owner: only in this owner's records; ``None``: in all.
@@ -304,12 +383,12 @@ class DiskStore:
         return sum(self._io.traffic.by_kind(True).values())
 
     def bytes_by_kind(self) -> dict[str, tuple[int, int]]:
-        """``(bytes read, bytes written)`` for every kind of record that has been transferred."""
+        """Return ``(bytes read, bytes written)`` by kind of record."""
         read, written = self._io.traffic.by_kind(False), self._io.traffic.by_kind(True)
         return {kind: (read.get(kind, 0), written.get(kind, 0)) for kind in sorted(read.keys() | written.keys())}
 
     def reset_counters(self) -> None:
-        """Counts from 0 again."""
+        """Reset the counters."""
         self._io.traffic.reset()
 
     @property
@@ -318,7 +397,7 @@ class DiskStore:
         return self._file.nbytes
 
     def close(self) -> None:
-        """Waits for the transfers that run, then removes the file and its directory. May be called again."""
+        """Wait for running transfers, then remove the file and its directory. Idempotent."""
         self._finalizer()
         self._buffers.close()
         self._pending.clear()
@@ -338,17 +417,13 @@ class DiskStore:
             raise DiskError(f"the store in {self.path} is closed: make a new one")
 
     def _unfinished(self) -> list[tuple[_Version, Operation]]:
-        """What runs; the rest is forgotten, so that reads of what is never written again do not pile up."""
+        """Return running operations, and drop finished ones, so that reads of unchanged records do not pile up."""
         self._running = [each for each in self._running if not each[1].over.is_set()]
         return self._running
 
     def _start(self, version: _Version, operation: Operation) -> None:
-        try:
-            self._unfinished().append((version, operation))
-            self._io.start(operation)
-        except BaseException as error:
-            operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
-            raise
+        self._unfinished().append((version, operation))
+        self._io.start(operation)
 
     def _operation(
         self,
@@ -392,7 +467,7 @@ def _bytes_of(buffer: Tensor, record: Record) -> npt.NDArray[np.uint8]:
 
 
 def _open(plan: DiskPlan, rank: int) -> tuple[DiskFile | MediumFile, RunDirectory | None]:
-    """Where the blocks are kept, and the directory that goes with it."""
+    """Open the file or medium, and the directory of the file."""
     if plan.medium != FILE:
         return open_medium(plan, rank), None
     directory = RunDirectory(plan.directory)

@@ -1,4 +1,4 @@
-"""What a step holds at which moment: recorded, summed up, drawn.
+"""The memory trace: what a step holds at each moment, recorded, summarised and drawn.
 
 Nothing here decides what is moved.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.core.memory.trace.dump import dump_memory_stats
-from shardwise.core.memory.trace.picture import draw, timeline_text
+from shardwise.core.memory.trace.picture import draw, draw_tiers, dump_memory_stats, tiers_text, timeline_text
 from shardwise.core.memory.trace.stats import MemStats
-from shardwise.core.memory.trace.tiers_picture import draw_tiers, tiers_text
 
 if TYPE_CHECKING:
     from shardwise.core.memory.trace.tracing import trace_memory

@@ -1,6 +1,9 @@
-"""What one training step held, moment by moment: the memory trace that placement and pictures are made from.
+"""The memory trace of one training step, moment by moment, and the device budgets that follow from it.
 
-Source: Gemini's memory tracer and its ``MemStats``. Nothing here needs torch, so that a saved trace is read at once.
+Nothing here needs torch, so that a saved trace is read at once. Sizes are in bytes, ratios are in [0, 1].
+
+Source: Gemini's memory tracer and its ``MemStats``, and its ``auto`` placement (``warmup_non_model_data_ratio``,
+``steady_cuda_cap_ratio``, ``gpu_margin_mem_ratio``) with the meaning that ColossalAI 0.5 gives them.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from shardwise.core.base.checked import MOST_BYTES, as_kind, shown
+from shardwise.core.base.validate import MOST_BYTES, check_type, short_repr
 
-__all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase"]
+__all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase", "margin_bytes", "model_budget_bytes"]
 
 Phase = Literal["forward", "backward", "step"]
 FORMAT, VERSION = "shardwise.memstats", 1
@@ -70,7 +73,7 @@ class MemStats:
     gathered_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        as_kind("moments", self.moments, Sequence, "the moments of a step, in its order")
+        check_type("moments", self.moments, Sequence, "the moments of a step, in its order")
         object.__setattr__(self, "moments", tuple(self.moments))
 
     @cached_property
@@ -217,7 +220,9 @@ def _typed(value: Any, kind: type, what: str) -> Any:
 
 def _number(value: Any, what: str, low: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MOST_BYTES:
-        raise ValueError(f"not a memory trace: {what} is {shown(value)}, not a whole number from {low} to {MOST_BYTES}")
+        raise ValueError(
+            f"not a memory trace: {what} is {short_repr(value)}, not a whole number from {low} to {MOST_BYTES}"
+        )
     return value
 
 
@@ -309,3 +314,63 @@ class MemoryRecorder:
         self.end_interval()
         moments, self._moments, self._before = self._moments, [], 0
         return MemStats(moments, self.device, self.capacity_bytes, dict(self.gathered_bytes))
+
+
+def _check(capacity_bytes: int, **ratios: float) -> None:
+    if capacity_bytes < 0:
+        raise ValueError(f"capacity_bytes={capacity_bytes}: give the device's memory in bytes, 0 or more")
+    for name, ratio in ratios.items():
+        if not 0 <= ratio <= 1:  # NaN fails this too
+            raise ValueError(f"{name}={ratio}: give a share between 0 and 1")
+
+
+def model_budget_bytes(
+    stats: MemStats | None,
+    position: int,
+    *,
+    capacity_bytes: int,
+    warmup_non_model_ratio: float,
+    steady_capacity_ratio: float,
+) -> int:
+    """Bytes of model data that may be on the device from this use of a unit to the next.
+
+    Args:
+        stats: the trace of a step; None before there is one.
+        position: of the use in the step (see :class:`MemStats`). A position that the trace does not have, such as -1
+            where the order of use has changed since, gets what is right for the worst moment of the trace.
+        capacity_bytes: of the device.
+        warmup_non_model_ratio: share of it that is kept free of model data before there is a trace.
+        steady_capacity_ratio: share of it that may be used at all afterwards.
+
+    Returns:
+        0 or more; 0 where the rest alone takes it all.
+    """
+    _check(
+        capacity_bytes,
+        warmup_non_model_ratio=warmup_non_model_ratio,
+        steady_capacity_ratio=steady_capacity_ratio,
+    )
+    if stats is None:
+        return int(capacity_bytes * (1 - warmup_non_model_ratio))
+    intervals = stats.interval_bytes
+    rest = intervals[position] if 0 <= position < len(intervals) else max(intervals, default=0)
+    return max(int(capacity_bytes * steady_capacity_ratio) - rest, 0)
+
+
+def margin_bytes(
+    stats: MemStats,
+    *,
+    capacity_bytes: int,
+    steady_capacity_ratio: float,
+    margin_ratio: float,
+    needed_bytes: int | None = None,
+) -> int:
+    """Bytes of optimizer state that may move to the device for good after the first step (``gpu_margin_mem_ratio``).
+
+    That is ``margin_ratio`` of what remains at the tightest moment of the whole step: ``steady_capacity_ratio`` of the
+    capacity, less non-model data, less ``needed_bytes`` of model data (None: what the traced step held at that moment).
+    """
+    _check(capacity_bytes, steady_capacity_ratio=steady_capacity_ratio, margin_ratio=margin_ratio)
+    usable = int(capacity_bytes * steady_capacity_ratio)
+    held = (m.non_model_bytes + (m.model_bytes if needed_bytes is None else needed_bytes) for m in stats.moments)
+    return max(int(margin_ratio * (usable - max(held, default=needed_bytes or 0))), 0)

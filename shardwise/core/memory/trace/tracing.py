@@ -1,8 +1,8 @@
 """The memory trace of one step of any plain module, outside of training: ``trace_memory``.
 
-One real forward and backward pass (and optimizer step) is run and taken back; with a new optimizer one more before it,
-since only from then on there is state. Model data (parameters, buffers, gradients, optimizer state) is told apart from
-the rest by its storages.
+One real forward and backward pass (and optimizer step) is run and undone. With a new optimizer one more step comes
+first, since there is no state before. Model data (parameters, buffers, gradients, optimizer state) is recognised by its
+storages.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ def trace_memory(
     optimizer: torch.optim.Optimizer | None = None,
     capacity_bytes: int | None = None,
 ) -> MemStats:
-    """Run a training step of ``model`` where it is, and tell what it held at each moment.
+    """Run a training step of ``model`` and return what it held at each moment.
 
-    There is a moment before each module that has parameters of its own or no children, in forward and in backward,
-    where a gradient is complete, at the loss, and around the optimizer's step. Where nothing needs a gradient, only
-    the forward pass is run. The batch counts to the rest, not to model data.
+    There is a moment before each module with parameters of its own or without children (in forward and backward), when
+    a gradient is complete, at the loss, and around the optimizer's step. If nothing needs a gradient, only the forward
+    pass is run. The batch is not model data.
 
     Args:
-        model: on one device; in training or evaluation mode as it is. On the meta device nothing is computed, and the
-            bytes are those that a real device would need.
-        batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss``, what that takes.
-        loss: makes a scalar from model and batch. Default: the output's ``loss``, or the sum of the means of all
+        model: on one device, in its present mode. On the meta device nothing is computed, and the bytes are those that
+            a real device would need.
+        batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss`` its argument.
+        loss: computes a scalar from model and batch. Default: the output's ``loss``, or the sum of the means of all
             floating tensors in the output.
-        optimizer: stepped at the end, if given. One that has no state yet makes a step before, which is not traced, so
-            that the trace is that of any later step, whose forward and backward have its state beside them.
+        optimizer: stepped at the end, if given. If it has no state, an untraced step comes first, so that the trace is
+            that of a later step with state.
         capacity_bytes: of the device. Default: what a CUDA device has; no limit elsewhere.
 
-    Afterwards parameters, buffers, gradients, optimizer state, random state and hooks are as before, also after an
-    error. What else forward changes (a counter in an attribute) stays changed.
+    Afterwards parameters, buffers, gradients, optimizer state, random state and hooks are restored, also after an
+    error. Other changes by forward (a counter in an attribute) remain.
 
     Raises:
-        ValueError: a module whose parameters are not made yet, a loss that is not a scalar.
-        TypeError: a loss that is no tensor.
+        ValueError: a lazy module is not initialised, or the loss is not a scalar.
+        TypeError: the loss is not a tensor.
     """
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name} is not initialised yet (a lazy module): run the model once before tracing it")
+            raise ValueError(f"{name} is not initialised yet (a lazy module); run the model once before tracing it")
     device = _device_of(model, batch)
     if capacity_bytes is None and device.type == "cuda":
         capacity_bytes = total_bytes(device)

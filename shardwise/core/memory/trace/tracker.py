@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.base.device import allocator_bytes, reset_allocator_peak
-from shardwise.core.base.sparse import SPARSE, parts_of
+from shardwise.core.base.tensors import SPARSE, parts_of
 from shardwise.core.base.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
 __all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "sizes_of", "storages"]

@@ -1,0 +1,699 @@
+"""Devices: the runtime of GPUs, streams and events, page-locked memory, memory in use, and which GPUs there are.
+
+Torch answers a question that names no device for the *current* device of the calling thread: GPU 0 in a new thread, and
+whatever the program chose last elsewhere, which need not be the model's device. A wait on the wrong GPU's stream waits
+for nothing, and the numbers are silently wrong. So every function here takes a device, and
+``tests/test_architecture.py`` keeps the rest of the library from calling ``torch.cuda`` directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from glob import glob
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.validate import check_type
+
+__all__ = [
+    "Accelerator",
+    "Later",
+    "Lent",
+    "MemoryFacts",
+    "RandomState",
+    "Runtime",
+    "SideCopy",
+    "allocator_bytes",
+    "behind_current",
+    "copy_ahead",
+    "default_generator",
+    "give_back",
+    "gpu_identity",
+    "gpus_of_host",
+    "is_page_locked",
+    "live_bytes",
+    "make_current",
+    "memory_facts",
+    "numbered",
+    "on_device",
+    "on_stream",
+    "page_lock",
+    "page_locked",
+    "random_state",
+    "record_event",
+    "recorded",
+    "replace_runtime",
+    "reset_allocator_peak",
+    "reset_peak",
+    "runs_ahead",
+    "runtime",
+    "sent_ahead",
+    "set_random_state",
+    "side_stream",
+    "synchronize",
+    "total_bytes",
+    "visible_gpus",
+    "wait_event",
+]
+
+RandomState = tuple[Tensor, Tensor | None]
+"""The state of the CPU's generator, and of a GPU's generator."""
+
+# ---- the runtime
+
+
+class Runtime:
+    """What this library asks of ``torch.cuda``.
+
+    The one seam between the library and GPUs. Tests replace it (:func:`replace_runtime`) with a device whose streams
+    are as late as possible (``tests/support/late``). Operations on tensors reach a device through torch's dispatcher.
+    """
+
+    def device_count(self) -> int:
+        """Return the number of GPUs that this process can use."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def identity(self, index: int) -> tuple[str, str | None]:
+        """Return a GPU's name and its UUID, or ``None`` where the driver gives no UUID."""
+        facts = torch.cuda.get_device_properties(index)
+        return facts.name, getattr(facts, "uuid", None)
+
+    def current_device(self) -> int:
+        """Return the index of this thread's current GPU."""
+        return torch.cuda.current_device()
+
+    def make_current(self, device: torch.device) -> None:
+        """Make ``device`` this thread's current GPU."""
+        torch.cuda.set_device(device)
+
+    def on_device(self, device: torch.device) -> AbstractContextManager[object]:
+        """Make ``device`` this thread's current GPU inside the block."""
+        return torch.cuda.device(device)
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return this thread's current stream of a GPU."""
+        return torch.cuda.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream from torch's pool; it waits for no other stream."""
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Send this thread's work to ``stream`` inside the block."""
+        return torch.cuda.stream(stream)
+
+    def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of ``tensor`` from reuse until ``stream`` has done the work that it has by then."""
+        tensor.record_stream(stream)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Have the host wait for all streams of a GPU."""
+        torch.cuda.synchronize(device)
+
+    def empty_cache(self, device: torch.device) -> None:
+        """Return unused memory of the allocator to the driver. Torch looks at the current device's streams only."""
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+    def total_bytes(self, device: torch.device) -> int:
+        """Return the memory of a GPU."""
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
+        """Return the bytes of tensors on a GPU now, and their peak."""
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+    def memory_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return the allocator's statistics, nested by name; empty before its first allocation."""
+        return dict(torch.cuda.memory_stats_as_nested_dict(device))
+
+    def reserved_bytes(self, device: torch.device) -> tuple[int, int]:
+        """Return the bytes that the allocator holds, its cache included, and their peak."""
+        return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Reset all peaks that torch counts."""
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised page-locked memory from torch's pool, which reuses it only after copies are done."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether host memory is page-locked."""
+        return tensor.is_pinned()
+
+    def lock_pages(self, block: Tensor, device: torch.device) -> int:
+        """Page-lock existing memory; return 0, or the number of an error.
+
+        The GPU is named: the thread's current GPU would otherwise get a context of hundreds of megabytes.
+        """
+        library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            return int(library.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+
+    def unlock_pages(self, address: int, device: torch.device) -> None:
+        """Undo :meth:`lock_pages` for the memory at ``address``."""
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def random_state(self, device: torch.device) -> Tensor:
+        """Return the state of the GPU's generator, on the CPU."""
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Set the state of the GPU's generator."""
+        torch.cuda.set_rng_state(state, device)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the GPU's default generator; starts CUDA, since there is none before."""
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
+
+
+class _Present:
+    """The runtime of this process."""
+
+    def __init__(self) -> None:
+        self.runtime = Runtime()
+
+
+_PRESENT = _Present()
+
+
+def runtime() -> Runtime:
+    """Return the runtime of this process's GPUs."""
+    return _PRESENT.runtime
+
+
+def replace_runtime(new: Runtime) -> Runtime:
+    """Install ``new`` as the runtime and return the previous one. For tests, before anything is on a device."""
+    before, _PRESENT.runtime = _PRESENT.runtime, new
+    return before
+
+
+# ---- devices, streams and events
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return ``device`` as tensors on it name it: a GPU without an index gets that of the thread's current GPU."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", runtime().current_device())
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device``, if it is a GPU, this thread's current device inside the block."""
+    return runtime().on_device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def make_current(device: torch.device) -> None:
+    """Make ``device``, if it is a GPU, this thread's current device. For the first line of a thread."""
+    if device.type == "cuda":
+        runtime().make_current(device)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether work on ``device`` is asynchronous: reading a value there waits for everything queued before."""
+    return device.type != "cpu"
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that this thread's operations on a GPU's tensors run on."""
+    return runtime().current_stream(device)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a new stream of a GPU, or ``None`` for any other device."""
+    return runtime().new_stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Send the work of the stream's GPU to ``stream`` inside the block; ``None`` changes nothing."""
+    return runtime().on_stream(stream) if stream is not None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Send a GPU's work to ``stream`` inside the block, after everything that its current stream has by now."""
+    stream.wait_stream(_current_stream(device))
+    with runtime().on_stream(stream):
+        yield
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """Return an event that happens when the GPU's current stream has done its work so far."""
+    event: torch.cuda.Event = _current_stream(device).record_event()
+    return event
+
+
+def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
+    """Have later work of the GPU's current stream wait for ``event``; the host does not wait."""
+    _current_stream(device).wait_event(event)
+
+
+def synchronize(device: torch.device) -> None:
+    """Have the host wait until a GPU has done all its work; does nothing for other devices."""
+    if device.type == "cuda":
+        runtime().synchronize(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Return a GPU's memory that torch caches without using it; does nothing for other devices."""
+    if device.type == "cuda":
+        runtime().empty_cache(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU."""
+    return runtime().total_bytes(device)
+
+
+# ---- random numbers
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of the CPU's generator and, where ``device`` is a GPU, of that GPU's."""
+    return torch.get_rng_state(), runtime().random_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device: torch.device, state: RandomState) -> None:
+    """Set what :func:`random_state` returned for ``device``."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        runtime().set_random_state(device, state[1])
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the default generator of ``device`` (of the current device of its type where it has no index)."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        return runtime().generator(device)
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+# ---- page-locked memory and asynchronous copies
+
+
+def page_lock(block: Tensor, device: torch.device) -> None:
+    """Page-lock host memory for as long as it lives, so that copies between it and a GPU are asynchronous.
+
+    Raises:
+        RuntimeError: CUDA refuses to page-lock that much.
+    """
+    result = runtime().lock_pages(block, device)
+    if result != 0:
+        raise RuntimeError(
+            f"CUDA could not page-lock {block.numel()} bytes of host memory (error {result}). Raise the limit of "
+            "locked memory (ulimit -l), or use pin_memory=False"
+        )
+    weakref.finalize(block.untyped_storage(), _unlock, runtime(), block.data_ptr(), device, os.getpid())
+
+
+def _unlock(locked_by: Runtime, address: int, device: torch.device, process: int) -> None:
+    """Unlock memory that is about to be freed, once no copy reads or writes it."""
+    if os.getpid() != process:
+        return  # a forked child must not call CUDA, and has locked nothing
+    locked_by.synchronize(device)
+    locked_by.unlock_pages(address, device)
+
+
+def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return uninitialised page-locked host memory. Torch reuses it only after copies that use it are done."""
+    return runtime().pinned(shape, dtype)
+
+
+def is_page_locked(tensor: Tensor) -> bool:
+    """Return whether copies between ``tensor``, on the host, and a GPU are asynchronous."""
+    return runtime().is_pinned(tensor)
+
+
+def copy_ahead(target: Tensor, source: Tensor) -> None:
+    """Queue a copy on the current stream; between a GPU and page-locked memory the host does not wait for it.
+
+    Until the copy is done only later work of the same stream may write ``source`` or use ``target``.
+    """
+    target.copy_(source, non_blocking=True)
+
+
+def sent_ahead(source: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of ``source`` on ``device``, made as by :func:`copy_ahead`, or ``source`` if it is there."""
+    return source.to(device, non_blocking=True)
+
+
+class Lent:
+    """Keeps memory that other streams use until the current stream has waited for them.
+
+    Args:
+        tensors: on a GPU, allocated on its current stream.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors, self._owner = tensors, _current_stream(tensors[0].device)
+
+    def drop(self) -> None:
+        """Drop the memory; the current stream has waited for its users.
+
+        If the current stream is not the one that the memory was allocated on, the allocator is told to wait for it.
+        """
+        for tensor in self._tensors:
+            if (current := _current_stream(tensor.device)) != self._owner:
+                recorded(tensor, current)
+        self._tensors = ()
+
+
+def recorded(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of ``tensor`` from reuse until ``stream`` has done the work that it has when it is dropped."""
+    runtime().record_stream(tensor, stream)
+
+
+class SideCopy:
+    """A copy from host memory to a GPU on a stream of its own; the result is usable after :meth:`wait`.
+
+    ``out`` may be dropped at any time after :meth:`wait`, without ``record_stream``: the allocator gives dropped memory
+    to the stream that it was allocated on, which is the current one when the copy begins, and :meth:`wait` makes that
+    stream wait for the copy. ``record_stream`` would instead keep the memory from reuse until the *host* finds the copy
+    done, so a host that runs ahead would allocate more and more, which ``memory_allocated`` does not count.
+
+    Args:
+        source: host memory; it must live and keep its values until the copy is done. Only page-locked memory is
+            copied asynchronously.
+        out: on a GPU; just allocated, or used only by work that the current stream waits for.
+        stream: a stream of the same GPU.
+    """
+
+    def __init__(self, source: Tensor, out: Tensor, stream: torch.cuda.Stream) -> None:
+        self._out, self._source = out, source
+        self._owner = _current_stream(out.device)
+        stream.wait_stream(self._owner)  # for earlier users of this memory
+        with runtime().on_stream(stream):
+            copy_ahead(out, source)
+            self._event = stream.record_event()
+
+    def finished(self) -> bool:
+        """Return whether the copy is done."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Have later work of the current stream wait for the copy; the host does not wait."""
+        reader = _current_stream(self._out.device)
+        reader.wait_event(self._event)
+        if reader != self._owner:  # the program has changed streams: the owner reuses the memory after this stream
+            recorded(self._out, reader)
+
+
+class Later:
+    """A value on its way from a device to the host.
+
+    Args:
+        value: a tensor of one element; later writes to it do not count.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        on_gpu = value.is_cuda
+        self._host = (
+            page_locked(value.shape, value.dtype)
+            if on_gpu
+            else torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        )
+        copy_ahead(self._host, value)
+        self._arrived = record_event(value.device) if on_gpu else None
+
+    def value(self) -> bool | float:
+        """Return the value; waits only for work that was queued before this object was made."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.item()
+
+
+# ---- memory in use
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """Memory of this process in bytes.
+
+    Attributes:
+        rss_bytes: resident now. Shared memory counts in every process that has touched it.
+        peak_rss_bytes: the peak of ``rss_bytes`` since the start (or :func:`reset_peak`).
+        pss_bytes: resident now, with shared pages divided by the number of processes that map them, so that the sum
+            over ranks is what the host holds. 0 where the system does not tell.
+        device_bytes: allocated on the CUDA device now; 0 on CPU.
+        peak_device_bytes: the peak of ``device_bytes``; 0 on CPU.
+    """
+
+    rss_bytes: int
+    peak_rss_bytes: int
+    pss_bytes: int
+    device_bytes: int
+    peak_device_bytes: int
+
+
+def memory_facts(device: torch.device | None = None) -> MemoryFacts:
+    """Return the memory of this process now, and on ``device`` if that is a GPU."""
+    status = _fields("/proc/self/status")
+    on_gpu = runtime().allocated_bytes(device) if device is not None and device.type == "cuda" else (0, 0)
+    return MemoryFacts(
+        rss_bytes=status.get("VmRSS", 0),
+        peak_rss_bytes=status.get("VmHWM", 0) or _peak_from_rusage(),
+        pss_bytes=_fields("/proc/self/smaps_rollup").get("Pss", 0),
+        device_bytes=on_gpu[0],
+        peak_device_bytes=on_gpu[1],
+    )
+
+
+def reset_peak(device: torch.device | None = None) -> None:
+    """Restart the peaks from what is used now. The host's peak stays where the system does not allow that."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    if device is not None and device.type == "cuda":
+        reset_allocator_peak(device)
+
+
+def allocator_bytes(device: torch.device) -> tuple[int, int]:
+    """Return what the caching allocator holds for tensors of a GPU now, and the peak since the last reset.
+
+    This includes memory that was dropped and waits for another stream (``record_stream``), which cannot be allocated
+    and which torch's ``memory_allocated`` leaves out.
+    """
+    found = runtime().memory_stats(device)
+    if not found:
+        return 0, 0  # nothing was allocated there
+    kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators know only one
+    return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
+
+
+def reset_allocator_peak(device: torch.device) -> None:
+    """Restart the peak of :func:`allocator_bytes`, and torch's own peaks with it."""
+    runtime().reset_peak(device)
+
+
+def live_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each storage counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and tensor.device.type != "meta":
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Return the ``Name: 123 kB`` lines of a /proc file, in bytes."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), open(path) as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if len(words) == 2 and words[1] == "kB":
+                found[name] = int(words[0]) * 1024
+    return found
+
+
+def _peak_from_rusage() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# ---- which GPUs there are
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs torch can use in this process."""
+    return runtime().device_count()
+
+
+def gpus_of_host() -> int:
+    """Return how many NVIDIA GPUs the system shows to this process, whether torch can use them or not."""
+    return len(glob("/dev/nvidia[0-9]*"))
+
+
+def gpu_identity(index: int, visible: str | None) -> str | None:
+    """Return what identifies GPU ``index`` of this process on all hosts, or ``None`` if nothing does.
+
+    Args:
+        index: as torch counts.
+        visible: ``CUDA_VISIBLE_DEVICES``. MIG slices of one GPU are identified by their names there, since CUDA may
+            give all of them the UUID of the whole GPU.
+    """
+    entries = [entry.strip() for entry in (visible or "").split(",")]
+    if index < len(entries) and entries[index].startswith("MIG"):
+        return entries[index]
+    name, uuid = runtime().identity(index)
+    if "MIG" in name:
+        return None
+    return None if uuid is None else f"GPU-{uuid}"
+
+
+# ---- ColossalAI's accelerator object
+class Accelerator:
+    """One interface to a GPU or the CPU. Other attributes are those of ``torch.cuda`` or ``torch.cpu``.
+
+    On the CPU, memory is that of the process, there are no caches to empty, and nothing has to be waited for.
+
+    Attributes:
+        device: the device.
+        name: ``"cuda"`` or ``"cpu"``.
+        communication_backend: ``"nccl"`` or ``"gloo"``.
+        support_set_device: whether there are several such devices.
+    """
+
+    is_synchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        check_type("device", device, torch.device, "a torch.device")
+        self.device, self.name = device, device.type
+        self.support_set_device = device.type == "cuda"
+        self.communication_backend = "nccl" if device.type == "cuda" else "gloo"
+        self._torch: Any = torch.cuda if device.type == "cuda" else torch.cpu
+
+    def __repr__(self) -> str:
+        return f"Accelerator({str(self.device)!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return getattr(self._torch, name)
+        except AttributeError:
+            raise AttributeError(
+                f"{name!r} of {self.name}: {self._torch.__name__} has no such attribute; use a GPU, or leave it out",
+                name=name,
+                obj=self,
+            ) from None
+
+    # Device
+
+    def get_version(self) -> str:
+        """Return the version of CUDA; empty on the CPU."""
+        return str(torch.version.cuda or "") if self.name == "cuda" else ""
+
+    def get_current_device(self) -> torch.device:
+        """Return the current GPU with its index, or the CPU."""
+        return numbered(torch.device("cuda")) if self.name == "cuda" else self.device
+
+    def current_device(self) -> int:
+        """Return the index of the current device; 0 on the CPU."""
+        return self.get_current_device().index or 0
+
+    def set_device(self, device: torch.device | int | None = None) -> None:
+        """Set the current GPU (``None``: the rank's own); does nothing on the CPU."""
+        if self.name == "cuda":
+            make_current(torch.device("cuda", device) if isinstance(device, int) else device or self.device)
+
+    def is_available(self) -> bool:
+        """Return whether such a device can be used."""
+        return self.name == "cpu" or visible_gpus() > 0
+
+    def device_count(self) -> int:
+        """Return the number of visible GPUs; 1 on the CPU."""
+        return visible_gpus() if self.name == "cuda" else 1
+
+    def synchronize(self, device: torch.device | int | None = None) -> None:
+        """Wait for the work of the device."""
+        synchronize(self._asked(device))
+
+    def _asked(self, device: torch.device | int | str | None) -> torch.device:
+        if device is None:
+            return self.get_current_device()
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+    # Random numbers
+
+    def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
+        """Return the state of the device's generator."""
+        return runtime().random_state(self._asked(device)) if self.name == "cuda" else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: torch.device | int | str | None = None) -> None:
+        """Set the state of the device's generator."""
+        if self.name == "cuda":
+            runtime().set_random_state(self._asked(device), new_state)
+        else:
+            torch.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        self._random().manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices of this kind."""
+        (torch.cuda.manual_seed_all if self.name == "cuda" else torch.manual_seed)(seed)
+
+    def initial_seed(self) -> int:
+        """Return the seed of the device's generator."""
+        return int(self._random().initial_seed())
+
+    def _random(self) -> Any:
+        return torch.cuda if self.name == "cuda" else torch.random
+
+    # Memory, in bytes
+
+    def empty_cache(self) -> None:
+        """Return cached memory of the allocator to the driver."""
+        if self.name == "cuda":
+            give_back(self.get_current_device())
+
+    def memory_allocated(self, device: torch.device | int | None = None) -> int:
+        """Return the bytes of tensors on a GPU now; on the CPU those of this process."""
+        facts = memory_facts(self._asked(device))
+        return facts.device_bytes if self.name == "cuda" else facts.rss_bytes
+
+    def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
+        """Return the peak since :meth:`reset_peak_memory_stats`."""
+        facts = memory_facts(self._asked(device))
+        return facts.peak_device_bytes if self.name == "cuda" else facts.peak_rss_bytes
+
+    def memory_reserved(self, device: torch.device | int | None = None) -> int:
+        """Return :meth:`memory_allocated` plus the allocator's cache."""
+        return runtime().reserved_bytes(self._asked(device))[0] if self.name == "cuda" else self.memory_allocated()
+
+    def max_memory_reserved(self, device: torch.device | int | None = None) -> int:
+        """Return the peak of :meth:`memory_reserved`."""
+        asked = self._asked(device)
+        return runtime().reserved_bytes(asked)[1] if self.name == "cuda" else self.max_memory_allocated()
+
+    def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
+        """Restart the peaks from what is used now."""
+        reset_peak(self._asked(device))
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    # 16-bit numbers
+
+    def autocast(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
+        """Return ``torch.amp.autocast`` for this device."""
+        return torch.amp.autocast(self.name, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

@@ -1,0 +1,58 @@
+"""Small facts about tensors: storage they reach, parts of sparse ones, and tensors made in inference mode."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SPARSE", "extent", "ordinary_tensors", "parts_of"]
+
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+SPARSE = (torch.sparse_coo, *_BY_ROWS, *_BY_COLUMNS)
+"""Sparse layouts."""
+_NOTHING = nullcontext()
+
+
+def extent(tensor: Tensor) -> int:
+    """Return how many elements of memory a non-empty tensor reaches over, from its first element to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor as they are in memory, or the dense tensor itself."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _BY_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _BY_COLUMNS:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+class _OutsideInference:
+    """Neither inference mode nor a graph."""
+
+    def __enter__(self) -> None:
+        self._modes = torch.inference_mode(False), torch.no_grad()
+        for each in self._modes:
+            each.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for each in reversed(self._modes):
+            each.__exit__(*error)
+
+
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """Build no graph inside the block, and make tensors that can be written and trained anywhere.
+
+    A tensor made in inference mode could not be written outside of it, changed in place or trained. Free of cost where
+    neither mode is on, as in most backward passes.
+    """
+    if torch.is_inference_mode_enabled():
+        return _OutsideInference()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -1,0 +1,229 @@
+"""Validation of arguments, and values in error messages: for plans, front-ends and the command line.
+
+NaN never passes, ``True`` is not a number and ``1`` is not a boolean, infinity is accepted only where it means
+something, and sizes that no machine has are rejected. Every error names the argument, its value and what to give.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = [
+    "MOST_BYTES",
+    "MOST_COUNT",
+    "MOST_NUMEL",
+    "MOST_RANKS",
+    "MOST_SCALE",
+    "MOST_SEED",
+    "MOST_STEP",
+    "UnknownModelError",
+    "as_mapping",
+    "as_params",
+    "as_path",
+    "boolean",
+    "check_tensor",
+    "check_type",
+    "class_name",
+    "fraction",
+    "in_a_line",
+    "integer",
+    "number",
+    "printable",
+    "refuse",
+    "require",
+    "short_repr",
+]
+
+MOST_NUMEL = 2**42
+"""Elements of a tensor: 8 TiB in 16 bits."""
+MOST_BYTES = 2**62
+MOST_COUNT = 2**31 - 1
+"""Steps, ranks, samples, buffers and the like."""
+MOST_RANKS = 2**12
+"""Ranks that one host starts."""
+MOST_STEP = 2**53
+"""What JSON holds exactly everywhere."""
+MOST_SEED = 2**63 - 1
+"""What torch's generators take, with room to add an epoch or a rank."""
+MOST_SCALE = 2.0**126
+"""The largest loss scale: fp32 can hold it and double it once."""
+LONG = 200  # bits
+
+
+class UnknownModelError(ValueError, NotImplementedError):
+    """No description of how to shard, divide or cut this model is known. The message says how to give one.
+
+    It is also a ``NotImplementedError``, which programs written for ColossalAI expect of a model without a policy.
+    """
+
+
+def short_repr(value: object) -> str:
+    """Return ``value`` for an error message, cut to 80 characters."""
+    if isinstance(value, int) and value.bit_length() > LONG:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
+    return f"{value!r:.80}"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with escapes for all characters that are not printable, except line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def in_a_line(name: str) -> str:
+    """Return ``name`` for a message of one line: as :func:`printable`, with line ends escaped too."""
+    return printable(name).replace("\n", "\\n")
+
+
+def class_name(kind: type) -> str:
+    """Return the full name of a class, as in settings: ``"torch.nn.modules.linear.Linear"``."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition`` holds; ``message`` has the value and what to give."""
+    if not condition:
+        raise ValueError(message)
+
+
+def integer(
+    name: str,
+    value: object,
+    least: int = 0,
+    most: int = MOST_COUNT,
+    what: str = "a whole number",
+    floats: bool = False,
+) -> int:
+    """Return ``value``, an integer in [``least``, ``most``].
+
+    Args:
+        name: of the argument.
+        value: what the user gave.
+        least, most: inclusive bounds.
+        what: what the number counts, for the message.
+        floats: accept 8.0 for 8, for arguments that people write as 5e8.
+
+    Raises:
+        TypeError: ``value`` is not an integer (``True`` and fractions are not).
+        ValueError: it is out of range.
+    """
+    if floats and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        kind = "" if what == "a whole number" else ", a whole number"
+        raise TypeError(f"{name}={short_repr(value)}: give {what} >= {least}{kind}")
+    found = int(value)
+    if found < least:
+        raise ValueError(f"{name}={short_repr(found)}: give {what} >= {least}")
+    if found > most:
+        raise ValueError(f"{name}={short_repr(found)}: give {what} <= {most}")
+    return found
+
+
+def number(name: str, value: object, within: str, what: str = "") -> float:
+    """Return ``value``, a real number in an interval.
+
+    Args:
+        name: of the argument.
+        value: what the user gave.
+        within: the interval as text: ``"[0, 1]"``, ``"(0, inf)"``; ``"inf]"`` accepts infinity.
+        what: what to give, for the message; by default a number within the bounds.
+
+    Raises:
+        TypeError: ``value`` is not a number (``True`` is not).
+        ValueError: it is NaN, or outside the interval.
+    """
+    what = what or f"a number {_words(within)}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={short_repr(value)}: give {what}")
+    low, high = map(float, within[1:-1].split(","))
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf if value > 0.0 else -math.inf  # type: ignore[operator]  # an integer beyond all floats
+    above = found >= low if within[0] == "[" else found > low
+    below = found <= high if within[-1] == "]" else found < high
+    if not (above and below):  # both are False for NaN
+        raise ValueError(f"{name}={short_repr(value)}: give {what}")
+    return found
+
+
+def _words(within: str) -> str:
+    low, high = map(float, within[1:-1].split(","))
+    if within == "(-inf, inf)":
+        return "that is finite"
+    words = [] if low == -math.inf else [f"{'>=' if within[0] == '[' else '>'} {low:g}"]
+    if high != math.inf:
+        words.append(f"{'<=' if within[-1] == ']' else '<'} {high:g}")
+    return " and ".join(words) + (", or math.inf" if within.endswith("inf]") else "")
+
+
+def fraction(name: str, value: object) -> float:
+    """Return ``value``, a number in [0, 1].
+
+    Raises:
+        TypeError, ValueError: see :func:`number`.
+    """
+    return number(name, value, "[0, 1]", "a share in [0, 1]")
+
+
+def boolean(name: str, value: object) -> bool:
+    """Return ``value``, True or False.
+
+    Raises:
+        TypeError: it is something else: ``"false"`` would count as true, and so would 2.
+    """
+    check_type(name, value, bool, "True or False")
+    return bool(value)
+
+
+def as_path(name: str, value: object, what: str = "a path") -> str:
+    """Return ``value``, a path, as text.
+
+    Raises:
+        TypeError: ``value`` is not a path; ``what`` is what to give.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
+        raise TypeError(f"{name}={short_repr(value)}: give {what}, as str or pathlib.Path")
+    return found
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise ``TypeError`` unless ``value`` is of type ``kind``; ``what`` is what to give."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={short_repr(value)}: give {what}")
+
+
+def check_tensor(name: str, value: object, what: str) -> None:
+    """Raise ``TypeError`` unless a backward pass can begin from ``value``; ``what`` is what to give."""
+    if not hasattr(value, "requires_grad") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name}={short_repr(value)}: give {what}")
+
+
+def as_params(value: Any) -> Any:
+    """Return ``value``, what an optimizer takes for its parameters.
+
+    Raises:
+        TypeError: it is not iterable.
+    """
+    check_type("params", value, Iterable, "parameters such as model.parameters(), or groups of them")
+    return value
+
+
+def as_mapping(name: str, value: object, what: str) -> Mapping[Any, Any]:
+    """Return ``value``, a mapping.
+
+    Raises:
+        TypeError: it is something else; ``what`` is what to give.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={short_repr(value)}: give {what}")
+    return value
+
+
+def refuse(argument: str, value: object, instead: str) -> None:
+    """Raise ``NotImplementedError`` that names the argument, its value and what to do instead."""
+    raise NotImplementedError(f"{argument}={value!r} is not available yet; {instead}")

@@ -1,0 +1,62 @@
+"""Warnings that name the user's own line, however many frames of this and other libraries lie between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+__all__ = ["called_by", "warn_user"]
+
+# A fixed `stacklevel` is wrong as soon as a call goes through a context manager, a base class or another front-end.
+LIBRARIES = frozenset(
+    {
+        __name__.partition(".")[0],
+        "abc",
+        "accelerate",
+        "concurrent",
+        "contextlib",
+        "functools",
+        "importlib",
+        "lightning",
+        "lightning_fabric",
+        "peft",
+        "pydantic",
+        "pytorch_lightning",
+        "runpy",
+        "threading",
+        "torch",
+        "transformers",
+    }
+)
+"""Packages whose frames are not the user's program."""
+
+
+def warn_user(message: str) -> None:
+    """Issue a ``UserWarning`` at the innermost line of the call stack that is the user's own.
+
+    Args:
+        message: what has no effect or differs from what was asked for, and what to do.
+    """
+    caller = sys._getframe(1)
+    frame: FrameType | None = caller
+    while frame is not None and _package(frame) in LIBRARIES:
+        frame = frame.f_back
+    at = caller if frame is None else frame  # in a thread of this library, or under `python -m shardwise`
+    # The module keeps what was shown once for each line, as `warnings.warn` does it.
+    registry = at.f_globals.setdefault("__warningregistry__", {})
+    name = at.f_globals.get("__name__", "<string>")
+    warnings.warn_explicit(message, UserWarning, at.f_code.co_filename, at.f_lineno, name, registry)
+
+
+def called_by(module: str) -> bool:
+    """Return whether a function of ``module`` is on the call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _package(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else ""
