@@ -56,6 +56,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
+    ("core/optim/offload.py", "", "", DISK),
     ("core/update/states.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),

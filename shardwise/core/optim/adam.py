@@ -7,6 +7,7 @@ All three are ordinary torch optimizers for parameters on any device, in any mix
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.base.torch_internals import add_each
 from shardwise.core.base.validate import as_params, fraction, number
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
+from shardwise.core.optim.offload import MomentStore, OffloadedMoments
 from shardwise.core.optim.whole_tensors import counted
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
@@ -74,7 +77,10 @@ class _Adam(torch.optim.Optimizer):
         self.adamw_mode = bool(adamw_mode)
         self.nvme_offload_fraction, self.nvme_offload_dir = float(share), folder
         self._tiles = AdamTiles()
+        self._offload: OffloadedMoments | None = None
         super().__init__(as_params(params), defaults)
+        if self.nvme_offload_fraction > 0.0:
+            self._offload = OffloadedMoments(self.nvme_offload_fraction, MomentStore(folder))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own.
@@ -104,11 +110,6 @@ class _Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None, div_scale: float) -> Any:
-        if self.nvme_offload_fraction > 0.0:
-            raise RuntimeError(
-                f"nvme_offload_fraction={self.nvme_offload_fraction} of {type(self).__name__} needs a sharded model; "
-                "shard the model together with this optimizer, or leave it 0"
-            )
         scale = _scale_of(div_scale)
         loss = None
         if closure is not None:
@@ -119,6 +120,10 @@ class _Adam(torch.optim.Optimizer):
         for params in live:
             for param in params:
                 self._check_gradient(param)
+        if self._offload is not None:
+            self._check_whole()
+            self._offload.place([p for group in self.param_groups for p in group["params"]])
+            live = self._step_offloaded(self._offload, live, scale)
         for group, params in zip(self.param_groups, live, strict=True):
             self._step_group(params, self._rule(group), scale)
         return loss
@@ -129,6 +134,14 @@ class _Adam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__} does not take {gradient.layout} gradients (of a parameter of shape "
                 f"{tuple(param.shape)}): make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            )
+
+    def _check_whole(self) -> None:
+        """Moments on a disk are those of whole parameters."""
+        if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"nvme_offload_fraction={self.nvme_offload_fraction} with parameters that fully_shard divides: "
+                "leave it 0 there, or shard the model by a plan, which offloads divided moments"
             )
 
     def _rule(self, group: dict[str, Any]) -> AdamRule:
@@ -158,6 +171,45 @@ class _Adam(torch.optim.Optimizer):
                 slots.append(AdamSlot(*own, state["step"]))
         self._tiles.update(slots, rule, scale)
 
+    def _step_offloaded(self, offload: OffloadedMoments, live: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
+        """Step what of ``live`` (parameters by group) has its moments in the store; what has not is returned.
+
+        All or, where the store fails, none: the new values are in copies until the new moments are stored.
+        """
+        every = [param for group in self.param_groups for param in group["params"]]
+        offload.reserve([param for param in every if param.requires_grad or param.grad is not None])
+        rules = [self._rule(group) for group in self.param_groups]
+        held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
+        # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
+        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
+        new: list[tuple[Tensor, Tensor]] = []
+        gradient = torch.empty(0, device="cpu")
+        with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:
+            for piece in pieces:
+                param, rule = held[piece.index]
+                if piece.start == 0:
+                    new.append((copies.take(param.numel(), param.dtype), self._next_count(param)))
+                    new[-1][0].view(param.shape).copy_(param)
+                    gradient = _flat_gradient(param)
+                if not self.state.get(param):
+                    # What the store may have for it belongs to a state that was dropped.
+                    piece.moments.zero_()
+                values, count = new[-1]
+                part = slice(piece.start, piece.end)
+                exp_avg, exp_avg_sq = piece.moments
+                self._tiles.update([AdamSlot(values[part], gradient[part], exp_avg, exp_avg_sq, count)], rule, scale)
+        for (param, _), (values, count) in zip(held, new, strict=True):
+            param.copy_(values.view(param.shape))
+            self._state_of(param)["step"].copy_(count)
+        return [[param for param in params if not offload.holds(param)] for params in live]
+
+    def _next_count(self, param: Tensor) -> Tensor:
+        """The step count of the step under way, in a tensor of its own; no state is made for it."""
+        if not self.state.get(param):
+            return torch.ones((), dtype=torch.float32, device="cpu")
+        step: Tensor = self._state_of(param)["step"]
+        return step + 1
+
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         """The state of one parameter, made on first use, and put right where it was loaded from elsewhere."""
         state: dict[str, Any] = self.state[param]
@@ -167,6 +219,8 @@ class _Adam(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(step), device=param.device)
         elif step.device != param.device or step.dtype != torch.float32:
             state["step"] = step.to(param.device, torch.float32)
+        if self._offload is not None and self._offload.holds(param):
+            return state
         dtype = self._moment_dtype(param)
         for key in MOMENTS:
             have = state.get(key)
@@ -176,6 +230,24 @@ class _Adam(torch.optim.Optimizer):
                 state[key] = have.to(dtype)
         return state
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; offloaded moments are read into host memory, all of them.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes.
+        """
+        packed = super().state_dict()
+        if self._offload is None:
+            return packed
+        numbers = [n for group in packed["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, param in zip(numbers, params, strict=True):
+            if packed["state"].get(index) and self._offload.holds(param):
+                exp_avg, exp_avg_sq = self._offload.read(param)
+                # A new dict: the one there is the live state.
+                packed["state"][index] = packed["state"][index] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or ColossalAI's.
 
@@ -184,6 +256,7 @@ class _Adam(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups differ, or the state is of the AMSGrad variant.
+            DiskError: offloaded moments could not be stored. The state is the one before, then.
         """
         seen: list[dict[str, Any]] = [state_dict]
 
@@ -203,7 +276,7 @@ class _Adam(torch.optim.Optimizer):
             self._drop_torchs_mode()
             numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
             params = [p for group in self.param_groups for p in group["params"]]
-            self._restore_precision(params, [seen[0]["state"].get(number) for number in numbers])
+            self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
         except BaseException:
             self.state, self.param_groups = before
             raise
@@ -221,26 +294,58 @@ class _Adam(torch.optim.Optimizer):
                 f"adamw_mode={not self.adamw_mode} to go on alike"
             )
 
-    def _restore_precision(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
-        """Undo torch's cast of loaded moments to the parameter's dtype."""
+    @torch.no_grad()
+    def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
+        """Undo torch's cast of the moments to the parameter's dtype, and send to the store what belongs there."""
+        if self._offload is not None:
+            self._offload.place(params)
+        moving: list[tuple[Tensor, dict[str, Any]]] = []
         for param, state in zip(params, states, strict=True):
+            if not state:
+                continue
             for key in MOMENTS:
-                if state and key in state and self.state[param][key].dtype != self._moment_dtype(param):
+                if key in state and self.state[param][key].dtype != self._moment_dtype(param):
                     self.state[param][key] = state[key].to(param.device, self._moment_dtype(param))
+            if self._offload is not None and self._offload.holds(param):
+                moving.append((param, self._state_of(param)))
+        if self._offload is not None:
+            self._offload.write([(param, [own.get(key) for key in MOMENTS]) for param, own in moving])
+        for _, own in moving:
+            for key in MOMENTS:
+                own.pop(key, None)
 
     def take_offload(self) -> tuple[float, str | None]:
-        """Return ``(nvme_offload_fraction, nvme_offload_dir)`` for an engine that places state, and reset the first."""
+        """For an engine that places state itself: ``(nvme_offload_fraction, nvme_offload_dir)``, and end our own.
+
+        Moments that are in the store come back to host memory first.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes, and it can be called again.
+        """
         asked = self.nvme_offload_fraction, self.nvme_offload_dir
+        if self._offload is not None:
+            held = [param for param, state in self.state.items() if state and self._offload.holds(param)]
+            # All are read before any is taken over, so that a failed read leaves them where they are.
+            for param, moments in [(param, self._offload.read(param)) for param in held]:
+                self.state[param].update(zip(MOMENTS, moments, strict=True))
+            self._offload.store.close()
+            self._offload = None
         self.nvme_offload_fraction = 0.0
         return asked
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._offload is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with nvme_offload_fraction={self.nvme_offload_fraction} cannot be copied or "
+                "pickled; copy its state_dict()"
+            )
         return super().__getstate__() | {key: getattr(self, key) for key in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A copy has no tiles, and a state from torch.optim no bias_correction.
+        # A copy has neither of these, and a state from torch.optim no bias_correction.
         self.__dict__.setdefault("_tiles", AdamTiles())
+        self.__dict__.setdefault("_offload", None)
         for group in self.param_groups:
             group.setdefault("bias_correction", self.defaults["bias_correction"])
 
@@ -264,6 +369,12 @@ def _own(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor.to_local()
 
 
+def _flat_gradient(param: Tensor) -> Tensor:
+    gradient = param.grad
+    assert gradient is not None
+    return gradient.contiguous().view(-1)
+
+
 class CPUAdam(_Adam):
     """Adam and AdamW for parameters on the host; those on a GPU are updated there.
 
@@ -275,12 +386,13 @@ class CPUAdam(_Adam):
         eps: added to the denominator.
         weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
         adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
-        nvme_offload_fraction: fraction of masters and optimizer state that a sharded model keeps on a disk; an error in
-            :meth:`step` of an optimizer by itself.
-        nvme_offload_dir: directory of the files; ``None``: the system's temporary directory.
+        nvme_offload_fraction: share of the moments of host parameters that is on disk between steps, in whole
+            parameters. ``state_dict`` reads them back.
+        nvme_offload_dir: where the files are made; ``None``: the system's temporary directory.
 
     Raises:
         ValueError: a number is out of range.
+        DiskError: no file can be made in ``nvme_offload_dir``.
     """
 
     def __init__(
@@ -316,8 +428,9 @@ class CPUAdam(_Adam):
 
         Raises:
             ValueError: ``div_scale`` is neither positive nor -1.
-            RuntimeError: a gradient is sparse, or ``nvme_offload_fraction`` is above 0 without a sharded model. Nothing
-                is updated then.
+            RuntimeError: a gradient is sparse; nothing is updated then.
+            DiskError: offloaded moments could not be read or stored. Parameters and state are those before the step,
+                and it can be repeated.
         """
         return self._step(closure, div_scale)
 

@@ -170,4 +170,4 @@ def offloaded() -> str:
 
 def test_divided_moments_are_not_offloaded_by_the_optimizer() -> None:
     for said in run_ranks(2, offloaded):
-        assert "nvme_offload_fraction=1.0" in said and "needs a sharded model" in said
+        assert "nvme_offload_fraction=1.0" in said and "shard the model by a plan" in said

@@ -1,0 +1,268 @@
+"""Adam moments on a disk between steps: read ahead of the update and written behind it, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.core.base.warnings import warn_user
+from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
+from shardwise.core.optim.adam_tiles import moment_dtype
+from shardwise.plan import DiskPlan
+
+__all__ = ["PIECE_NUMEL", "MomentPiece", "MomentStore", "OffloadedMoments"]
+
+PIECE_NUMEL = 1 << 22
+"""Elements of a parameter whose two moments are moved together (32 MiB in fp32): what bounds the store's buffers."""
+BUFFERS = 4
+"""One piece is written and one updated while two are read."""
+
+
+class _Fetch:
+    """Moments that are being read into a buffer, or zeros in one."""
+
+    def __init__(self, buffer: Tensor, numel: int, dtype: torch.dtype, transfer: Transfer | None) -> None:
+        self.buffer, self._numel, self._dtype, self._transfer = buffer, numel, dtype, transfer
+
+    def moments(self) -> Tensor:
+        """Return ``exp_avg`` and ``exp_avg_sq`` with shape ``[2, numel]``, once they are read; may be written."""
+        if self._transfer is not None:
+            self._transfer.wait()
+        nbytes = 2 * self._numel * self._dtype.itemsize
+        return self.buffer[:nbytes].view(self._dtype).view(2, self._numel)
+
+
+class MomentStore:
+    """Pieces of moments by key, as records of a file below ``directory`` (default: the temporary directory).
+
+    The file lives as long as the process; a restart resumes from a checkpoint. Buffer sizes are powers of two, with at
+    most :data:`BUFFERS` of each size or above.
+
+    Attributes:
+        ahead: fetches that may be outstanding while another piece is updated.
+
+    Raises:
+        DiskError: the directory cannot be made or written.
+    """
+
+    ahead = BUFFERS - 2
+
+    def __init__(self, directory: str | None) -> None:
+        directory = directory if directory is not None else tempfile.gettempdir()
+        plan = DiskPlan(directory=directory, queue_depth=32, threads=1, state_buffers=BUFFERS, param_buffers=1)
+        self._store = DiskStore(plan)
+        self._records: dict[str, Record] = {}
+        self._stored: set[str] = set()
+        self._new: set[str] = set()
+        self._sizes: list[int] = []
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+
+    def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        """Make room for pieces of ``numel`` elements under ``key``, once.
+
+        Raises:
+            DiskError: there is no room. What was reserved before stays.
+        """
+        if key not in self._records:
+            self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize, "moments")
+
+    def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _Fetch:
+        """Start reading what was last stored under ``key``; zeros if nothing was."""
+        nbytes = 2 * numel * dtype.itemsize
+        buffer = self._take(nbytes)
+        if key not in self._stored:
+            buffer.zero_()
+            return _Fetch(buffer, numel, dtype, None)
+        return _Fetch(buffer, numel, dtype, self._store.read(self._records[key], buffer))
+
+    def _take(self, nbytes: int) -> Tensor:
+        while self._store.idle_buffers(nbytes) == 0:
+            if sum(size >= nbytes for size in self._sizes) < BUFFERS:
+                size = max(4096, 1 << (nbytes - 1).bit_length())
+                self._store.reserve(1, size)
+                self._sizes.append(size)
+            elif self._writing:
+                self._finish_write()
+            else:
+                raise RuntimeError(f"all {BUFFERS} buffers of {nbytes} bytes are in use: put() one back first")
+        return self._store.buffer(nbytes)
+
+    def _finish_write(self) -> None:
+        transfer, buffer = self._writing.popleft()
+        try:
+            transfer.wait()
+        finally:
+            self._store.give(buffer)
+
+    def put(self, key: str, fetched: _Fetch) -> None:
+        """Start writing the moments of ``fetched`` under ``key``, and take back its buffer."""
+        self._writing.append((self._store.write(self._records[key], fetched.buffer), fetched.buffer))
+        self._new.add(key)
+
+    def drop(self, fetched: _Fetch) -> None:
+        """Take back the buffer of ``fetched`` without storing it."""
+        with contextlib.suppress(DiskError):
+            fetched.moments()
+        self._store.give(fetched.buffer)
+
+    def flush(self) -> None:
+        """Return when everything that was put is stored.
+
+        Raises:
+            DiskError: something could not be stored. Call :meth:`abandon` then.
+        """
+        while self._writing:
+            self._finish_write()
+        self._store.commit()
+        self._stored |= self._new
+        self._new.clear()
+
+    def abandon(self) -> None:
+        """Drop what was put since the last :meth:`flush`; fetches return what was stored before."""
+        while self._writing:
+            with contextlib.suppress(DiskError):
+                self._finish_write()
+        self._store.rollback()
+        self._new.clear()
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._store.close()
+
+
+@dataclass(frozen=True)
+class MomentPiece:
+    """Elements ``[start, end)`` of the parameter at ``index`` of a list, and their moments ``[2, numel]``."""
+
+    index: int
+    start: int
+    end: int
+    moments: Tensor
+
+
+class OffloadedMoments:
+    """Decides which parameters' moments are in the store, and streams them through the update.
+
+    Args:
+        fraction: fraction of all elements of host parameters whose moments are stored, as whole parameters in their
+            order, as many as fit.
+    """
+
+    def __init__(self, fraction: float, store: MomentStore) -> None:
+        self.fraction, self.store = fraction, store
+        self._keys: dict[Tensor, str | None] = {}
+        self._numel = 0
+
+    def place(self, params: Sequence[Tensor]) -> None:
+        """Decide for those of ``params`` (all parameters of the optimizer) that are new; the others stay."""
+        new = [p for p in params if p not in self._keys]
+        if not new:
+            return
+        hosted = [p for p in params if p.device.type == "cpu"]
+        if not hosted:
+            warn_user(
+                f"nvme_offload_fraction={self.fraction} moves moments of parameters in host memory, and there are "
+                f"none (the first is on {params[0].device}): nothing is offloaded"
+            )
+        limit = math.floor(sum(p.numel() for p in hosted) * self.fraction)
+        for param in new:
+            fits = param.device.type == "cpu" and 0 < param.numel() <= limit - self._numel
+            self._keys[param] = f"moments{len(self._keys)}" if fits else None
+            self._numel += param.numel() if fits else 0
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether the moments of ``param`` are in the store."""
+        return self._keys.get(param) is not None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters whose moments are in the store."""
+        return self._numel
+
+    def reserve(self, params: Sequence[Tensor]) -> None:
+        """Make room for the moments of those of ``params`` that belong in the store.
+
+        Raises:
+            DiskError: there is no room. No moments change.
+        """
+        held = [param for param in params if self.holds(param)]
+        for index, start, end in _pieces(held):
+            self.store.reserve(self._key(held[index], start), end - start, moment_dtype(held[index]))
+
+    def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
+        """Yield the moments of ``params`` piece by piece, reading ahead.
+
+        With ``store_back``, what the caller wrote into a piece is stored when the next is asked for, and all of it
+        counts once the last is stored. After a failure before that (close the generator then), the store has the
+        moments it had.
+
+        Raises:
+            DiskError: something could not be read or stored.
+        """
+        pieces = list(_pieces(params))
+        waiting: deque[_Fetch] = deque()
+        asked = 0
+        try:
+            for index, start, end in pieces:
+                while asked < len(pieces) and len(waiting) <= self.store.ahead:
+                    which, first, last = pieces[asked]
+                    key, dtype = self._key(params[which], first), moment_dtype(params[which])
+                    waiting.append(self.store.fetch(key, last - first, dtype))
+                    asked += 1
+                fetched = waiting[0]
+                yield MomentPiece(index, start, end, fetched.moments())
+                if store_back:
+                    self.store.put(self._key(params[index], start), fetched)
+                else:
+                    self.store.drop(fetched)
+                waiting.popleft()
+            if store_back:
+                self.store.flush()
+        except BaseException:
+            for fetched in waiting:
+                self.store.drop(fetched)
+            self.store.abandon()
+            raise
+
+    def _key(self, param: Tensor, start: int) -> str:
+        return f"{self._keys[param]}-{start}"
+
+    def read(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of both moments, in the shape of ``param``."""
+        moments = torch.empty(2, param.numel(), dtype=moment_dtype(param), device="cpu")
+        for piece in self.stream([param], store_back=False):
+            moments[:, piece.start : piece.end] = piece.moments
+        return moments[0].view(param.shape), moments[1].view(param.shape)
+
+    def write(self, entries: Sequence[tuple[Tensor, Sequence[Tensor | None]]]) -> None:
+        """Store both moments of each parameter, zeros for ``None``. After an error none of them has changed.
+
+        Raises:
+            DiskError: there is no room, or something could not be stored.
+        """
+        params = [param for param, _ in entries]
+        self.reserve(params)
+        flat: list[Tensor | None] = []
+        with contextlib.closing(self.stream(params)) as pieces:
+            for piece in pieces:
+                if piece.start == 0:
+                    flat = [None if each is None else each.reshape(-1) for each in entries[piece.index][1]]
+                for target, source in zip(piece.moments, flat, strict=True):
+                    if source is None:
+                        target.zero_()
+                    else:
+                        target.copy_(source[piece.start : piece.end])
+
+
+def _pieces(params: Sequence[Tensor]) -> Iterator[tuple[int, int, int]]:
+    """Yield the index of the parameter, the first element and the end of each piece."""
+    for index, param in enumerate(params):
+        for start in range(0, param.numel(), PIECE_NUMEL):
+            yield index, start, min(start + PIECE_NUMEL, param.numel())
