@@ -578,7 +578,9 @@ class Settings:
             place = f"offload={shown(self.offload)}: use 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
-            if isinstance(self.offload, str) and NO_DIRECTORY.fullmatch(self.offload):
+            near_host = difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
+            misspelled = near_host and not os.path.isdir(self.offload)
+            if isinstance(self.offload, str) and (NO_DIRECTORY.fullmatch(self.offload) or misspelled):
                 raise ValueError(f"{place} (write './{self.offload}' for a directory of that name)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)

@@ -65,6 +65,7 @@ def test_every_setting_has_a_case() -> None:
         ({"precision": ["bf16"]}, r"precision=\['bf16'\]"),
         ({"offload": "cpu"}, r"offload='cpu': use 'host' for host memory, or a directory .*'\./cpu'"),
         ({"offload": "CUDA:0"}, "offload='CUDA:0': use 'host'"),
+        ({"offload": "hst"}, "offload='hst': use 'host'"),
         ({"offload": "nvme", "stage": 1}, "offload='nvme': use 'host'"),
         ({"max_norm": -1.0}, "max_norm=-1.0"),
         ({"average": "median"}, "average='median'"),

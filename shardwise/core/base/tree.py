@@ -102,10 +102,18 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
         if kind == "$tuple":
             return tuple(decode(item, tensors) for item in content)
         if kind == "$counter":
-            return Counter({decode(key, tensors): decode(item, tensors) for key, item in content})
+            return Counter({_key(key, tensors): decode(item, tensors) for key, item in content})
         if kind == "$items":
-            return {decode(key, tensors): decode(item, tensors) for key, item in content}
+            return {_key(key, tensors): decode(item, tensors) for key, item in content}
     return {key: decode(item, tensors) for key, item in data.items()}
+
+
+def _key(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
+    key = decode(data, tensors)
+    # Python's hash of an integer is its rest modulo 2^61 - 1: a file could give all keys the same one.
+    if isinstance(key, int) and key.bit_length() > 64:
+        raise ValueError(f"a key of {key.bit_length()} bits")
+    return key
 
 
 # ---- tensors in the data

@@ -320,8 +320,6 @@ class Trials:
             raise
         try:
             run.step()
-        except ZeroDivisionError:  # an option of a scheduler, of the right kind
-            return READ
         except Exception as error:
             return f"loaded, but the next step raises {type(error).__name__}: {error!s:.200}"
         finally:

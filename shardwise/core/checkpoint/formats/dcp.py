@@ -50,7 +50,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     optimizer_entries,
     records_of,
 )
-from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, load_value
+from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, check_pickle, load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
 __all__ = ["Chunk", "DcpItem", "open_dcp", "read_dcp_index", "write_dcp"]
@@ -192,6 +192,7 @@ def read_dcp_index(directory: Path) -> DcpIndex:
     try:
         with reading(path):
             content = read_index_file(path)
+            check_pickle(io.BytesIO(content), len(content), path, "DCP index")
             metadata = _IndexUnpickler(io.BytesIO(content)).load()
     except RefusedPickle as error:
         raise RefusedPickle(

@@ -9,22 +9,25 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from shardwise.core.base.printable import in_a_line
-from shardwise.core.checkpoint.bounds import MOST_TIMES, checked_tree, open_regular
+from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
+__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_pickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
+LEGACY_PICKLES = 5
+"""At the start of a file of the older format; tensors follow."""
 SPARE_VALUES = 1 << 20
 SPARE_BYTES = 8 << 20
 """Of expanded tensors, which take no room in a file."""
@@ -49,7 +52,8 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
     mapped = _is_zip(path)
-    os.close(open_regular(path))
+    with open(open_regular(path), "rb") as file:
+        _check_pickles(file, path, mapped)
     try:
         with torch.serialization.safe_globals(list(stand_ins)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -84,8 +88,11 @@ def load_value(content: bytes, where: str) -> Any:
     Raises:
         CheckpointDamage: it is something else; ``where`` is named.
     """
+    file = io.BytesIO(content)
+    _check_pickles(file, where, content[:2] == b"PK")
+    file.seek(0)
     try:
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        value = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointDamage(f"{where} cannot be read with weights_only ({_line(error)})") from error
     _check_values(value, len(content), where)
@@ -116,6 +123,31 @@ def _check_values(content: object, there: int, where: object) -> None:
         raise CheckpointDamage(
             f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}; it is not read"
         )
+
+
+def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
+    """The pickles in a torch file cost no more than their bytes; a zip of torch's own is not compressed."""
+    if not is_zip:
+        nbytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        for _ in range(LEGACY_PICKLES):
+            check_pickle(file, nbytes, path, "torch file")
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:
+                    name = in_a_line(record.filename[:80])
+                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
+                if record.filename.endswith(".pkl"):
+                    if record.file_size > MOST_INDEX_BYTES:
+                        raise CheckpointDamage(f"{path}: a pickle of {record.file_size} bytes, which is not read")
+                    content = archive.read(record)
+                    check_pickle(io.BytesIO(content), len(content), path, "torch file")
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        raise CheckpointDamage(
+            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
+        ) from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
@@ -173,3 +205,83 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
         else:
             aliases[name] = kept
     return entries, aliases, rest
+
+
+SPARE = 1 << 20
+WIDE = 1 << 12
+"""What an integer of more than 64 bits counts for: those that are the same modulo 2^61 - 1 have one hash, and as keys
+of a dictionary each would be compared with all others."""
+MARK = -1
+_TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "INST", "OBJ", "BINPERSID"}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+
+
+def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
+    """Read the pickle that starts at the position of ``file``, up to its end.
+
+    Args:
+        file: has ``nbytes`` bytes in all.
+        nbytes: what time and memory are measured by.
+        where: its name, for messages.
+        kind: what it should be, for messages.
+
+    Raises:
+        CheckpointDamage: it is no pickle, or would take time or memory out of proportion to its bytes.
+    """
+    scan = _Scan(8 * nbytes + SPARE)
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            scan.follow(opcode, argument, nbytes)
+    except (ValueError, IndexError, KeyError, MemoryError, OverflowError) as error:
+        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200}); load another copy") from error
+
+
+class _Scan:
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
+        self._stack: list[int] = []
+        self._memo: dict[int, int] = {}
+
+    def follow(self, opcode: pickletools.OpcodeInfo, argument: Any, nbytes: int) -> None:
+        name, stack = opcode.name, self._stack
+        if name == "MARK":
+            stack.append(MARK)
+        elif name in _PUTS:
+            if int(argument) > nbytes:
+                raise ValueError(f"a memo of {int(argument)} places in {nbytes} bytes")
+            self._memo[int(argument)] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in _GETS:
+            stack.append(self._memo[int(argument)])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        else:
+            popped = self._pop(opcode)
+            if name in ("SETITEM", "SETITEMS", "DICT"):
+                self._spend(sum(popped[1 if name != "DICT" else 0 :: 2]))  # keys are hashed
+            elif name in ("FROZENSET", "ADDITEMS"):
+                self._spend(sum(popped))
+            made = 1 + sum(popped) if name in _TUPLES else 1
+            if type(argument) is int and argument.bit_length() > 64:
+                made = WIDE
+            # A tuple of tuples of ... is told once wherever it stands; the sum of its parts cannot be more than this.
+            stack.extend([min(made, self._most + 1)] * len(opcode.stack_after))
+
+    def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
+        before = opcode.stack_before
+        if pickletools.markobject in before:
+            place = len(self._stack) - 1 - self._stack[::-1].index(MARK)
+            place -= before.index(pickletools.markobject)
+        else:
+            place = len(self._stack) - len(before)
+        if place < 0:
+            raise ValueError(f"{opcode.name} of an empty stack")
+        popped = [weight for weight in self._stack[place:] if weight != MARK]
+        del self._stack[place:]
+        return popped
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise ValueError(f"its keys stand for more than {self._most} values")
