@@ -19,8 +19,8 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checks.agreement import agreed_build, agreed_load
 from shardwise.core.checks.collective import collective
+from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.engine import Engine
@@ -46,8 +46,6 @@ __all__ = [
     "Settings",
     "ShardedModule",
     "ShardedOptimizer",
-    "agreed_build",
-    "agreed_load",
     "build",
     "needs_whole_tensors",
     "shard",
@@ -472,7 +470,7 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:
     """The last that may be wrong with what the user gave; all ranks go on, or none."""
-    with agreed_build(mesh.everyone, dict):
+    with collectively(mesh.everyone, "sharding the model", "Nothing was sharded."):
         for each in optimizers:
             each.foresee()
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -213,15 +212,3 @@ def undisturbed(plan: Plan, kind: str, mesh: Mesh, steps: int) -> dict[str, str]
             backward(session, step)
             session.optimizer.step()
         return everything(session)
-
-
-def dies_in_the_second_step(session: Session, fault: Fault) -> str:
-    """The first step is made; every request of rank 1 fails from the middle of the second on. What that says here."""
-    backward(session, 0)
-    session.optimizer.step()
-    backward(session, 1)
-    if session.mesh.rank == 1:
-        fault.arm(6, forever=True)
-    with pytest.raises(disk.DiskError) as error:
-        session.optimizer.step()
-    return str(error.value)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.comm import Members
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.fragments import Fill, Fragment, Held, TensorShape
@@ -200,11 +200,11 @@ class EngineRun:
 
     @contextmanager
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
-        """What was updated during backward is given up. See [Note: What an interrupt leaves half-done]."""
+        """What was updated during backward is given up. See [Note: Broken sessions]."""
         engine, states = self._session.engine, [state_of(index) for index in optimizers]
         engine.values.before_load(whole)
         parts = [PARAMETERS, *states] if parameters else states
-        with engine.unfinished.replaced("a load", parts, partly=() if whole else (PARAMETERS,)):
+        with engine.broken.replacing("a load", parts, partly=() if whole else (PARAMETERS,)):
             yield
 
     @contextmanager
@@ -217,8 +217,8 @@ class EngineRun:
         engine.values.before_update()
         try:
             with ExitStack() as stack:
-                for index in optimizers:  # no state may be left that is not on the disk
-                    stack.enter_context(self._session.optimizers[index].undone_on_error())
+                for index in optimizers:
+                    stack.enter_context(self._session.optimizers[index].replacing_state())
                 yield
         except BaseException:
             if engine.storage.store is not None:

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.checks.agreement import Description, differences, digest
+from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.description import called, group_values
 from shardwise.core.checks.param_groups import ParamGroups
-from shardwise.core.checks.unfinished import PARAMETERS, Unfinished, state_of
-from shardwise.core.comm import Group
+from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh
 
 __all__ = ["HyperParameters", "Rider"]
@@ -47,7 +46,7 @@ class HyperParameters:
         mesh: the ranks whose updates have to be alike.
         asked: what the next step was told besides, by calls that every rank makes (clipping).
         held: what this rank's gradients are made of; other only on ranks that hold other parts of the model.
-        unfinished: takes what replicas have updated differently.
+        broken: the parts that replicas have updated differently are marked here.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class HyperParameters:
         mesh: Mesh,
         asked: Callable[[], Sequence[tuple[str, float]]],
         held: Callable[[], Mapping[str, float]],
-        unfinished: Unfinished,
+        broken: Broken,
     ) -> None:
         self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
-        self._groups, self._held, self._unfinished = groups, held, unfinished
+        self._groups, self._held, self._broken = groups, held, broken
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
         self._steps = 0
@@ -100,7 +99,7 @@ class HyperParameters:
 
         Raises:
             ValueError: says which rank differs in what, with both values. If that is in the last step, replicas have
-                made it: parameters and state are unfinished.
+                made it: parameters and state are broken.
             RuntimeError: replicas that meet in a pass have made different numbers of steps (the same); or some ranks
                 have dropped gradients that others hold, or multiplied them by another loss scale.
         """
@@ -129,7 +128,7 @@ class HyperParameters:
 
     def _differ(self) -> None:
         """The replicas are not the same model any more, and are told so; they may go on from what they load."""
-        self._unfinished.begin("steps that not all ranks made alike", PARAMETERS, state_of(self._index))
+        self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
         self._steps, self._used = 0, (0.0, {})
 
     def _describe(self, when: str) -> Description:

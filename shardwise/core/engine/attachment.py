@@ -97,7 +97,7 @@ class Attachment:
         """Of the user's model: those that mean the engine's parameters."""
         engine, own = self._engine, self._engine.model.__dict__
         staged = engine.staging is not None
-        check = partial(engine.unfinished.check, "a state")
+        check = partial(engine.broken.check, "a state")
         rooms = engine.params, engine.chunks, engine.layout, engine.pool
         self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
@@ -163,7 +163,7 @@ class Attachment:
         with outside_transforms():
             if self.hooks is None or not self.hooks.running:  # a model may call itself
                 engine.passes.recover()
-            engine.unfinished.check("a forward pass")
+            engine.broken.check("a forward pass")
             engine.guards.check_forward()
             if engine.early.active and torch.is_grad_enabled():
                 engine.values.take_edits()

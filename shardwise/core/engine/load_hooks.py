@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.core.base.names import call_load_hooks, with_load_hooks
-from shardwise.core.checks.agreement import agreed_on
+from shardwise.core.comm import collectively
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
@@ -58,8 +58,7 @@ def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) ->
                     call_load_hooks(module, missing, unexpected)
             except Exception as error:
                 failure = error  # the other ranks need this one for what they gather
-    failed = "hooks of what was loaded (register_load_state_dict_post_hook) failed on other ranks"
-    with agreed_on(engine.mesh.everyone, "hooks of a load", dict, failed=failed, differ=failed):
+    with collectively(engine.mesh.everyone, "running load hooks (register_load_state_dict_post_hook)"):
         if failure is not None:
             raise failure
 

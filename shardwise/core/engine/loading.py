@@ -12,9 +12,9 @@ from shardwise.core.base.checked import as_mapping
 from shardwise.core.base.checksum import sample_words
 from shardwise.core.base.names import StateNames, is_one_kind
 from shardwise.core.base.torch_internals import incompatible_keys
-from shardwise.core.checks.agreement import Description, agreed_load
+from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.description import described
-from shardwise.core.checks.unfinished import PARAMETERS
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.load_hooks import run_load_hooks
 from shardwise.core.engine.others import check_others, put_others
 from shardwise.core.engine.whole import state_names
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
 __all__ = ["compare_given", "load_whole"]
+
+LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
 
 # [Note: States that ranks are given]
@@ -45,7 +47,8 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
     """
     engine.guards.check_held()
     missing, unexpected = list[str](), list[str]()
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(names, state_dict)):
+    everyone = engine.mesh.everyone
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _described(names, state_dict)):
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
@@ -68,7 +71,7 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
     whole = not missing
     run_load_hooks(engine, missing, unexpected)
     if whole:
-        engine.unfinished.end(PARAMETERS)
+        engine.broken.loaded(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
 
@@ -78,7 +81,8 @@ def compare_given(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError, PeerError: as :func:`load_whole`.
     """
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(_loadable(engine), state_dict)):
+    everyone = engine.mesh.everyone
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _described(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
@@ -140,14 +144,11 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, rest: Cal
     """``rest`` puts what are no parameters."""
     engine.values.before_load(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
-    was_whole = PARAMETERS not in engine.unfinished
-    engine.unfinished.begin("loading a state", PARAMETERS)
-    with ValueWriter(engine.storage) as writer:
-        for place, own_names in names.of_parameter.items():
-            given = _given_name(own_names, state)
-            if given is not None and place in engine.division.census.index:
-                writer.store(engine.division.census.index[place], state[given])
-    rest()
-    engine.values.publish(everything=True)
-    if was_whole:
-        engine.unfinished.end(PARAMETERS)
+    with engine.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
+        with ValueWriter(engine.storage) as writer:
+            for place, own_names in names.of_parameter.items():
+                given = _given_name(own_names, state)
+                if given is not None and place in engine.division.census.index:
+                    writer.store(engine.division.census.index[place], state[given])
+        rest()
+        engine.values.publish(everything=True)

@@ -12,8 +12,8 @@ import torch
 from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
-from shardwise.core.checks.unfinished import state_of
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
 from shardwise.core.engine.norms import Norms
@@ -156,7 +156,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             try:
                 return self._step(closure)
             except KeyboardInterrupt:  # the second one
-                self.engine.unfinished.begin("step()", *self._updates.parts)
+                self.engine.broken.mark("step()", *self._updates.parts)
                 raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -201,7 +201,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self._drop()
         self._use_margin()
         self.steps_ended += 1
-        self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
+        self.engine.broken.loaded(*self._updates.parts)  # last: all is of one step from here on
         return value
 
     def _refusal(self) -> Exception | None:
@@ -209,7 +209,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         they are told with the norm, which they are about to make; elsewhere it is raised here."""
         self.engine.guards.check_held()
         try:
-            self.engine.unfinished.check("step()")
+            self.engine.broken.check("step()")
             self.engine.guards.check()
             self._updates.param_groups.check()
             self.engine.values.take_edits(self.index)
@@ -328,9 +328,9 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         """See :meth:`OptimizerState.fresh`."""
         return self._full.fresh(position)
 
-    def undone_on_error(self) -> AbstractContextManager[None]:
-        """See :meth:`TileUpdates.undone_on_error`."""
-        return self._updates.undone_on_error()
+    def replacing_state(self) -> AbstractContextManager[None]:
+        """See :meth:`TileUpdates.replacing_state`."""
+        return self._updates.replacing_state()
 
     @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -346,7 +346,7 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         if self._early is not None:
             self.engine.passes.recover(dropping=True)  # it would take what is loaded for what a failed pass has left
         self._full.distribute(lambda: self._taken(state_dict), self.scaler)
-        self.engine.unfinished.end(state_of(self.index))
+        self.engine.broken.loaded(state_of(self.index))
         loaded(self.optimizer)
 
     def _taken(self, state_dict: dict[str, Any]) -> dict[str, Any]:

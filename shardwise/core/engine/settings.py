@@ -29,6 +29,6 @@ def compared_settings(
         limit = [("max_norm", engine.limits[index])] if index in engine.limits else []
         return [*limit, *engine.visible.asked.get(index, ())]
 
-    settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held, engine.unfinished)
+    settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held, engine.broken)
     engine.reducer.riders.append(settings)
     return settings

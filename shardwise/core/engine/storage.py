@@ -12,11 +12,10 @@ from torch import nn
 from shardwise.core.base.device import side_stream, total_bytes
 from shardwise.core.base.events import Events
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import Buffer, Group
+from shardwise.core.comm import Buffer, Group, collectively
 from shardwise.core.engine.narrow import Narrow, trained
 from shardwise.core.grads.grads import ChunkGrads, GradRing
-from shardwise.core.memory.disk.agreement import agreed
-from shardwise.core.memory.disk.store import DiskStore
+from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.placement import Home, assign_homes, missed_shares
@@ -112,7 +111,7 @@ class Storage:
 
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
-        with agreed(self.mesh.everyone, "its file was made", REMEDY, needed=self.uses_disk):
+        with collectively(self.mesh.everyone, "creating the disk file", REMEDY, DiskError, self.uses_disk):
             allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
             disk = disk if self._own_disk else None
             self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
@@ -134,7 +133,12 @@ class Storage:
         return any(post[0] for post in posts)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
-        return agreed(self.mesh.everyone, "space was reserved", REMEDY, needed=self.uses_disk)
+        return collectively(self.mesh.everyone, "reserving disk space", REMEDY, DiskError, self.uses_disk)
+
+    def roll_back(self) -> None:
+        """Drop what was written to the disk and not committed."""
+        if self.store is not None:
+            self.store.rollback()
 
     @property
     def _pins_for(self) -> torch.device | None:

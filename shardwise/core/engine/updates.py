@@ -1,8 +1,6 @@
 """One update of everything that an optimizer trains on this rank, whichever tier it is in.
 
-State on a disk comes first, because it can fail: only when all ranks have agreed that it did not, the rest is updated.
-So after a failure there everything is as it was after the previous step, on every rank. Where only parameters are on a
-disk, and where updates are made during backward, a failure leaves values half-changed: a checkpoint has to be loaded.
+A failure leaves parameters and state half-changed, and breaks the session: a checkpoint has to be loaded.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.device import random_state, set_random_state
+from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.param_groups import ParamGroups
-from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.comm import PeerError, collectively
 from shardwise.core.engine.aside import Aside
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.promote import promote
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
-from shardwise.core.memory.disk.agreement import disk_failures, raise_failures
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
@@ -36,30 +33,14 @@ from shardwise.core.update.tiles import Piece, Tile, TileStepper, is_foreign, ma
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]
-DOING = "the optimizer updated"
-INTACT = (
-    "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
-    "and call step() again."
-)
-UPDATED = "whether the optimizer's update went through"
-HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
-LOST = (
-    "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
-    "again from a checkpoint."
-)
+HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both with load_state_dict())."
 
 
 # [Note: The order of an update]
-# * Tiles of state on a disk, which may fail, are visited, in the uncommitted version.
-# * The ranks tell each other whether it did fail. ``_begin`` is called right before: from the first moment at which a
-#   peer may know that all went well, this rank counts as half-changed until it is done.
-# * If it failed anywhere: the store is rolled back, small state and layouts are put back (snapshots), and shards in
-#   memory that were renewed already are read again from the disk (_renew); what cannot be read is NaN, and counts as
-#   stale until it can.
-# * Otherwise the rest is updated, and what raises there leaves its parts unfinished: parameters at home on a disk whose
-#   state is in memory, after which the ranks tell each other once more, and what is in memory. Then publish() commits.
-# What was updated during backward cannot be put back, so there a failure leaves the parts unfinished from the first.
-# See [Note: Two versions of a record].
+# The parts that an update changes are marked as broken before its first value changes (run), and the mark is removed
+# when the step has ended. Tiles of state on a disk are visited first, then parameters at home on a disk, then what is
+# in memory. Where a disk or an unknown optimizer may fail on one rank alone, the ranks tell each other whether it did;
+# publish() commits. See [Note: Two versions of a record] and [Note: Broken sessions].
 class TileUpdates:
     """The tiles of one optimizer.
 
@@ -82,7 +63,6 @@ class TileUpdates:
         own = any(Tier.DISK in (home.param, home.state) for home in homes)
         self.uses_disk = engine.storage.on_any_disk(own)
         self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
-        self._stale: list[DiskTile] = []
         for each in grads:
             state = engine.states[each.spec.index]
             tiles = make_tiles(each, state, engine.storage.tile_ranges(each.spec))
@@ -98,9 +78,6 @@ class TileUpdates:
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
         """Whose state is in memory."""
-        alone = any(home.param is Tier.DISK and home.state is not Tier.DISK for home in homes)
-        self._params_alone = engine.storage.on_any_disk(alone)
-        self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._calls = Calls(together=not self._stepper.foreign)
         self.tells = index in engine.whole or is_foreign(optimizer)
@@ -108,7 +85,7 @@ class TileUpdates:
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if self._updates_early:  # which comes from the last chunk to the first
+        if engine.plan.grad.update == "backward":  # which comes from the last chunk to the first
             # The order that is expected of the first step; later ones follow the last (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
@@ -189,31 +166,15 @@ class TileUpdates:
         self._stepper.state_changed()
 
     @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """All state, and what the disk holds, is as it was if the block raises, but for tensors written in place.
-
-        Behind the block it is unfinished until the caller ends that; also after an interrupt in it where the caller has
-        begun that, or where peers may have the new one.
-        """
-        part = state_of(self._index)
-        was_whole = part not in self._engine.unfinished
+    def replacing_state(self) -> Iterator[None]:
+        """Mark the state as broken while the block replaces it. The caller removes the mark when all ranks are done."""
         if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
             self.optimizer.state = defaultdict(dict)
-        before = dict(self.optimizer.state)
-        undo = [each.snapshot() for each in self._disk.values()]
+        self._engine.broken.mark("loading a state", state_of(self._index))
         try:
-            self._engine.unfinished.begin("loading a state", part)
             yield
-        except BaseException as error:
-            if self._engine.storage.store is not None:
-                self._engine.storage.store.rollback(self._index)
-            self.optimizer.state.clear()
-            self.optimizer.state.update(before)
-            for restore in undo:
-                restore()
-            self._stepper.state_changed()
-            if was_whole and (isinstance(error, Exception) or self._engine.mesh.everyone.size == 1):
-                self._engine.unfinished.end(part)
+        except BaseException:
+            self._roll_back()
             raise
 
     # ---- an update
@@ -253,48 +214,63 @@ class TileUpdates:
         )
 
     def run(self, factor: float, early: EarlyUpdates | None) -> None:
-        """Update with ``factor`` times the gradients. Every rank calls it.
+        """Update with ``factor`` times the gradients. Collective.
 
-        From the moment when nothing can be put back any more :attr:`parts` are unfinished, until the caller ends that.
+        The :attr:`parts` are marked as broken; the caller removes the mark when the step has ended.
 
         Args:
-            factor: gradients are multiplied by it.
-            early: what was updated during backward has only its parameters renewed.
+            factor: Gradients are multiplied by it.
+            early: Updates during backward; only the parameters of what these updated are renewed.
 
         Raises:
-            DiskError: on every rank, when the disk of one failed; it says what is left.
-            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+            DiskError: The disk of a rank failed; raised on every rank.
+            PeerError: An optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
-        with self._stepper.stepping(factor) as update:
-            if self.uses_disk:
-                self._update_disk(update, early.failure if early is not None else None)
-            self._begin()
-            failure = None
-            try:
+        self._engine.broken.mark("optimizer.step()", *self.parts)
+        try:
+            with self._together(), self._stepper.stepping(factor) as update:
+                if early is not None and early.failure is not None:
+                    raise early.failure
+                if self.uses_disk:
+                    self._update_disk(update)
+                    self._update_params_on_disk(update)
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
                 self._update_memory(update)
-            except Exception as error:
-                if not self.tells:
-                    raise
-                failure = error
-        self._tell(failure)
+        except BaseException:
+            self._roll_back()
+            if early is not None:
+                self._engine.early.lose([self._index])
+            raise
+
+    def _together(self) -> AbstractContextManager[None]:
+        """A block that fails on every rank if it fails on one, where it may fail on one rank alone."""
+        error = DiskError if self.uses_disk else PeerError
+        name = type(self.optimizer).__name__
+        needed = self.uses_disk or self.tells
+        return collectively(self._engine.mesh.everyone, f"step() of {name}", HALF, error, needed)
+
+    def _roll_back(self) -> None:
+        """After a failure: no buffers are held, and nothing uncommitted is left on the disk."""
+        self._visits.end_step()
+        if self._engine.storage.store is not None:
+            self._engine.storage.store.rollback(self._index)
+        self._stepper.state_changed()
 
     def finish_early(self, early: EarlyUpdates) -> None:
-        """Before a step: wait for the updates during backward. Of an optimizer on a disk all ranks meet in
-        :meth:`run`, and learn there what failed.
+        """Before a step: wait for the updates during backward. With a disk, what failed is raised by :meth:`run`.
 
         Raises:
-            Exception: what one of them raised.
-            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+            Exception: What one of them raised.
+            PeerError: An optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         early.catch_up()
         if self.uses_disk:
             return
         try:
-            if early.failure is not None and not self.tells:
-                raise early.failure
-            self._tell(early.failure)
+            with self._together():
+                if early.failure is not None:
+                    raise early.failure
         except Exception:
             self._engine.early.lose([self._index])
             raise
@@ -305,142 +281,39 @@ class TileUpdates:
         for run in self._calls.of(rest):
             update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
-    def _tell(self, failure: Exception | None) -> None:
-        """Every rank says how its update went, where that is not known of the class.
-
-        Raises:
-            RuntimeError: it raised on another rank. Here, what it raised.
-        """
-        everyone = self._engine.mesh.everyone
-        if not self.tells or all(post[0] for post in everyone.exchange([float(failure is None)], UPDATED)):
-            return
-        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        told = {rank: text for rank, text in enumerate(everyone.exchange_object(own, UPDATED)) if text}
-        name = type(self.optimizer).__name__
-        if failure is not None:
-            failure.add_note(f"raised by {name} in step(). {HALF}")
-            raise failure
-        listed = "".join(f"\n  rank {rank}: {text}" for rank, text in told.items())
-        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{HALF}")
-
     @property
     def parts(self) -> tuple[str, str]:
-        """What an update changes; see :class:`Unfinished`."""
+        """What an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
-
-    def _begin(self) -> None:
-        self._engine.unfinished.begin("optimizer.step()", *self.parts)
 
     def _live(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
         """Those that have a gradient, by chunk."""
         live = [tile for tile in tiles if self._stepper.live(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
 
-    def _update_disk(self, update: Update, failure: Exception | None) -> None:
-        """``failure``: of an update during backward."""
-        device = self._engine.mesh.device
-        live = [each for each in self._disk.values() if self._stepper.live(each.tile)]
-        undo: list[Callable[[], None]] = [each.snapshot() for each in live]
-        failure = failure or self._renew()
-        before = random_state(device)
-        changed: list[DiskTile] = []
-        try:
-            failure = failure or self._try_disk(update, live, changed)
-            failures = disk_failures(self._engine.mesh.everyone, failure, DOING, self._begin)
-        except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
-            # As if the step had never drawn anything.
-            set_random_state(device, before)
-            self._undo(changed, undo)
-            if self._updates_early:
-                self._engine.early.lose([self._index])
-            elif isinstance(error, Exception) or self._engine.mesh.everyone.size == 1:
-                self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
-            raise
-        if failures:
-            set_random_state(device, before)
-            self._undo(changed, undo)
-            if self._updates_early:
-                self._engine.early.lose([self._index])
-                raise_failures(failures, failure, DOING, HALF)
-            self._engine.unfinished.end(*self.parts)
-            self._engine.mesh.shard.fence("after an update")  # peers read the shards that were put back
-            posts = self._engine.mesh.everyone.exchange([float(len(self._stale))], "what could not be read back")
-            lost = [rank for rank, post in enumerate(posts) if post[0]]
-            raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
+    def _update_disk(self, update: Update) -> None:
+        """Tiles whose state is on a disk."""
+        with _shards() as shard_of:
+            for each in self._disk.values():
+                if self._stepper.live(each.tile):
+                    self._visits.visit(each, partial(_step_disk_tile, update, shard_of))
+        # Out here, since the last parameters are written when the block ends, together with these tiles.
+        self._visits.drain()
         self._visits.end_step()
-        if self._params_alone:
-            self._update_params_on_disk(update)
-
-    def _try_disk(self, update: Update, tiles: Sequence[DiskTile], changed: list[DiskTile]) -> Exception | None:
-        """What was wrong, if anything."""
-        try:
-            with _shards() as shard_of:
-                for each in tiles:
-                    self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
-            # Out here, since the last parameters are written when the block ends, and beside these tiles.
-            self._visits.drain()
-        except Exception as error:
-            return error
-        return None
 
     def _update_params_on_disk(self, update: Update) -> None:
-        """Of those whose state is in memory."""
-        failure: Exception | None = None
-        try:
-            for chunk, tiles in self._live(self._params_on_disk):
-                with _for_update(chunk, tiles[0].grads) as shard:
-                    for tile in tiles:
-                        update([(tile, shard)])
-        except Exception as error:
-            failure = error
-        failures = disk_failures(self._engine.mesh.everyone, failure, DOING)
-        if failures and self._engine.storage.store is not None:
-            self._engine.storage.store.rollback(self._index)
-        raise_failures(failures, failure, DOING, HALF)
-
-    def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
-        store = self._engine.storage.store
-        self._visits.end_step()
-        if store is not None:
-            store.rollback(self._index)
-        for restore in undo:
-            restore()
-        self._stepper.state_changed()
-        self._stale += [each for each in changed if each.tile.chunk.source.tier is not Tier.DISK]
-        self._renew()
-
-    @torch.no_grad()
-    def _renew(self) -> DiskError | None:
-        """Parameters in memory become again what the values on the disk say; NaN, and the error, where that fails."""
-        failure: DiskError | None = None
-        if not self._stale:
-            return None
-        self._visits.release()
-        for each in tuple(self._stale):
-            shard = each.tile.chunk.shard
-            each.tile.chunk.source.forget()
-            try:
-                with each.opened():
-                    for piece in each.tile.pieces:
-                        shard[piece.start : piece.end].copy_(piece.value.view(-1))
-                # Only when all of it was read.
-                self._stale.remove(each)
-            except DiskError as error:
-                failure = failure or error
-                for piece in each.tile.pieces:
-                    shard[piece.start : piece.end].fill_(float("nan"))
-        return failure
+        """Tiles whose parameters are on a disk and whose state is in memory."""
+        for chunk, tiles in self._live(self._params_on_disk):
+            with _for_update(chunk, tiles[0].grads) as shard:
+                for tile in tiles:
+                    update([(tile, shard)])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self._stepper.close(given_back or all(chunk.resident for chunk in self._engine.chunks))
 
 
-def _step_disk_tile(
-    update: Update, shard_of: Callable[[Tile], torch.Tensor], changed: list[DiskTile], each: DiskTile
-) -> None:
-    # Before the first value: an interrupt within the update must find it among the changed.
-    changed.append(each)
+def _step_disk_tile(update: Update, shard_of: Callable[[Tile], torch.Tensor], each: DiskTile) -> None:
     update([(each.tile, shard_of(each.tile))])
 
 

@@ -7,13 +7,13 @@ from types import TracebackType
 
 import torch
 
+from shardwise.core.comm import collectively
 from shardwise.core.engine.storage import Storage
-from shardwise.core.memory.disk.agreement import disk_failures, raise_failures
 from shardwise.core.memory.disk.store import DiskError
 
 __all__ = ["ValueWriter"]
 
-DOING = "parameters were written to it"
+DOING = "writing parameters to disk"
 OUTCOME = "Some parameters have their new values and others have not: load them again once that is put right."
 
 
@@ -47,12 +47,10 @@ class ValueWriter:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        self._open(None)
-        if self._storage.uses_disk:
-            failures = disk_failures(self._storage.mesh.everyone, self._failure, DOING)
-            if failures and self._storage.store is not None:
-                self._storage.store.rollback()
-            raise_failures(failures, self._failure, DOING, OUTCOME)
+        with collectively(self._storage.mesh.everyone, DOING, OUTCOME, DiskError, self._storage.uses_disk):
+            self._open(None)
+            if self._failure is not None:
+                raise self._failure
 
     def _open(self, index: int | None) -> None:
         """Keep what was written to the chunk before, and open another."""

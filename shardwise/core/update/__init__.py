@@ -13,6 +13,6 @@ ranks is the engine's affair (:mod:`shardwise.core.engine.updates`).
 # gradient's memory serves the next chunk, so there is no way back. What would need one, another pass, gradients that
 # are dropped, a changed learning rate, is an error, on all ranks alike, since it depends on whether a pass has reached
 # the optimizer (EarlyUpdates.pending), not on what this rank has updated. A pass that fails, and gradients that are
-# dropped, leave parameters and state unfinished (EarlyObserver.lose). A chunk that has no gradient of some of its
+# dropped, leave parameters and state broken (EarlyObserver.lose). A chunk that has no gradient of some of its
 # parameters is left to step(). Tiles on a disk are written beside the committed version, which step() commits; see
 # [Note: Two versions of a record]. What fails in the thread is kept until step(), where all ranks meet.

@@ -9,7 +9,6 @@ Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, sect
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -91,8 +90,6 @@ class DiskTile:
         self._values = values
         self._dtype = tile.pieces[0].value.dtype
         self._state: Record | None = None
-        self._spare: Record | None = None
-        """A record that a failed step made."""
         self._entries: tuple[_Entry, ...] = ()
         self._room: dict[tuple[str, torch.dtype], int] = {}
         """Where each key's tensors of the whole tile begin in the state record."""
@@ -126,10 +123,6 @@ class DiskTile:
         for index, piece in enumerate(self.tile.pieces):
             point(piece.value, values[piece.start - self.tile.start : piece.end - self.tile.start])
             state = self._optimizer.state.get(piece.value, {})
-            for key, held in state.items():
-                if is_element_wise(held, piece) and not isinstance(held, OnDisk):
-                    # Put there by the user. A copy, since what it replaces comes back if the step fails.
-                    state[key] = held.clone()
             for entry in self._entries:
                 if entry.piece == index and isinstance(state.get(entry.key), OnDisk):
                     state[entry.key] = entry.view(self._buffers[1])
@@ -229,9 +222,6 @@ class DiskTile:
         return self._current_entries()
 
     def _new_record(self, nbytes: int) -> Record:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes == nbytes:
-            return spare
         self._made += 1
         name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
         name = f"{name}, elements {self.tile.start} to {self.tile.end}"
@@ -256,39 +246,10 @@ class DiskTile:
         with self.opened(write=True):
             pass
 
-    # ---- undoing a step that failed
-
-    def snapshot(self) -> Callable[[], None]:
-        """What puts the small state and the layout back as they are now; the large state is the store's business."""
-        before: list[dict[str, Any] | None] = []
-        for piece in self.tile.pieces:
-            state = self._optimizer.state.get(piece.value)
-            before.append(None if state is None else {key: _kept(value, piece) for key, value in state.items()})
-        entries, record, room = self._entries, self._state, self._room
-
-        def restore() -> None:
-            if self._state is not record:
-                # Its space on the disk cannot be given back; the next try takes it.
-                self._spare = self._state
-            self._entries, self._state, self._room = entries, record, room
-            for piece, state in zip(self.tile.pieces, before, strict=True):
-                if state is None:
-                    self._optimizer.state.pop(piece.value, None)
-                else:
-                    self._optimizer.state[piece.value] = state
-
-        return restore
-
 
 def is_element_wise(value: object, piece: Piece) -> bool:
     """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
-
-
-def _kept(value: Any, piece: Piece) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if is_element_wise(value, piece) else value.clone()
-    return copy.deepcopy(value)
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:

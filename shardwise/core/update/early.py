@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from shardwise.core.base.device import make_current
+from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.checks.unfinished import PARAMETERS, Unfinished, state_of
 from shardwise.core.grads.counts import StepCounts
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import shard_norm
@@ -208,14 +208,14 @@ class EarlyObserver:
     Args:
         grads: by index of the chunk.
         counts: of the steps under way.
-        unfinished: where values that cannot be used any more are noted.
+        broken: values that cannot be used any more are marked here.
         store: the disk, or ``None``.
     """
 
     def __init__(
-        self, grads: Mapping[int, ChunkGrads], counts: StepCounts, unfinished: Unfinished, store: DiskStore | None
+        self, grads: Mapping[int, ChunkGrads], counts: StepCounts, broken: Broken, store: DiskStore | None
     ) -> None:
-        self._grads, self._counts, self._unfinished, self._store = grads, counts, unfinished, store
+        self._grads, self._counts, self._broken, self._store = grads, counts, broken, store
         self.by_optimizer: dict[int, EarlyUpdates] = {}
         """Filled by the optimizers that update early."""
 
@@ -276,7 +276,7 @@ class EarlyObserver:
     def lose(self, optimizers: Collection[int] | None = None) -> None:
         """What these optimizers (``None``: all) updated will have no step: it can be neither used nor put back."""
         for index in self.by_optimizer if optimizers is None else optimizers:
-            self._unfinished.begin(BY, PARAMETERS, state_of(index))
+            self._broken.mark(BY, PARAMETERS, state_of(index))
             self.by_optimizer[index].lose()
             for state in self._grads.values():
                 if state.spec.optimizer == index:

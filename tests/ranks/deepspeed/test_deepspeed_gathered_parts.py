@@ -363,7 +363,9 @@ def other_parameters(stage: int) -> list[str]:
 def test_ranks_with_other_parameters_are_told() -> None:
     for stage in (1, 3):
         for told in run_ranks(2, other_parameters, stage):
-            assert told[-1].startswith("the ranks gather different parameters: 2.bias is on rank 1 and not on rank 0")
+            assert told[-1].startswith(
+                "the ranks disagree on which parameters to gather: 2.bias is on rank 1 and not on rank 0"
+            )
             assert len(told) == (1 if stage == 3 else 2)
 
 

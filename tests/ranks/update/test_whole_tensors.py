@@ -418,7 +418,7 @@ def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
     expected = result(*plain("of no known name"))
     for rank, every in enumerate(run_ranks(RANKS, failing)):
         for text, then, found in every:
-            assert text.startswith("ValueError: no root" if rank == 1 else "RuntimeError: Failing raised in step()")
+            assert text.startswith("ValueError: no root" if rank == 1 else "PeerError: step() of Failing failed")
             assert "no root of this matrix" in text and "half-changed on all ranks: load a checkpoint" in text
             assert rank == 1 or "rank 1: ValueError" in text
             assert "half-changed" in then
