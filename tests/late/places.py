@@ -58,7 +58,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("disk/", "", "", DISK),
     ("core/optim/disk.py", "", "", DISK),
-    ("core/update/states.py", "", "", DISK),
+    ("core/update/masters.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
     ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.checks.guards import Guards, refusals_of_wrappers
-from shardwise.core.checks.own_state import OwnState
+from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.engine.casts import cast_floats, each_tensor
 from shardwise.core.engine.loading import compare_given, load_whole
 from shardwise.core.engine.outside_trace import of_units
@@ -51,7 +51,7 @@ class Attachment:
         self._places = engine.visible.places
         self._kept: list[tuple[ChunkGrads, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
-        self.own_state: OwnState
+        self.own_state: StateDictGuard
         self._remove: list[Callable[[], None]] = []
 
     def install(self) -> Guards:
@@ -99,7 +99,7 @@ class Attachment:
         staged = engine.staging is not None
         check = partial(engine.broken.check, "a state")
         rooms = engine.params, engine.chunks, engine.layout, engine.pool
-        self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
+        self.own_state = StateDictGuard(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
         methods: dict[str, Any] = {"zero_grad": self._zero_all}
         # Else what is said is of the first of our hooks that cannot be pickled.

@@ -17,7 +17,7 @@ from shardwise.core.engine.engine import Engine
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import mapped, tensors_of
-from shardwise.core.update.states import ChunkState
+from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tiles import Tile
 
 __all__ = ["promote"]

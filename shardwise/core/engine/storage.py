@@ -25,7 +25,7 @@ from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
 from shardwise.core.shards.secondary import SecondarySource
 from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, ShardSource
-from shardwise.core.update.states import ChunkState
+from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import Plan
 from shardwise.plan.precision import HALF_DTYPES

@@ -27,8 +27,7 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyUpdates
-from shardwise.core.update.runs import Calls
-from shardwise.core.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
+from shardwise.core.update.tiles import Calls, Piece, Tile, TileStepper, is_foreign, make_tiles
 
 __all__ = ["TileUpdates"]
 

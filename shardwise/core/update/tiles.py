@@ -9,18 +9,22 @@ clipping, and the cast of the result done while the data is in cache.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, groupby
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
 
 from shardwise.core.base.modes import ordinary_tensors
-from shardwise.core.base.torch_internals import copy_each
+from shardwise.core.base.torch_internals import copy_each, plain, point
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
@@ -29,13 +33,24 @@ from shardwise.core.optim.element_wise import couples_elements, couples_paramete
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.update.moved import memory_kept
-from shardwise.core.update.states import ChunkState
-from shardwise.core.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
-from shardwise.core.update.tile_plan import PieceRange, TileRange
+from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.tile_plan import TILE_NUMEL, PieceRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
+__all__ = [
+    "BareStep",
+    "Calls",
+    "Due",
+    "Piece",
+    "Tile",
+    "TileStepper",
+    "chunks_at_once",
+    "is_foreign",
+    "make_tiles",
+    "memory_kept",
+    "needs_whole_tensors",
+    "runs",
+]
 
 NEVER = ("lbfgs", "sparseadam")
 """Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
@@ -44,6 +59,8 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "ca
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
 """Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
+Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
+"""What tiles that one call steps have in common: home, device, and dtypes of values and gradients."""
 NOTHING: dict[str, Any] = {}
 """What an optimizer keeps of a piece that it has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -195,6 +212,117 @@ def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tens
     return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
 
 
+class BareStep:
+    """Steps one param group of a user's optimizer, without its step hooks and without counting for schedulers.
+
+    The wrappers of ``step`` that run hooks and count are left out; a ``step`` that somebody else put in its place is
+    called as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step: Any = vars(optimizer).get("step")
+        if self._step is None or hasattr(self._step, "_wrapped_by_lr_sched"):
+            function: Any = type(optimizer).step
+            # Torch marks the class's own step when it has wrapped it, at the first instance.
+            self._step = MethodType(function.__wrapped__ if getattr(function, "hooked", False) else function, optimizer)
+        self.module: str = getattr(self._step, "__module__", None) or ""
+        """The module that defines the step."""
+
+    def step(self, group: dict[str, Any]) -> None:
+        """Step ``group`` alone; inside of :meth:`hidden`."""
+        self._optimizer.param_groups = [group]
+        self._step()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside the block the optimizer has no hooks (its ``step`` may call that of its base class), and a step that
+        drops gradients drops those of its group alone. Groups and hooks are put back at the end."""
+        optimizer, own = self._optimizer, vars(self._optimizer)
+        drop, groups = own.get("zero_grad"), optimizer.param_groups
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        try:
+            own.pop("zero_grad", None)
+            optimizer._optimizer_step_pre_hooks = OrderedDict()
+            optimizer._optimizer_step_post_hooks = OrderedDict()
+            yield
+        finally:
+            if drop is not None:
+                own["zero_grad"] = drop
+            optimizer._optimizer_step_pre_hooks = before
+            optimizer._optimizer_step_post_hooks = after
+            optimizer.param_groups = groups
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`run_pre_hooks` calls any."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
+def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Hooks on this optimizer's steps and on those of all optimizers, in torch's order.
+
+    Raises:
+        RuntimeError: one wants to change the arguments of ``step``, which has none here.
+    """
+    hooks = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+    for hook in hooks:
+        if (result := hook(optimizer, (), {})) is not None:
+            raise RuntimeError(
+                f"a step_pre_hook of {type(optimizer).__name__} returned {result!r}: a sharded step takes no arguments "
+                "that a hook could change; return None"
+            )
+
+
+def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """See :func:`run_pre_hooks`."""
+    hooks = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
+    for hook in hooks:
+        hook(optimizer, (), {})
+
+
+@contextmanager
+def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
+    """Write back what a step assigned: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
+
+    A parameter's memory is part of a shard, a master or a disk buffer, which are read after the step. So at the end of
+    the block, a step, the values are copied there (cast as ``copy_`` does) and the parameter points there again.
+    Called without gradients.
+
+    Args:
+        name: The optimizer's class, for errors.
+        values: The parameters that are stepped.
+        named: Names the value at a position, for errors.
+
+    Raises:
+        RuntimeError: A value was assigned another shape.
+    """
+    kept = [plain(value) for value in values]
+    shapes: dict[int, tuple[int, ...]] = {}
+    try:
+        yield
+    finally:
+        moved = [at for at, own in enumerate(kept) if not _is_same_memory(values[at], own)]
+        # Copies first: parameters may have exchanged memory, or show theirs in another order.
+        assigned = {at: plain(values[at]).clone() for at in moved}
+        for at, new in assigned.items():
+            point(values[at], kept[at])
+            if new.shape == kept[at].shape:
+                kept[at].copy_(new)
+            else:
+                shapes[at] = tuple(new.shape)
+    for at, shape in shapes.items():
+        raise RuntimeError(
+            f"{name}.step() gives {named(at)} values of shape {shape} where it was given {tuple(kept[at].shape)} of "
+            "it: leave the shape as it is"
+        )
+
+
+def _is_same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
+    same = value.data_ptr() == own.data_ptr() and value.dtype is own.dtype and value.device == own.device
+    return same and value.shape == own.shape and value.stride() == own.stride()
+
+
 # See [Note: Masters apart from parameters] for what a tile's values are.
 class TileStepper:
     """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
@@ -314,7 +442,8 @@ class TileStepper:
         for piece, grad in zip(live, _by_piece(due, parts), strict=True):
             piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         if self._may_move:
-            with memory_kept(self.optimizer, [piece.value for piece in live], lambda at: self._named(live[at].param)):
+            name = type(self.optimizer).__name__
+            with memory_kept(name, [piece.value for piece in live], lambda at: self._named(live[at].param)):
                 self._call(group, live)
         else:
             self._call(group, live)
@@ -479,3 +608,74 @@ class TileStepper:
     def after_step(self) -> None:
         """See :meth:`before_step`."""
         run_post_hooks(self.optimizer)
+
+
+def chunks_at_once(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Tiles of neighbouring chunks that are alike and have no more elements than one tile may have; or of one chunk."""
+    held, numel = list[Tile](), 0
+    kind: Kind | None = None
+    for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
+        own = list(of_chunk)
+        more, its = sum([tile.numel for tile in own]), _kind(own[0])
+        if held and (its != kind or numel + more > _most(own[0])):
+            yield held
+            held, numel = [], 0
+        held += own
+        numel, kind = numel + more, its
+    if held:
+        yield held
+
+
+def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
+    """``tiles``, which are alike, by param group, as many in one call as one tile may have elements.
+
+    Args:
+        together: ``False``: each by itself.
+    """
+    if not together:
+        yield from ([tile] for tile in tiles)
+        return
+    most = _most(tiles[0])
+    held = dict[int, tuple[list[Tile], int]]()
+    for tile in tiles:
+        run, numel = held.get(tile.group, ([], 0))
+        if run and numel + tile.numel > most:
+            yield run
+            run, numel = [], 0
+        run.append(tile)
+        held[tile.group] = run, numel + tile.numel
+    for run, _ in held.values():
+        yield run
+
+
+class Calls:
+    """Which tiles each call of an update steps: as for the update before, if the same are due.
+
+    Args:
+        together: as for :func:`runs`.
+    """
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
+        self._due = list[Tile]()
+        self._calls = list[list[Tile]]()
+
+    def of(self, due: list[Tile]) -> Sequence[list[Tile]]:
+        """The calls that step ``due``, in order."""
+        if due != self._due:  # each of these is equal to itself alone
+            self._due = due
+            self._calls = [run for tiles in chunks_at_once(due) for run in runs(tiles, self._together)]
+        return self._calls
+
+    def forget(self) -> None:
+        """Tiles have another home, and so are alike with others."""
+        self._due, self._calls = [], []
+
+
+def _most(tile: Tile) -> int:
+    return TILE_NUMEL[tile.pieces[0].value.device.type]
+
+
+def _kind(tile: Tile) -> Kind:
+    value, grads = tile.pieces[0].value, tile.grads
+    return tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype
