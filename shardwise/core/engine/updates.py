@@ -285,16 +285,16 @@ class TileUpdates:
         """What an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
 
-    def _live(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
+    def _active(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
         """Those that have a gradient, by chunk."""
-        live = [tile for tile in tiles if self._stepper.live(tile)]
-        return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
+        active = [tile for tile in tiles if self._stepper.active(tile)]
+        return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
 
     def _update_disk(self, update: Update) -> None:
         """Tiles whose state is on a disk."""
         with _shards() as shard_of:
             for each in self._disk.values():
-                if self._stepper.live(each.tile):
+                if self._stepper.active(each.tile):
                     self._visits.visit(each, partial(_step_disk_tile, update, shard_of))
         # Out here, since the last parameters are written when the block ends, together with these tiles.
         self._visits.drain()
@@ -302,7 +302,7 @@ class TileUpdates:
 
     def _update_params_on_disk(self, update: Update) -> None:
         """Tiles whose parameters are on a disk and whose state is in memory."""
-        for chunk, tiles in self._live(self._params_on_disk):
+        for chunk, tiles in self._active(self._params_on_disk):
             with _for_update(chunk, tiles[0].grads) as shard:
                 for tile in tiles:
                     update([(tile, shard)])

@@ -319,11 +319,9 @@ class TileVisits:
         """
         if self._visiting:
             return
-        with self._lock:
+        with self._lock, suppress(DiskError):  # the visit will raise it
             try:
                 self._read_ahead()
-            except DiskError:
-                self._forget_reads()
             except BaseException:
                 self._forget_reads()  # one of them may not have begun
                 raise

@@ -40,7 +40,7 @@ from shardwise.plan.precision import HALF_DTYPES
 __all__ = [
     "BareStep",
     "Calls",
-    "Due",
+    "PendingTile",
     "Piece",
     "Tile",
     "TileStepper",
@@ -100,17 +100,17 @@ class Tile:
         return self.end - self.start
 
 
-class Due(NamedTuple):
+class PendingTile(NamedTuple):
     """A tile to be updated.
 
     Attributes:
-        live: the pieces that are; one at least.
+        active: the pieces that are; one at least.
         reduced: the gradient of the shard.
         shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
     """
 
     tile: Tile
-    live: Sequence[Piece]
+    active: Sequence[Piece]
     reduced: torch.Tensor
     shard: torch.Tensor | None
 
@@ -120,18 +120,18 @@ def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
     return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
 
 
-def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
+def _alike(active: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
     """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
 
     On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
     """
-    device = live[0].value.device
+    device = active[0].value.device
     if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
         missing = [key for held in entries for key, value in held.items() if value is None]
         if not missing:
-            return (live,)
+            return (active,)
     by_keys = dict[frozenset[str], list[Piece]]()
-    for piece, held in zip(live, entries, strict=True):
+    for piece, held in zip(active, entries, strict=True):
         step = held.get("step") if device.type != "cpu" else None
         if isinstance(step, torch.Tensor) and step.device != device:
             held["step"] = step.to(device, torch.float32)
@@ -139,12 +139,12 @@ def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable
     return by_keys.values()
 
 
-def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The gradient of each live piece; a part has those of one tile, and what lies between them."""
+def _by_piece(pending: Sequence[PendingTile], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The gradient of each active piece; a part has those of one tile, and what lies between them."""
     found = list[torch.Tensor]()
-    for each, part in zip(due, parts, strict=True):
-        first = each.live[0].start
-        found += [part[piece.start - first : piece.end - first] for piece in each.live]
+    for each, part in zip(pending, parts, strict=True):
+        first = each.active[0].start
+        found += [part[piece.start - first : piece.end - first] for piece in each.active]
     return found
 
 
@@ -357,9 +357,9 @@ class TileStepper:
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
         name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
         if self._readable is not None:
-            todo = "its state is of parts of a model that "
+            todo = "its state belongs to a model that "
             if self._readable:
-                todo += "is sharded no more: make a new one on model.parameters()"
+                todo += "is no longer sharded: make a new one on model.parameters()"
             else:
                 todo += "was closed: build it again, with a new one, and load a state that was saved before"
         raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
@@ -393,19 +393,19 @@ class TileStepper:
         with torch.no_grad(), self.groups() as groups:
 
             def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
-                live = [(tile, shard, self.live(tile)) for tile, shard in given]
-                due = [
-                    Due(tile, pieces, tile.grads.reduced, shard)
-                    for tile, shard, pieces in live
+                active = [(tile, shard, self.active(tile)) for tile, shard in given]
+                pending = [
+                    PendingTile(tile, pieces, tile.grads.reduced, shard)
+                    for tile, shard, pieces in active
                     if pieces and tile.grads.reduced is not None
                 ]
-                if due:
-                    self.step_tiles(due, factor, groups)
+                if pending:
+                    self.step_tiles(pending, factor, groups)
 
             yield update
 
     @staticmethod
-    def live(tile: Tile) -> Sequence[Piece]:
+    def active(tile: Tile) -> Sequence[Piece]:
         """The pieces of a tile that have a gradient."""
         grads = tile.grads
         if not grads.present:
@@ -415,14 +415,14 @@ class TileStepper:
             return tile.pieces
         return [piece for piece in tile.pieces if piece.slot in touched]
 
-    def step_tiles(self, due: Sequence[Due], factor: float, groups: list[dict[str, Any]]) -> None:
+    def step_tiles(self, pending: Sequence[PendingTile], factor: float, groups: list[dict[str, Any]]) -> None:
         """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
 
         They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
         """
-        first, value = due[0].tile, due[0].live[0].value
+        first, value = pending[0].tile, pending[0].active[0].value
         group = self._group_for(groups, first.group, value)
-        parts = [each.reduced[each.live[0].start : each.live[-1].end] for each in due]
+        parts = [each.reduced[each.active[0].start : each.active[-1].end] for each in pending]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
         copied = elsewhere or factor != 1.0 or not self._only_reads(group)
         if copied:
@@ -437,33 +437,33 @@ class TileStepper:
             self.norm.add([scratch] if copied else parts)
         if factor != 1.0:
             scratch.mul_(factor)
-        live = [piece for each in due for piece in each.live]
+        active = [piece for each in pending for piece in each.active]
         shaped = first.chunk.spec.whole
-        for piece, grad in zip(live, _by_piece(due, parts), strict=True):
+        for piece, grad in zip(active, _by_piece(pending, parts), strict=True):
             piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         if self._may_move:
             name = type(self.optimizer).__name__
-            with memory_kept(name, [piece.value for piece in live], lambda at: self._named(live[at].param)):
-                self._call(group, live)
+            with memory_kept(name, [piece.value for piece in active], lambda at: self._named(active[at].param)):
+                self._call(group, active)
         else:
-            self._call(group, live)
-        for piece in live:
+            self._call(group, active)
+        for piece in active:
             piece.value.grad = None
-        self._round([each for each in due if each.shard is not None])
+        self._round([each for each in pending if each.shard is not None])
 
     @staticmethod
-    def _round(due: Sequence[Due]) -> None:
+    def _round(pending: Sequence[PendingTile]) -> None:
         """Take updated masters over into the shards."""
         to, values = list[torch.Tensor](), list[torch.Tensor]()
-        for tile, live, _, shard in due:
+        for tile, active, _, shard in pending:
             assert shard is not None
             if tile.state.master is not None:
-                first, last = live[0].start, live[-1].end
+                first, last = active[0].start, active[-1].end
                 to.append(shard[first:last])
                 values.append(tile.state.master[first:last])
             elif tile.state.dtype is not None:
-                to += [shard[piece.start : piece.end] for piece in live]
-                values += [piece.value.view(-1) for piece in live]
+                to += [shard[piece.start : piece.end] for piece in active]
+                values += [piece.value.view(-1) for piece in active]
         if to:
             copy_each(to, values)
 
@@ -472,15 +472,15 @@ class TileStepper:
         module = type(self.optimizer).__module__
         return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
-    def _call(self, group: dict[str, Any], live: Sequence[Piece]) -> None:
+    def _call(self, group: dict[str, Any], active: Sequence[Piece]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
-        entries = self._entries(live)
+        entries = self._entries(active)
         held = self._extent(entries)
-        # One group, of what is live in these tiles: the optimizer's own loop steps nothing else.
-        for alike in _alike(live, entries) if group.get("fused") else (live,):
+        # One group, of what is active in these tiles: the optimizer's own loop steps nothing else.
+        for alike in _alike(active, entries) if group.get("fused") else (active,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._extent(self._entries(live) if self.foreign or NOTHING in entries else entries) != held:
+        if self._extent(self._entries(active) if self.foreign or NOTHING in entries else entries) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -649,7 +649,7 @@ def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
 
 
 class Calls:
-    """Which tiles each call of an update steps: as for the update before, if the same are due.
+    """Which tiles each call of an update steps: as for the update before, if the same are pending.
 
     Args:
         together: as for :func:`runs`.
@@ -660,11 +660,11 @@ class Calls:
         self._due = list[Tile]()
         self._calls = list[list[Tile]]()
 
-    def of(self, due: list[Tile]) -> Sequence[list[Tile]]:
-        """The calls that step ``due``, in order."""
-        if due != self._due:  # each of these is equal to itself alone
-            self._due = due
-            self._calls = [run for tiles in chunks_at_once(due) for run in runs(tiles, self._together)]
+    def of(self, pending: list[Tile]) -> Sequence[list[Tile]]:
+        """The calls that step ``pending``, in order."""
+        if pending != self._due:  # each of these is equal to itself alone
+            self._due = pending
+            self._calls = [run for tiles in chunks_at_once(pending) for run in runs(tiles, self._together)]
         return self._calls
 
     def forget(self) -> None:
