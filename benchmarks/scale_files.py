@@ -16,15 +16,15 @@ from torch import nn
 
 from shardwise.core.checkpoint.format import (
     MANIFEST,
-    FileFact,
+    FileInfo,
     Head,
     Manifest,
-    PieceFact,
+    PieceInfo,
     encode_manifest,
     merge_pieces,
 )
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.source import TensorFact
+from shardwise.core.checkpoint.source import TensorInfo
 from shardwise.core.shards.layout import Layout, ParamFact, make_layout
 from shardwise.plan import ByModule
 
@@ -89,20 +89,20 @@ def files_of(ranks: int, blocks: int, folder: Path) -> Files:
     """Of a model of so many blocks; files have their size and no content."""
     layout = _layout(blocks, ranks)
     facts = {
-        kind.format(fact.names[0]): TensorFact(tuple(fact.shape), fact.dtype) for fact in layout.facts for kind in KINDS
+        kind.format(fact.names[0]): TensorInfo(tuple(fact.shape), fact.dtype) for fact in layout.facts for kind in KINDS
     }
     parts, files = [], []
     for rank in range(ranks):
         pieces, nbytes = _part(layout, rank)
         parts.append(pieces)
-        files.append(FileFact(f"pieces-{rank}.safetensors", nbytes, 4096, "0" * 16))
+        files.append(FileInfo(f"pieces-{rank}.safetensors", nbytes, 4096, "0" * 16))
         (folder / files[-1].name).touch()
         os.truncate(folder / files[-1].name, nbytes)
     shapes = {name: ["float32", list(facts[name].shape)] for name in parts[ranks // 2]}
     own = {"file": list(vars(files[0]).values()), "pieces": parts[ranks // 2], "shapes": shapes, "cuts": {}}
     start = time.perf_counter()
     found = [
-        {name: [PieceFact(number, *piece) for piece in each] for name, each in part.items()}
+        {name: [PieceInfo(number, *piece) for piece in each] for name, each in part.items()}
         for number, part in enumerate(parts)
     ]
     merged = merge_pieces(found)

@@ -6,28 +6,77 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.booster.checkpoint_io import CheckpointIO
 from shardwise.booster.dataloader import is_dataloader
 from shardwise.booster.interface import OptimizerWrapper, unwrap_model
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
-from shardwise.booster.options import FitOptions, SaveOptions
-from shardwise.booster.pipelined import pipeline_step
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.core.checkpoint.fitting import Fit, Rows
-from shardwise.core.checkpoint.match_schedulers import fitting_state
+from shardwise.core.checkpoint.schedulers import fitting_state
+from shardwise.core.parallel.pipeline import merged
 
-__all__ = ["Booster"]
+__all__ = ["Booster", "CheckpointIO", "FitOptions", "SaveOptions"]
+
+METHODS = ("model", "optimizer", "lr_scheduler", "checkpoint")
+NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in METHODS), "save_lora_as_pretrained"})
+
+
+class CheckpointIO:
+    """``save_model``, ``load_model`` and the other methods of a Booster that save and load, under any plugin."""
+
+    def __init__(self, booster: Any) -> None:
+        self._booster = booster
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, but {', '.join(sorted(NAMES))}")
+        return getattr(self._booster, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *NAMES})
+
+    def synchronize(self) -> None:
+        """Return when nothing is being written any more; see ``Booster.wait``."""
+        self._booster.wait()
+
+    # ColossalAI's own names of the two halves of a wait, which its examples and tests call; here a save is one thing.
+    _sync_d2h = synchronize
+    _sync_io = synchronize
+
+
+class SaveOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`Booster.save_checkpoint`.
+
+    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
+    data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
+    whole checkpoints remain; ``use_async``.
+    """
+
+    tag: str
+    step: int
+    data_position: Any
+    user_state: Any
+    keep: int
+    use_async: bool
+
+
+class FitOptions(TypedDict, total=False):
+    """Keyword arguments with which :meth:`Booster.load_checkpoint` fits a checkpoint to another model."""
+
+    rename: Mapping[str, str] | None
+    """Names in the checkpoint, or regular expressions, and what they are here."""
+    rows: Mapping[str, Rows] | None
+    """Parameters that may have another number of rows, and what new ones get: ``"keep"``, ``"zero"``, ``"mean"``."""
 
 
 class Booster:
@@ -69,7 +118,7 @@ class Booster:
         self.mixed_precision = mixed_precision
         self._runs, self._files = Runs(), PortableFiles()
 
-    checkpoint_io = property(CheckpointIO)  # what saves and loads, as an object of its own
+    checkpoint_io = property(CheckpointIO)
 
     # -- training
 
@@ -162,7 +211,7 @@ class Booster:
             StopIteration: ``data_iter`` is at its end.
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
-        return pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
+        return _pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
@@ -350,8 +399,8 @@ class Booster:
             checkpoint: a file, a directory, or an index.
             low_cpu_mem_mode: no effect, as in :meth:`load_model`.
             num_threads: no effect; another number than 1 warns.
-            strict: other groups, and the state of another class, are errors. False takes over by name what fits, starts
-                the rest anew, and warns of both on rank 0; where there are no names groups have to be alike.
+            strict: other groups, and the state of another class, are errors. False loads by name what fits,
+                resets the rest, and warns on rank 0; where there are no names the groups must be equal.
             rename, rows: as in :meth:`load_model`; rows that are new have a state of zero.
 
         Returns:
@@ -493,3 +542,44 @@ def _several(lr_scheduler: Any) -> list[Any]:
     if lr_scheduler is None:
         return []
     return list(lr_scheduler) if isinstance(lr_scheduler, list | tuple) else [lr_scheduler]
+
+
+def _pipeline_step(
+    steps: Any,
+    data_iter: Iterator[Any],
+    criterion: Callable[[Any, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    wanted: tuple[bool, bool, bool],
+) -> dict[str, Any]:
+    """See :meth:`shardwise.booster.Booster.execute_pipeline`.
+
+    Args:
+        steps: of the model's session.
+        data_iter, criterion, optimizer: as there.
+        wanted: the loss, the outputs, the loss on every rank.
+
+    Raises:
+        ValueError: gradients are enabled and there is no optimizer.
+        TypeError: ``data_iter`` is no iterator.
+        StopIteration: it is at its end.
+        PeerError: another rank's is at its end, or failed.
+    """
+    wants_loss, wants_outputs, broadcast_loss = wanted
+    train = torch.is_grad_enabled()
+    if optimizer is None and train:
+        raise ValueError(
+            f"optimizer={optimizer}: Optimizer should be passed when doing backward. Give the one that boost returned, "
+            "or call execute_pipeline under torch.no_grad(), for forward passes alone"
+        )
+    if not isinstance(data_iter, Iterator):
+        raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
+    try:
+        batch = next(data_iter)
+    except Exception as error:  # the others would wait for this rank
+        steps.without_batch(error)
+        raise
+    outcome = steps.step(batch, criterion, train, wants_outputs)
+    loss = outcome.loss if wants_loss else None
+    if wants_loss and broadcast_loss:
+        loss = steps.everywhere(loss)
+    return {"loss": loss, "outputs": merged(outcome.outputs) if outcome.outputs else None}

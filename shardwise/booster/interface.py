@@ -1,14 +1,13 @@
-"""What ``boost`` returns where torch, not our engine, does the work: thin wrappers with the Booster's methods.
+"""The objects that ``boost`` returns: wrappers for torch's own sharding, and the engine's objects with further names.
 
 A boosted model has ``unwrap()``, ``module`` and a full, collective ``state_dict``/``load_state_dict``; a boosted
 optimizer has ``backward``, ``backward_by_grad``, ``clip_grad_by_norm``, ``clip_grad_by_value`` and ``get_grad_norm``.
-The engine's own module and optimizer have the same methods.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +19,14 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.checked import as_tensor
 from shardwise.core.optim.state_form import check_full_state
+from shardwise.late import OptimizerFacade
+from shardwise.session import Session, ShardedModule, ShardedOptimizer
 
 __all__ = [
     "ModelWrapper",
     "OptimizerWrapper",
     "check_state",
+    "give_names",
     "parameters_of",
     "unwrap_model",
     "unwrap_optimizer",
@@ -109,7 +111,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
 
 
 def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
-    """``[ranks' shards]``, the norms of gradients that are placed alike, on their mesh's device."""
+    """``[ranks' shards]``, the norms of gradients that are with the same placement, on the device of their mesh."""
     mesh, placements = gradients[0].device_mesh, gradients[0].placements
     shards = [gradient.to_local() for gradient in gradients]
     # The largest number of none is an error.
@@ -119,13 +121,13 @@ def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
 
 
 def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
-    """Whether a ``state_dict()`` can be that of ``optimizer``.
+    """Check that ``optimizer`` can load a ``state_dict()``.
 
     Raises:
         ValueError: it has groups of other sizes, or another class made it.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return  # which asks for itself
+        return  # it checks by itself
     theirs, own = full["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in own]:
         raise ValueError(
@@ -135,19 +137,13 @@ def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> No
     check_full_state(optimizer, full, [[param.shape for param in group["params"]] for group in own])
 
 
-class OptimizerWrapper(torch.optim.Optimizer):
-    """An optimizer around ``optim`` that shares its groups and state, so schedulers may hold either of the two."""
+class OptimizerWrapper(OptimizerFacade):
+    """A torch optimizer with the methods of a boosted one."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
-        # The base's __init__ would build groups of its own; every attribute is looked up on `optim` instead.
-        self.optim = optim
+        super().__init__(optim)
         self._grad_norm: float | None = None
         self._norm_type = 2.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":
-            raise AttributeError(name)
-        return attribute_of(self.optim, name, self)
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The user's own optimizer."""
@@ -166,14 +162,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward from ``tensor`` with the gradient ``grad`` of its shape."""
         torch.autograd.backward(tensor, grad)
-
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """The wrapped optimizer's step."""
-        return self.optim.step() if closure is None else self.optim.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's zero_grad."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]``."""
@@ -211,12 +199,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return [parameter.grad for parameter in parameters_of(self.optim) if parameter.grad is not None]
 
     def _all_zero(self) -> bool:
-        """Whether there is no gradient, or none but zeros. Collective where gradients are ``DTensor``."""
-        return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is none
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state."""
-        return self.optim.state_dict()
+        """Whether all gradients are zero, or there are none. Collective where gradients are ``DTensor``."""
+        return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is not zero
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
@@ -225,22 +209,32 @@ class OptimizerWrapper(torch.optim.Optimizer):
             ValueError: another class made the state, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
-        self.optim.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
-        self.optim.add_param_group(param_group)
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """A hook of the wrapped optimizer's step."""
-        return self.optim.register_step_pre_hook(hook)
+class BoostedModule(ShardedModule):
+    """A sharded model that a Booster returned."""
 
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """A hook of the wrapped optimizer's step."""
-        return self.optim.register_step_post_hook(hook)
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""
+        return super().unwrap()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
+    def _force_wait_all_gather(self) -> None:
+        """See :meth:`ShardedModule.wait_for_gathers`; programs call it before ``unwrap().state_dict()``."""
+        self.wait_for_gathers()
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{self!r:.80} cannot be pickled; save it with booster.save_optimizer")
+
+class BoostedOptimizer(ShardedOptimizer):
+    """A sharded optimizer that a Booster returned."""
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The user's own optimizer."""
+        return self.optimizer
+
+
+def give_names(session: Session) -> None:
+    """Give these names to the model and the optimizers of a session, which stay the same objects."""
+    session.module.__class__ = BoostedModule
+    for optimizer in session.optimizers:
+        optimizer.__class__ = BoostedOptimizer

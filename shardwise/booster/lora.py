@@ -1,12 +1,14 @@
-"""LoRA adapters of peft under every plugin: which parameters they add, and how they are saved.
+"""LoRA adapters of peft under every plugin, and base weights in 4 or 8 bits by bitsandbytes (QLoRA).
 
-Source: Hu et al., arXiv 2106.09685; peft's ``get_peft_model``, ``PeftModel.from_pretrained`` and ``save_pretrained``.
+Sources: Hu et al., arXiv 2106.09685; peft's ``get_peft_model``, ``PeftModel.from_pretrained`` and ``save_pretrained``;
+Dettmers et al., arXiv 2305.14314; accelerate's ``BnbQuantizationConfig``, whose fields are the arguments.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
-from shardwise.booster.packing import pack, packing
+from shardwise.core.base.checked import as_kind, shown
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint import CheckpointSource
 from shardwise.core.checkpoint.formats import write_peft
 from shardwise.core.checkpoint.settings import adapter_settings, vocabulary_of
+from shardwise.core.deferred import is_deferred
+from shardwise.core.mesh.launch import default_device
 from shardwise.session import ShardedModule, ShardedOptimizer
 
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
@@ -28,6 +32,7 @@ ENABLED = "_shardwise_lora"
 
 _ADAPTED = re.compile(r"(?P<module>.*)\.lora_[A-Za-z_]+\.[^.]+(\..*)?")
 _KEPT = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\.(?P<rest>.*)")
+NEEDS = "quantize=True packs weights by bitsandbytes, with a configuration of accelerate's"
 
 
 def _peft() -> Any:
@@ -46,7 +51,7 @@ def with_adapter(
     Raises:
         ImportError: peft is not installed, or what packs.
         ValueError: neither is given, the model was boosted already, or there is nothing to pack.
-        TypeError: ``lora_config`` is something else than a ``peft.LoraConfig``; see :func:`packing`.
+        TypeError: ``lora_config`` is something else than a ``peft.LoraConfig``; see :func:`_packing`.
     """
     peft = _peft()
     if isinstance(model, ModelWrapper | ShardedModule):
@@ -55,9 +60,9 @@ def with_adapter(
         raise ValueError(f"pretrained_dir={pretrained_dir}, lora_config={lora_config}: give one of the two")
     if lora_config is not None and not isinstance(lora_config, peft.LoraConfig):
         raise TypeError(f"lora_config={lora_config!r:.80}: give a peft.LoraConfig")
-    config = packing(bnb_quantization_config, quantize)
+    config = _packing(bnb_quantization_config, quantize)
     if config is not None:
-        pack(model, config)
+        _pack(model, config)
     if pretrained_dir is None:
         adapted = peft.get_peft_model(model, lora_config)
     else:
@@ -130,3 +135,79 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
             write_peft(source, place, config, name, use_safetensors, vocabulary=vocabulary, trained=trained)
 
     return write
+
+
+def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
+    """The configuration by which base weights are to be packed; ``None``: they are not.
+
+    Raises:
+        ImportError: bitsandbytes or accelerate is not installed.
+        TypeError: ``quantize`` is no switch, or the configuration another thing.
+    """
+    as_kind("quantize", quantize, bool, "True or False")
+    if not quantize:
+        if bnb_quantization_config is not None:
+            warn_user("bnb_quantization_config has no effect without quantize=True: the weights stay as they are")
+        return None
+    try:
+        import_module("bitsandbytes")
+        kind: Any = import_module("accelerate.utils").BnbQuantizationConfig
+    except ImportError as error:
+        raise ImportError(f"{NEEDS} ({error}); install both: pip install 'shardwise[qlora]'") from error
+    if bnb_quantization_config is None:
+        double = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
+        return kind(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **double)
+    if not isinstance(bnb_quantization_config, kind):
+        raise TypeError(
+            f"bnb_quantization_config={shown(bnb_quantization_config)}: give accelerate's "
+            "BnbQuantizationConfig(load_in_4bit=True), or leave it out"
+        )
+    return bnb_quantization_config
+
+
+def _pack(model: nn.Module, config: Any) -> nn.Module:
+    """Pack the weights of all linear layers, in place, but for the head, what is tied to it, and those that the
+    configuration leaves out. Their biases and all other parameters stay as they are.
+
+    Args:
+        model: with its values.
+        config: of :func:`_packing`.
+
+    Raises:
+        ValueError: there are no values to pack yet, or no linear layer.
+    """
+    if is_deferred(model) or any(param.is_meta for param in model.parameters()):
+        raise ValueError(
+            f"quantize=True of a {type(model).__name__} without values: load them before enable_lora, or give one that "
+            "is packed, from_pretrained(folder, quantization_config=BitsAndBytesConfig(...))"
+        )
+    whole = import_module("accelerate.utils.bnb").get_keys_to_not_convert(model)
+    left = [*(whole if config.skip_modules is None else config.skip_modules), *(config.keep_in_fp32_modules or ())]
+    device, packed = default_device(), 0
+    for path, layer in list(model.named_modules()):
+        # One of a derived class may read its weight elsewhere, as torch's attention does.
+        if type(layer) is nn.Linear and not any(f"{name}." in f"{path}." for name in left):
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, _packed(layer, config).to(device))
+            packed += 1
+    if not packed:
+        raise ValueError(f"quantize=True: {type(model).__name__} has no linear layer to pack, apart from {left}")
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit  # peft asks for them
+    return model
+
+
+def _packed(layer: nn.Linear, config: Any) -> Any:
+    """The layer that takes its place: its weight is packed on its way to a device."""
+    kinds: Any = import_module("bitsandbytes.nn")
+    common = {"bias": layer.bias is not None, "device": "meta"}
+    if config.load_in_4bit:
+        how = {"compress_statistics": config.bnb_4bit_use_double_quant, "quant_type": config.bnb_4bit_quant_type}
+        dtype = config.bnb_4bit_compute_dtype
+        made = kinds.Linear4bit(layer.in_features, layer.out_features, compute_dtype=dtype, **how, **common)
+        made.weight = kinds.Params4bit(layer.weight.data, requires_grad=False, module=made, **how)
+    else:
+        eight = {"has_fp16_weights": False, "threshold": config.llm_int8_threshold}
+        made = kinds.Linear8bitLt(layer.in_features, layer.out_features, **eight, **common)
+        made.weight = kinds.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    made.bias = layer.bias
+    return made.train(layer.training)

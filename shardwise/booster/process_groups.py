@@ -16,7 +16,7 @@ Coordinate = tuple[int, ...]
 
 
 class ProcessGroupMesh:
-    """All ranks as a grid, the last axis fastest. Groups are made when they are first asked for, on all ranks alike.
+    """All ranks as a grid, the last axis fastest. A group is made at its first use, on all ranks.
 
     Args:
         size: of each axis.

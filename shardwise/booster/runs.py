@@ -1,4 +1,4 @@
-"""To which run a boosted model or optimizer belongs, as checkpoints see runs."""
+"""Finds the run of a boosted model or optimizer, for checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _session(boosted: object) -> Any:
 
 
 class Runs:
-    """What a Booster has boosted. Nothing is kept alive by being in here."""
+    """The models and optimizers of a Booster, by weak references."""
 
     def __init__(self) -> None:
         self._modules: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]] = WeakKeyDictionary()
@@ -63,7 +63,7 @@ class Runs:
         if optimizer is not None:
             self._modules[unwrap_optimizer(optimizer)] = weakref.ref(module)
         if together and (self._beside is None or self._beside.outdated):
-            # Made while all ranks are here: one that is alone in a save then waits in vain here, not in the program's.
+            # Made while all ranks are here. A rank that saves alone then times out in this group, not in the program's.
             self._beside = Ranks(own=True)
         self._savers[module] = Checkpointer(self._torch_run(module, optimizer))  # from the start: it counts the updates
         self._all.add(self._savers[module])

@@ -1,4 +1,4 @@
-"""What the Booster's published arguments of saving and loading mean: a function that writes a source, or an error."""
+"""Checks of the Booster's arguments of saving and loading, and the functions that write a checkpoint source."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def model_writer(
     size_per_shard: float,
     use_safetensors: bool | None,
 ) -> Write:
-    """What ``save_model`` does with a source; see there.
+    """Return the function with which ``save_model`` writes a source.
 
     Raises:
         NotImplementedError, ValueError: an argument that cannot be carried out.
@@ -93,7 +93,7 @@ def model_writer(
 def optimizer_writer(
     checkpoint: str | Path, shard: bool, gather_dtensor: bool, prefix: str | None, size_per_shard: float
 ) -> Write:
-    """What ``save_optimizer`` does with a source; see there.
+    """Return the function with which ``save_optimizer`` writes a source.
 
     Raises:
         NotImplementedError, ValueError: an argument that cannot be carried out.

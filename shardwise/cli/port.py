@@ -16,7 +16,7 @@ from shardwise.cli.errors import BadInput
 from shardwise.core.base.printable import in_a_line, printable
 
 if TYPE_CHECKING:
-    from shardwise.compat.findings import Finding
+    from shardwise.compat.port import Finding
 
 __all__ = ["add_parser", "main"]
 
@@ -51,9 +51,7 @@ def add_parser(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input."""
     from shardwise.compat import all_worlds, read_world
-    from shardwise.compat.findings import findings
-    from shardwise.compat.page import markdown
-    from shardwise.compat.rewrite import rewritten
+    from shardwise.compat.port import findings, markdown, rewritten
     from shardwise.compat.table import HOMES
 
     if options.table is not None:
@@ -64,13 +62,13 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if not options.files:
         raise BadInput("no FILE: name programs or folders of them")
-    worlds = all_worlds()
+    tables = all_worlds()
     unread: list[str] = []
     programs: dict[Path, tuple[str, str, list[Finding]]] = {}
     for path in _programs(options.files):  # all are read before any is written
         try:
             text = _text(path)
-            programs[path] = (text, rewritten(text, worlds), findings(text, worlds))
+            programs[path] = (text, rewritten(text, tables), findings(text, tables))
         except OSError as problem:
             unread.append(f"{path}: {problem.strerror}")
         except (SyntaxError, ValueError, RecursionError) as problem:

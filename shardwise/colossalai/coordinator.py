@@ -1,4 +1,4 @@
-"""``DistCoordinator``: who this process is among all, and what only one of them does."""
+"""``DistCoordinator``: the rank of this process, and work that one rank does alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["DistCoordinator"]
 
 
 class DistCoordinator:
-    """Asks ``torch.distributed`` each time, so that one serves as long as the program runs.
+    """Rank and size of the process groups, read from ``torch.distributed`` at each use.
 
     Raises:
-        RuntimeError: the processes have not met.
+        RuntimeError: torch.distributed is not initialized.
     """
 
     def __init__(self) -> None:

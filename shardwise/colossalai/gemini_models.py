@@ -1,4 +1,4 @@
-"""``GeminiDDP`` with ``GeminiOptimizer``: GeminiPlugin's arguments, given to the model and to its optimizer."""
+"""``GeminiDDP`` and ``GeminiOptimizer``, which share the arguments of GeminiPlugin."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class GeminiDDP(ModelFront):
 
     Args:
         module: the plain model, real or described lazily.
-        chunk_init_device: both values are the same: chunks are made where they are at home.
-        scatter_after_inference: False has no effect, and warns: what stays gathered is ``shard_param_frac``'s affair.
+        chunk_init_device: no effect: chunks are allocated where the placement keeps them.
+        scatter_after_inference: False has no effect, and warns: ``shard_param_frac`` decides what stays gathered.
         mixed_precision: ``torch.float16``, ``torch.bfloat16`` or (an extension) ``torch.float32``.
-        zero_group: ``None``, or the neighbours that one copy is sharded over.
-        extra_dp_group: ``None``, or the ranks with the same shard of other copies.
+        zero_group: ``None``, or the consecutive ranks that one replica is sharded over.
+        extra_dp_group: ``None``, or the ranks with the same shard of other replicas.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as GeminiPlugin; groups that do not divide all ranks evenly.
@@ -132,9 +132,8 @@ class GeminiDDP(ModelFront):
             RuntimeError: it has one already.
         """
         plugin = dataclasses.replace(self.plugin, **arguments)
-        self._require_no_optimizer()
-        self._unshard()
-        plugin._mesh = self.plugin.mesh()
+        self._drop_session()
+        vars(plugin)["_mesh"] = self.plugin.mesh()
         self.__dict__["plugin"] = plugin
         boosted, inner = plugin.configure(self.module, optimizer)
         self.__dict__["_session"] = plugin.session(boosted)
@@ -183,10 +182,10 @@ class GeminiOptimizer(OptimizerFront):
         tp_group: only ``None``.
         params_info: only ``None``.
         verbose: say when a step is skipped, and why.
-        defaults: none: what is an option of ``optim`` is given to that.
+        defaults: none; options of ``optim`` belong to ``optim``.
 
     Raises:
-        TypeError: ``module`` is no GeminiDDP, or there is no such argument.
+        TypeError: ``module`` is not a GeminiDDP, or an unknown argument.
         RuntimeError: it has an optimizer already.
         NotImplementedError: ``tp_group`` or ``params_info``.
     """
@@ -229,7 +228,7 @@ class GeminiOptimizer(OptimizerFront):
 
 
 GIVEN = tuple(inspect.signature(GeminiOptimizer).parameters)[2:-1]
-"""Arguments of GeminiOptimizer beside optimizer and model."""
+"""Arguments of GeminiOptimizer after optimizer and model."""
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):
@@ -240,7 +239,7 @@ class GeminiAdamOptimizer(GeminiOptimizer):
         defaults: arguments of GeminiOptimizer, and of HybridAdam.
 
     Raises:
-        TypeError: ``model`` is none, or neither has such an argument.
+        TypeError: ``model`` is not a GeminiDDP, or an unknown argument.
     """
 
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:

@@ -46,7 +46,7 @@ class DistributedLogger:
 
     @classmethod
     def get_instance(cls, name: str) -> DistributedLogger:
-        """The one of that name, made where there is none."""
+        """Return the logger of that name; it is made if there is none yet."""
         return cls._made[name] if name in cls._made else cls(name)
 
     @property
@@ -66,7 +66,7 @@ class DistributedLogger:
         """Also write to ``path/rank_<rank>.log``, or ``path/rank_<rank>_<suffix>.log``.
 
         Args:
-            path: a directory, made where there is none.
+            path: a directory, made if it does not exist.
             mode: ``"a"`` adds to the file, ``"w"`` replaces it.
             level: what is below it is not written.
             suffix: part of the file's name.

@@ -25,17 +25,18 @@ __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
 STAGE = "_colo_zero_stage"  # the published name
 
 
-class _Held(nn.Module):
-    """An optimizer's parameters, as a model that is never called: they are whole at any time."""
+class _ParameterHolder(nn.Module):
+    """A module that holds the parameters of an optimizer and is never called; they stay replicated."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self.held = nn.ParameterList(parameters)
+        self.params = nn.ParameterList(parameters)
 
 
 class LowLevelZeroOptimizer(OptimizerFront):
-    """Divides the state of an optimizer over the ranks, at stage 2 also the gradients, while the model stays as it is:
-    it is called as before, and its parameters are whole.
+    """Shards the state of an optimizer over the ranks, at stage 2 also the gradients.
+
+    The model does not change: its parameters stay replicated.
 
     Args:
         optimizer: any element-wise torch optimizer; all its parameters have one dtype.
@@ -48,8 +49,8 @@ class LowLevelZeroOptimizer(OptimizerFront):
         overlap_communication: reduce gradients while backward still runs.
         partition_grad: stage 2 instead of 1.
         cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
-        dp_process_group: ``None``, or the neighbours that state is divided over.
-        extra_dp_group: ``None``, or the ranks with the same part of it.
+        dp_process_group: ``None``, or the consecutive ranks that the state is sharded over.
+        extra_dp_group: ``None``, or the ranks with the same shard of it.
         forced_dtype: parameters are cast to it first.
         master_weights: keep fp32 copies of 16-bit parameters.
         overlap_allgather: True has no effect, and warns: nothing tells when a parameter is used next.
@@ -107,7 +108,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
             extra_dp_size=check_groups(dp_process_group, extra_dp_group),
             **{name: value for name, value in given.items() if name in names},
         )
-        boosted, inner = plugin.configure(_Held(parameters), optimizer)
+        boosted, inner = plugin.configure(_ParameterHolder(parameters), optimizer)
         assert isinstance(inner, ShardedOptimizer)
         super().__init__(inner)
         self.session: Session = plugin.session(boosted)
@@ -127,14 +128,13 @@ class LowLevelZeroOptimizer(OptimizerFront):
         return self.session.no_sync()
 
     def _force_wait_all_gather(self) -> None:
-        """Parameters are whole when ``step`` returns: there is nothing to wait for."""
+        """Do nothing: parameters are gathered when ``step`` returns."""
 
     def get_param_grad(self, working_param: nn.Parameter) -> torch.Tensor | None:
-        """The whole gradient of a parameter, unscaled, as the next step would apply it before clipping; ``None`` where
-        it has none. Collective.
+        """Return the full unscaled gradient of a parameter, before clipping; ``None`` if it has none. Collective.
 
         Raises:
-            ValueError: the parameter is none of this optimizer's.
+            ValueError: the optimizer does not have the parameter.
         """
         for index, each in enumerate(self.session.params):
             if each is working_param:

@@ -56,7 +56,9 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Join the other processes as ``rank`` of ``world_size``. Where they have met already, only the seed is set.
+    """Join the other processes as ``rank`` of ``world_size``.
+
+    If torch.distributed is initialized already, only the seed is set.
 
     Args:
         rank: of this process.
@@ -66,11 +68,11 @@ def launch(
         backend: of the process group; the default is NCCL on GPUs and gloo on CPUs.
         local_rank: of this process on its host: which GPU it takes. ``None``: the environment's, or ``rank``.
         seed: of Python's, NumPy's and torch's random numbers, the same on every rank.
-        verbose: rank 0 says how many have met.
+        verbose: rank 0 prints the number of ranks.
 
     Raises:
         ValueError: a number out of range.
-        RuntimeError: the processes have met as other ranks.
+        RuntimeError: torch.distributed is initialized with other ranks.
         PeerError: not all came in time.
     """
     launched_as(rank, world_size, host, port, local_rank)
@@ -125,4 +127,6 @@ def _number(name: str, launcher: str) -> int:
     try:
         return int(found)
     except ValueError:
-        raise RuntimeError(f"{name}={found!r} in the environment is no whole number: start with {launcher}") from None
+        raise RuntimeError(
+            f"{name}={found!r} in the environment is not a whole number: start with {launcher}"
+        ) from None

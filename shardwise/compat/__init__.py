@@ -1,18 +1,27 @@
-"""Foreign worlds: the names that programs of other libraries import, each library's in a single table.
+"""Compatibility aliases: the names that programs import from other libraries, one table for each library.
 
-A table is a TOML file in this folder. It says of each foreign name where it is here, or why it is not and what to do
-instead (:mod:`shardwise.compat.table`). The modules that programs import are made from it (:func:`mirror`),
-``shardwise port`` rewrites and explains with it, and the pages of documentation list it.
+A table is a TOML file of this folder. It says where each foreign name is here, or what to use instead
+(:mod:`shardwise.compat.table`). The modules that programs import are made from it (:mod:`shardwise.compat.aliases`),
+``shardwise port`` rewrites and explains programs with it (:mod:`shardwise.compat.port`), and pages of the documentation
+list it.
 
-What may not enter: anything that a name does. That is in the folder of the world as far as it translates arguments,
-and else below it.
+The behaviour of a name does not belong here: it is in the folder of the front-end.
 """
 
 from __future__ import annotations
 
-from shardwise.compat.absent import NotHere
+from shardwise.compat.aliases import NotHere, lookup, mirror
 from shardwise.compat.impersonation import impersonate
-from shardwise.compat.mirror import lookup, mirror
-from shardwise.compat.table import Absent, Here, World, all_worlds, read_world
+from shardwise.compat.table import Alias, AliasTable, Unsupported, all_worlds, read_world
 
-__all__ = ["Absent", "Here", "NotHere", "World", "all_worlds", "impersonate", "lookup", "mirror", "read_world"]
+__all__ = [
+    "Alias",
+    "AliasTable",
+    "NotHere",
+    "Unsupported",
+    "all_worlds",
+    "impersonate",
+    "lookup",
+    "mirror",
+    "read_world",
+]

@@ -1,6 +1,6 @@
 """DeepSpeed's interface on shardwise's engine: ``import shardwise.deepspeed as deepspeed``.
 
-Names and modules that are no files here come from the table ``shardwise/compat/deepspeed.toml``.
+DeepSpeed's other names and modules come from the table ``shardwise/compat/deepspeed.toml``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reading a DeepSpeed configuration: every key is used, listed once as ignored, or an error that says what to do."""
+"""Reading of a DeepSpeed configuration: each key is used, reported as ignored, or an error."""
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import math
@@ -18,7 +17,8 @@ from shardwise.core.base.checked import shown
 from shardwise.core.base.remarks import warn_user
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 
-__all__ = ["Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
+__all__ = ["AssertedError", "Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
+
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
@@ -37,12 +37,12 @@ _TEXTS = {"true": True, "false": False}
 
 @dataclass
 class Report:
-    """What became of every key that was given, by its dotted path.
+    """The keys of a configuration that are used or ignored, by dotted path.
 
     Attributes:
-        used: keys that do something, or ask for what happens anyway.
-        ignored: keys without effect, and why.
-        notes: what a reader of the configuration should know besides.
+        used: keys with an effect, or that ask for the default behaviour.
+        ignored: keys without effect, and the reason.
+        notes: further remarks for the user.
     """
 
     used: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Report:
             self.used.append(path)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Also for a key that was taken for used before."""
+        """Report a key as ignored, even if it was reported as used before."""
         if path in self.used:
             self.used.remove(path)
         self.ignored[path] = reason
@@ -68,19 +68,19 @@ class Report:
         return "\n".join([*ignored, *self.notes])
 
     def warn(self) -> None:
-        """One warning with everything that is ignored or noted; none where there is nothing."""
+        """Emit one warning about ignored keys and notes, if there are any."""
         if self.ignored or self.notes:
             warn_user(f"DeepSpeed configuration:\n{self}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration that was read.
+    """A validated configuration.
 
     Attributes:
-        values: what was given, by canonical dotted path; see :mod:`shardwise.deepspeed.schema` for defaults and units.
-        sections: blocks that were given (an empty ``offload_param`` is one).
-        findings: what became of the keys.
+        values: given values by canonical dotted path; see :mod:`shardwise.deepspeed.schema` for defaults and units.
+        sections: given blocks, including empty ones.
+        findings: the report of the keys.
     """
 
     values: Mapping[str, Any]
@@ -91,12 +91,12 @@ class Settings:
         return self.values.get(path, KEYS[path].default)
 
     def given(self, path: str) -> bool:
-        """Whether the configuration has a value for it."""
+        """Return whether the configuration has a value for ``path``."""
         return path in self.values
 
     @property
     def stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return int(self["zero_optimization.stage"])
 
 
@@ -110,32 +110,28 @@ class Batch:
 
 
 def load_config(config: Source) -> dict[str, Any]:
-    """The tree of a configuration: a copy, so that nobody's dict is changed.
+    """Return a configuration's tree as a copy; the caller's dict is never changed.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: it is no dict, no file with one JSON or Hjson object, and no such text
-            in base64.
+        FileNotFoundError, TypeError, ValueError: ``config`` is neither a dict nor a file with one JSON or Hjson object.
     """
     if isinstance(config, Mapping):
         return {str(name): _copy(value) for name, value in config.items()}
     if not isinstance(config, str | os.PathLike):
         raise TypeError(f"config={config!r:.80}: give a dict, or the path of a JSON file")
     path = Path(config)
-    encoded = None if _is_file(path) else _decoded(os.fspath(config))
-    if encoded is None and not _is_file(path):
-        raise FileNotFoundError(
-            f"config={str(config)!r:.200}: there is no such file, and it is no configuration in base64; give a dict or "
-            "a JSON file's path"
-        )
-    name = "the configuration in base64" if encoded is not None else str(path)
     try:
-        tree = _parsed(path.read_text("utf-8") if encoded is None else encoded)
+        tree = _parsed(path.read_text("utf-8"))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"config={str(config)!r:.200} cannot be read ({error.strerror}); give a dict or a JSON file's path"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     except RecursionError:
-        raise ValueError(f"{name}: its blocks are nested too deeply to be read") from None
+        raise ValueError(f"{path}: its blocks are nested too deeply to be read") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{name} holds {type(tree).__name__}; a JSON object is expected")
+        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
     return tree
 
 
@@ -159,25 +155,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name!r} stands twice in one block of the configuration; remove one of them")
+            raise ValueError(f"the key {name!r} occurs twice in one block of the configuration; remove one of them")
         found[name] = value
     return found
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a text in base64 is longer than a name may be
-        return False
-
-
-def _decoded(text: str) -> str | None:
-    """What a launcher put into base64, with the alphabet for addresses; ``None``: it is something else."""
-    try:
-        found = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
-    except ValueError:
-        return None
-    return found if "{" in found or ":" in found else None
 
 
 def _copy(value: Any) -> Any:
@@ -186,22 +166,21 @@ def _copy(value: Any) -> Any:
     return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Settings:
-    """Read and check a configuration; it is never changed.
+def read_config(config: Source) -> Settings:
+    """Read and check a configuration, without changing it.
+
+    A key that is ``"auto"`` gets its documented default; parameters of optimizers and schedulers have none.
 
     Args:
-        config: a dict, the path of a JSON or Hjson file, or such a text in base64.
-        known: what ``"auto"`` stands for, by dotted path: ``{"train_micro_batch_size_per_gpu": 4,
-            "optimizer.params.lr": 1e-3, "bf16.enabled": True}``. Other keys that are ``"auto"`` get their documented
-            default; parameters of optimizer and scheduler have none.
+        config: a dict, or the path of a JSON or Hjson file.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named), a value out of range, ``"auto"`` that nothing
-            resolves, keys that contradict each other.
-        NotImplementedError: a key that asks for what is not available.
-        FileNotFoundError, TypeError: ``config`` is no configuration.
+        ValueError: an unknown key (the error names the nearest known one), a value out of range, ``"auto"`` without a
+            default, or keys that contradict each other.
+        NotImplementedError: a key asks for something that is not available.
+        FileNotFoundError, TypeError: ``config`` is not a configuration.
     """
-    reader = _Reader(dict(known or {}))
+    reader = _Reader()
     reader.read(load_config(config), "")
     values = reader.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
@@ -210,8 +189,7 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
 
 
 class _Reader:
-    def __init__(self, known: dict[str, Any]) -> None:
-        self.known = known
+    def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.sections: set[str] = set()
         self.findings = Report()
@@ -271,11 +249,8 @@ class _Reader:
 
     def _value(self, path: str, canonical: str, value: Any) -> None:
         key = KEYS[canonical]
-        if value == AUTO:
-            if canonical in self.known:
-                value = self.known[canonical]
-            elif canonical in ("optimizer.type", "scheduler.type"):
-                raise ValueError(f"{path}='auto': name one")
+        if value == AUTO and canonical in ("optimizer.type", "scheduler.type"):
+            raise ValueError(f"{path}={value!r} has no default; name one")
         if value is None or value == AUTO:
             self.findings.use(path)
             return
@@ -300,12 +275,10 @@ class _Reader:
         found = {}
         for name, inner in value.items():
             full = f"{path}.{name}"
-            if inner == AUTO and full in self.known:
-                inner = self.known[full]
-            elif inner == AUTO:
+            if inner == AUTO:
                 inner = _DERIVED.get(full, AUTO)
             if inner == AUTO:
-                raise ValueError(f"{full}='auto': nothing here knows it; give a value")
+                raise ValueError(f"{full}='auto' has no default; give a value")
             for each in inner if isinstance(inner, list) else [inner]:
                 if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
                     raise ValueError(f"{full}={shown(inner)}: give finite numbers")
@@ -331,7 +304,7 @@ def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
-        return f"{message}; {name!r} stands in {inside[0].rpartition('.')[0] or 'the top level'!r}"
+        return f"{message}; {name!r} belongs in {inside[0].rpartition('.')[0] or 'the top level'!r}"
     where = f" of {section!r}" if section else ""
     return f"{message}; " + (f"did you mean {near[0]!r}?" if near else f"known keys{where}: {', '.join(names)}")
 
@@ -348,7 +321,7 @@ def _number(value: Any) -> float | None:
 
 
 def _convert(path: str, key: Key, value: Any) -> Any:
-    """``value`` as ``key`` wants it. Numbers may be written as texts, whole numbers as 5e8."""
+    """Return ``value`` converted to the key's type. Numbers may be strings, and integers may be written as 5e8."""
     if key.kind in ("int", "float"):
         number = _number(value)
         if number == math.inf and path == "steps_per_print" and (isinstance(value, float) or value == "inf"):
@@ -378,7 +351,7 @@ def _convert(path: str, key: Key, value: Any) -> Any:
     if key.kind == "list":
         return list(value) if isinstance(value, list | tuple) else value
     if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"{path}={shown(value)}: give a text")
+        raise ValueError(f"{path}={shown(value)}: give a string")
     text = os.fspath(value)
     for choice in key.choices:
         if text.lower() == choice.lower():
@@ -389,10 +362,10 @@ def _convert(path: str, key: Key, value: Any) -> Any:
 
 
 def batch_of(settings: Settings, ranks: int) -> Batch | None:
-    """The batch sizes, those that were left out derived from the others as DeepSpeed does; ``None`` without any.
+    """Return the batch sizes, with missing ones derived as in DeepSpeed; ``None`` if none is given.
 
     Raises:
-        ValueError: they do not multiply to ``train_batch_size`` for that many ranks.
+        ValueError: their product for ``ranks`` ranks is not ``train_batch_size``.
     """
     train, micro = settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]
     accumulation = settings["gradient_accumulation_steps"]
@@ -413,3 +386,10 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
             "that fit"
         )
     return Batch(train, micro, accumulation)
+
+
+# ---- Errors of what DeepSpeed asserts.
+
+
+class AssertedError(ValueError, AssertionError):
+    """An error that is an AssertionError in DeepSpeed, and that programs catch as such."""

@@ -1,4 +1,4 @@
-"""``DeepSpeedConfig`` and its blocks: a configuration that was read, by the attributes that programs ask for."""
+"""``DeepSpeedConfig`` and its blocks, with DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class ZeroStageEnum(IntEnum):
-    """Names of the stages."""
+    """Names of the ZeRO stages."""
 
     disabled = 0
     optimizer_states = 1
@@ -32,7 +32,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where something is offloaded to; equal to its text."""
+    """Offload targets; each member equals its string."""
 
     none = "none"
     cpu = "cpu"
@@ -40,7 +40,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What ``engine.offload_states`` can be told to move; equal to its text."""
+    """States that ``engine.offload_states`` can move; each member equals its string."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -67,7 +67,7 @@ class Section:
         if path in SECTIONS:
             return Section(self._settings, path) if path in self._settings.sections else None
         if path.rpartition(".")[2] not in SECTIONS[self._path]:
-            raise AttributeError(f"{name!r} is no key of {self._path!r}", name=name, obj=self)
+            raise AttributeError(f"{name!r} is not a key of {self._path!r}", name=name, obj=self)
         return self._settings[path]
 
 
@@ -75,13 +75,13 @@ class DeepSpeedConfig:
     """A configuration, checked, with batch sizes derived. Every key of the top level is an attribute.
 
     Args:
-        config: a dict, a path, or a text in base64; see :func:`~shardwise.deepspeed.config.load_config`.
-        mpu: as for ``initialize``: its data-parallel ranks are those that batches are divided over.
+        config: a dict or a path; see :func:`~shardwise.deepspeed.config.load_config`.
+        mpu: as for ``initialize``; batches are divided over its data-parallel ranks.
         mesh_device: not available; give ``sequence_parallel_size``.
 
     Attributes:
-        zero_config, float16_config, bfloat16_config: blocks, whose keys are attributes.
-        world_size: ranks that see different samples.
+        zero_config, float16_config, bfloat16_config: blocks, with their keys as attributes.
+        world_size: number of data-parallel ranks.
 
     Raises:
         ValueError, NotImplementedError: see :func:`~shardwise.deepspeed.config.read_config`; or there are no batch

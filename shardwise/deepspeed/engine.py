@@ -1,57 +1,115 @@
-"""What ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.session.Session`."""
+"""The engine that ``initialize`` returns: DeepSpeed's engine methods on a :class:`~shardwise.session.Session`."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.core.base.attributes import attribute_of
+from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.checked import as_mapping, as_tensor, whole
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.remarks import warn_user
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import Batch, Report, Settings
-from shardwise.deepspeed.facts import ABSENT, getter
+from shardwise.core.comm import ranks_of
+from shardwise.deepspeed.config import AssertedError, Batch, Report, Settings
+from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
+from shardwise.deepspeed.groups import get_sequence_parallel_group
+from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module
-from shardwise.deepspeed.steps import Steps
+from shardwise.deepspeed.schema import KEYS, SECTIONS
+from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module, watched_step
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["ABSENT", "DeepSpeedEngine", "getter"]
+
+_REDUCED = "gradients are reduced inside backward passes; use torch.distributed for tensors of your own"
+ABSENT = {
+    **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "buffered_allreduce_fallback"), _REDUCED),
+    **dict.fromkeys(("timers", "engine_timers", "flops_profiler"), "use torch.profiler"),
+    "_config": "engine.settings is what was configured, and optimizer.clip_grad the norm that steps clip to",
+    "clip_fp32_gradients": "step() clips to gradient_clipping; optimizer.clip_grad_by_norm(norm) does it before",
+    "set_data_post_process_func": "give initialize a collate_fn",
+    "load_moe_state_dict": "there are no experts on ranks of their own here; load_checkpoint reads whole models",
+}
+"""Attributes of DeepSpeed's engine that this one does not have, with the advice that the error gives."""
+
+_GETTERS = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "loss_scale": "fp16.loss_scale",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "steps_per_print": "steps_per_print",
+    "zero_optimization_stage": "zero_optimization.stage",
+}
+_PREFIXES = {
+    "zero_": ("zero_optimization.", "zero_optimization.stage3_", "zero_optimization.zero_", "zero_"),
+    "mics_": ("zero_optimization.mics_",),
+    "fp16_": ("fp16.", "fp16.fp16_"),
+    "bfloat16_": ("bf16.",),
+    "bf16_": ("bf16.bf16_",),
+    "torch_autocast_": ("torch_autocast.",),
+}
+"""By the prefix of a getter's name: possible prefixes of its key."""
 
 
-class DeepSpeedEngine(Steps):
+def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
+    """Return DeepSpeed's getter ``name`` of a configured value, or ``None`` if no key has that name."""
+    paths = [_GETTERS[name]] if name in _GETTERS else []
+    for prefix, starts in _PREFIXES.items():
+        if name.startswith(prefix):
+            paths += [f"{start}{name.removeprefix(prefix)}" for start in starts]
+    for path in paths:
+        if path in SECTIONS:
+            return lambda: Section(settings, path) if path in settings.sections else None
+        if path in KEYS:
+            return lambda: settings[path]
+    return None
+
+
+class ThroughputTimer:
+    """Stand-in for DeepSpeed's timer; nothing is timed."""
+
+    def update_epoch_count(self) -> None:
+        """Do nothing."""
+
+
+class DeepSpeedEngine(ModeOfModule):
     """A sharded model, its optimizer and its schedule, stepped every ``gradient_accumulation_steps`` backward passes.
 
     Attributes:
-        module: the user's own model, which is sharded in place. Called by itself it runs; its ``state_dict()`` is this
-            rank's affair at stages 0 to 2 (the compute dtype, as the parameters are), and an error at stage 3.
+        module: the user's model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
+            rank's parameters in the compute dtype at stages 0 to 2, and is an error at stage 3.
         optimizer: the sharded optimizer, or ``None``.
-        lr_scheduler: stepped after every update; none after a step that was skipped for overflow.
-        session: what the engine is a front-end of (plan, memory, traffic).
-        report: what became of each key of the configuration.
-        global_steps: steps so far, skipped ones included.
-        micro_steps: calls of :meth:`step` so far.
-        global_samples: samples of the backward passes of those steps, over all ranks. With
-            ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted: another follows
-            over the same samples.
-        skipped_steps: steps without an update, since a gradient was not finite.
-        monitor: where the numbers of steps go.
-        training_dataloader: that of ``training_data``.
+        lr_scheduler: stepped after every update, but not after a step that was skipped for overflow.
+        session: the session (plan, memory, traffic).
+        report: which keys of the configuration are used or ignored.
+        global_steps: number of steps, including skipped ones.
+        micro_steps: number of calls of :meth:`step`.
+        global_samples: samples of those steps' backward passes, over all ranks. With
+            ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted, because another
+            one over the same samples follows.
+        skipped_steps: steps without an update because a gradient was not finite.
+        monitor: writes the metrics of steps.
+        training_dataloader: the data loader of ``training_data``.
         is_compiled: whether :meth:`compile` was called.
     """
+
+    tput_timer = ThroughputTimer()
 
     def __init__(self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any, monitor: Monitor) -> None:
         super().__init__()
         self.module: nn.Module = session.model
-        self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
+        self.session, self.lr_scheduler = session, lr_scheduler
+        self.optimizer: Any = session.optimizer
         self.report: Report = settings.findings
         self.settings = settings
         session.divide_own_passes(batch.accumulation)
@@ -79,7 +137,7 @@ class DeepSpeedEngine(Steps):
             return attribute_of(super().__getattr__("module"), name, self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's full state on every rank, without a prefix, fp32 where there are masters. Collective."""
+        """Return the model's full state on every rank, in fp32 if there are masters. Collective."""
         return self.session.module.state_dict(*args, **kwargs)
 
     def module_state_dict(
@@ -98,7 +156,7 @@ class DeepSpeedEngine(Steps):
         return {f"{prefix}{name}": value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
+        """Load a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> Any:
@@ -116,21 +174,21 @@ class DeepSpeedEngine(Steps):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model on this rank's micro-batch."""
+        """Run the model on this rank's micro-batch."""
         scaled_passes(self.session)
         with self._autocast():
             return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward pass of ``loss`` (a scalar, the mean over the micro-batch), scaled as fp16 needs it.
+        """Run the backward pass of ``loss``, the mean over the micro-batch, times the loss scale of fp16.
 
         Args:
-            loss: divided by ``gradient_accumulation_steps`` where ``scale_wrt_gas``.
+            loss: a scalar; divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
             retain_graph: as in :meth:`torch.Tensor.backward`.
             scale_wrt_gas: see ``loss``.
 
         Returns:
-            The loss so divided.
+            The divided loss.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -147,10 +205,9 @@ class DeepSpeedEngine(Steps):
         return scaled.detach() if not retain_graph else scaled
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` as ``loss.backward()`` wants it, where the program calls that instead of :meth:`backward`.
+        """Return ``loss`` times the loss scale, for programs that call ``loss.backward()`` themselves.
 
-        It is multiplied by the loss scale. Gradients of such passes are divided by ``gradient_accumulation_steps``, as
-        those of a bare ``loss.backward()`` are. One pass follows.
+        The pass's gradients are divided by ``gradient_accumulation_steps``. Exactly one pass must follow.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -174,19 +231,19 @@ class DeepSpeedEngine(Steps):
             )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Reduce what passes under :meth:`no_sync` have kept; :meth:`step` would. Collective.
+        """Reduce the gradients of passes under :meth:`no_sync`, as :meth:`step` would. Collective.
 
         Args:
-            bucket_size: no effect: gradients share chunks.
+            bucket_size: no effect.
         """
         self.session.reduce_rest()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Passes inside exchange nothing until its end; at stages 2 and 3 each its shards. The sums are the same."""
+        """Reduce the passes inside together at the end; at stages 2 and 3 each pass is still reduced."""
         return self._apart.coalesced()
 
     def empty_partition_cache(self) -> None:
-        """Drop gathered parameters that nothing reads, and give their memory back (stage 3)."""
+        """Free gathered parameters that nothing uses (stage 3)."""
         gc.collect()
         self.session.drop_gathered()
 
@@ -197,10 +254,10 @@ class DeepSpeedEngine(Steps):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` of the model: gathers break its graph between modules. Once.
+        """Compile the model once with ``torch.compile``; gathers break the graph between modules.
 
         Raises:
-            NotImplementedError: a ``schedule`` or compiled autograd, or layers are cut.
+            NotImplementedError: a ``schedule``, compiled autograd, or tensor parallelism.
         """
         if schedule is not None or compiled_autograd_enabled or self.mp_world_size > 1:
             raise NotImplementedError(
@@ -212,7 +269,7 @@ class DeepSpeedEngine(Steps):
             self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`. No step is in it."""
+        """Run backward passes without reductions (stages 0 and 1); ``step()`` is not allowed inside."""
         return self._apart.no_sync()
 
     # ---- data
@@ -227,11 +284,11 @@ class DeepSpeedEngine(Steps):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A data loader of micro-batches whose sampler divides ``dataset`` over the ranks.
+        """Return a data loader of micro-batches whose sampler divides ``dataset`` over the ranks.
 
         Args:
-            dataset: an iterable one divides itself.
-            batch_size: a rank's; by default the micro-batch.
+            dataset: an iterable dataset has to divide itself.
+            batch_size: samples per rank; by default the micro-batch.
             route: ``"train"`` shuffles; ``loader.sampler.set_epoch(epoch)`` gives another order.
             pin_memory: see ``DataLoader``.
             data_sampler: instead of ``DistributedSampler``.
@@ -265,24 +322,22 @@ class DeepSpeedEngine(Steps):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
+        """Save the run as ``save_dir/tag`` in shardwise's format. Collective.
 
-        With an ``mpu`` of several parts each has a directory of its own, ``save_dir/mp_rank_00`` and so on, which
-        ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared before any
-        ``latest`` moves.
+        With a model-parallel ``mpu`` each model-parallel rank has its own directory, ``save_dir/mp_rank_00`` and so on,
+        which ``load_checkpoint(save_dir)`` finds. ``latest`` moves after all directories are complete.
 
         Args:
             save_dir: a directory of checkpoints that all ranks see.
             tag: ``global_step<n>`` if not given.
-            client_state: numbers, texts, tensors, lists and dicts of the program's own; rank 0's are kept.
+            client_state: the program's own numbers, strings, tensors, lists and dicts; rank 0's are saved.
             save_latest: write the tag into ``save_dir/latest``.
-            exclude_frozen_parameters: leave out parameters that do not require gradients. Loading keeps those of the
-                model then.
+            exclude_frozen_parameters: leave out parameters that do not require gradients; loading keeps the model's.
 
         Raises:
-            CheckpointError: on every rank of all parts, when one could not write; earlier checkpoints are as they were.
-                (One of the same tag may have been replaced in other parts; loading says so.)
-            ValueError: no ``save_dir``; another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
+            CheckpointError: on every rank, if one could not write. Earlier checkpoints stay, but one of
+                the same tag may have been replaced in other ``mp_rank`` directories, which loading reports.
+            ValueError: no ``save_dir``, or ranks have different tags with ``checkpoint.tag_validation="FAIL"``.
         """
         if not save_dir:
             raise ValueError(f"{save_dir=}: give a directory for checkpoints")
@@ -306,26 +361,25 @@ class DeepSpeedEngine(Steps):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint of :meth:`save_checkpoint` or of DeepSpeed, from any stage and number of ranks.
+        """Load a checkpoint of :meth:`save_checkpoint` or of DeepSpeed, from any stage and number of ranks. Collective.
 
         Args:
-            load_dir: what was saved into.
-            tag: by default what ``load_dir/latest`` names, or the newest. Several parts have to name the same
-                checkpoint, of one step.
-            load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer
-                or schedule are errors. Shapes always are. False takes what fits by name, with one warning.
-            load_optimizer_states: also masters' moments and the loss scale.
-            load_lr_scheduler_states: also the schedule.
-            load_module_only: parameters and buffers, and nothing else.
+            load_dir: the ``save_dir`` of the checkpoint.
+            tag: by default the one in ``load_dir/latest``, or the newest.
+            load_module_strict: missing or unexpected names, other param groups, and another class of optimizer or
+                schedule are errors. False loads what fits by name, with one warning; shapes always have to fit.
+            load_optimizer_states: load optimizer state and the loss scale.
+            load_lr_scheduler_states: load the schedule.
+            load_module_only: load parameters and buffers only.
             custom_load_fn: not available.
 
         Returns:
-            The checkpoint's path and its client state; ``(None, None)``, with a warning, where there is none.
+            The checkpoint's path and its client state; ``(None, None)``, with a warning, if there is no checkpoint.
 
         Raises:
-            CheckpointDamage: bytes are missing or wrong; the file is named.
-            CheckpointError: the parts of the model have no such checkpoint in common. Every error is one of all parts.
-            ValueError: names or shapes do not fit; nothing was changed.
+            CheckpointDamage: a file is incomplete or damaged.
+            CheckpointError: model-parallel ranks do not have the same checkpoint.
+            ValueError: names or shapes do not fit; the model is unchanged.
             NotImplementedError: ``custom_load_fn``.
         """
         if custom_load_fn is not None:
@@ -344,10 +398,10 @@ class DeepSpeedEngine(Steps):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's state in its compute dtype as one torch file. Every rank calls it.
+        """Write the model's state in its compute dtype as one torch file. Collective.
 
         Returns:
-            False, and nothing is written, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
+            False, without writing, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
         """
         wanted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if self.settings.stage == 3 and not self.settings[wanted]:
@@ -361,26 +415,375 @@ class DeepSpeedEngine(Steps):
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """What :meth:`save_16bit_model` writes, on the first rank; accelerate asks for it by this name. Collective."""
+        """Return what :meth:`save_16bit_model` writes, on rank 0; accelerate calls this. Collective."""
         with self._saving.doing("taking the model's state in its compute dtype"):
             return self._saving.state_16bit(exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def destroy(self) -> None:
-        """Remove the hooks from the model and give back what the engine holds."""
+        """Remove the hooks from the model and free the engine's resources."""
         self._saving.close()
         self.session.close()
         self.session.mesh.close()
 
+    # ---- passes and steps
+
+    def _start_counting(self, batch: Batch) -> None:
+        self._batch = batch
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._passes = 0  # calls of step since the last update
+        self._unmanaged = 0  # backward passes that the gradients held now are made of
+        self._losses: list[Tensor] = []  # of these passes, where a monitor wants them
+        self._boundary: bool | None = None
+        self._applied, self._stepping = False, False
+        events = self.session.events
+        events.gradients_dropped.listen(self._gradients_dropped)
+        events.passes_lost.listen(self._passes_lost)
+
+    def _required(self, what: str) -> Any:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{what}() with optimizer={self.optimizer}: name one in the configuration, or give one to initialize"
+            )
+        return self.optimizer
+
+    # ---- passes
+
+    @contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """Where whole gradients are kept (stages 0 and 1) only the last pass of a step exchanges them."""
+        managed = self.settings["managed_gradient_accumulation"]
+        if managed and self.session.plan.shard.reduce == "last" and not self.is_gradient_accumulation_boundary():
+            with self.session.no_sync():
+                yield
+        else:
+            yield
+
+    def _gradients_dropped(self, optimizer: int | None) -> None:
+        self._unmanaged = 0  # whoever drops them
+
+    def _passes_lost(self) -> None:
+        self._passes = 0  # the program is told to make all of them again
+        self._losses.clear()
+
+    def _lost(self, loss: Tensor) -> None:
+        """A pass was made of ``loss``, which was divided by the number of passes of its step."""
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients at stages 0 and 1; at stages 2 and 3 they stay, as in DeepSpeed.
+
+        The count of passes continues, except after a failed pass, which starts the step over.
+        """
+        self.session.drop_failed()
+        if self.settings.stage < 2:
+            self.module.zero_grad()
+            self._losses.clear()
+
+    # ---- steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next :meth:`step` updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.settings["managed_gradient_accumulation"]:
+            return self._stepping
+        return self._passes + 1 >= self._batch.accumulation
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set :meth:`is_gradient_accumulation_boundary` from now on, before the next pass.
+
+        Raises:
+            AssertedError: with ``managed_gradient_accumulation=false``, where every step is a boundary.
+        """
+        if not self.settings["managed_gradient_accumulation"]:
+            raise AssertedError(
+                f"set_gradient_accumulation_boundary({is_boundary}) without managed_gradient_accumulation: leave it out"
+            )
+        self._boundary = is_boundary
+
+    @deferred_interrupts("step()")
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update the parameters if this is the accumulation boundary; call it after every backward pass. Collective.
+
+        Ctrl-C is deferred to its end. If it raises before the update, it may be called again.
+
+        Args:
+            lr_kwargs: arguments of the schedule's ``step``.
+
+        Raises:
+            RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
+            AssertedError: inside of :meth:`no_sync`.
+        """
+        optimizer = self._required("step")
+        self._apart.check_step()
+        self._stepping, self._applied = True, False
+        try:
+            if not self.is_gradient_accumulation_boundary():
+                self._passes += 1
+                self.micro_steps += 1
+                return
+            ended, passes = optimizer.steps_ended, self._passes_of_step()
+            try:
+                with watched_step(optimizer, self.settings):
+                    optimizer.step()
+            finally:
+                if optimizer.steps_ended > ended:  # whatever was raised behind the update: it counts
+                    self._count_step(passes)
+                    self.module.zero_grad()  # of .grad nothing is left, as under DeepSpeed
+                    if self._applied and self.lr_scheduler is not None:
+                        self.lr_scheduler.step(**(lr_kwargs or {}))
+        finally:
+            self._stepping = False
+        self._tell()
+
+    def _passes_of_step(self) -> int:
+        """Return the number of passes of the next step."""
+        if self._boundary is not None:  # who sets it may call step once for all passes, or after each
+            return max(self._passes + 1, self._unmanaged)
+        return self._passes + 1 if self.settings["managed_gradient_accumulation"] else self._unmanaged
+
+    def _count_step(self, passes: int) -> None:
+        skipped = bool(self.optimizer.last_step_skipped)
+        self._applied, self._passes = not skipped, 0  # what was accumulated is used up
+        self.global_steps += 1
+        self.micro_steps += 1
+        self.global_samples += self._batch.micro * self.dp_world_size * passes
+        self.skipped_steps += int(skipped)
+
+    def _tell(self) -> None:
+        every = self.settings["steps_per_print"]
+        if every is not None and self.global_steps % every == 0 and self.global_rank == 0:
+            LOG.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+        if self.monitor.enabled:
+            values = {"lr": (self.get_lr() or [0.0])[0]}
+            if self._losses:
+                values["train_loss"] = float(sum(float(loss) for loss in self._losses))
+            if self.settings["fp16.enabled"]:
+                values["loss_scale"] = float(self.optimizer.loss_scale)
+            samples = self.global_samples
+            self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in values.items()])
+        self._losses.clear()
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last :meth:`step` changed the parameters."""
+        return self._applied
+
+    def _counters(self) -> dict[str, int]:
+        names = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def _take_counters(self, counters: dict[str, int]) -> None:
+        vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})
+
+    # ---- properties and getters
+
+    def gradient_clipping(self) -> float:
+        """Return the clipping norm, which ``optimizer.clip_grad`` may have changed; 0 means none."""
+        return float(self.settings["gradient_clipping"] if self.optimizer is None else self.optimizer.max_norm)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.session.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        """The global rank of this process."""
+        mesh = self.session.mesh
+        return mesh.ranks[mesh.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this rank's GPU, or the rank on a CPU."""
+        index = self.device.index
+        return self.global_rank if index is None else index
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return len(ranks_of("all ranks", None))
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.session.mesh.data_ranks
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The given values, in their blocks."""
+        tree: dict[str, Any] = {}
+        for path, value in self.settings.values.items():
+            *blocks, name = path.split(".")
+            place = tree
+            for block in blocks:
+                place = place.setdefault(block, {})
+            place[name] = value
+        return tree
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping; ``None`` before the first step."""
+        return self.optimizer.get_grad_norm() if self.optimizer is not None else None
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rates by param group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return betas, or the momentum of an optimizer without betas, by param group."""
+        betas = self._of_groups("betas")
+        return betas if any(betas) else self._of_groups("momentum")
+
+    def train_batch_size(self) -> int:
+        """Return the samples per step over all ranks."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples per backward pass and rank."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of backward passes per step."""
+        return self._batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return train batch size, micro-batch size and accumulation steps."""
+        return self._batch.train, self._batch.micro, self._batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of backward passes per step.
+
+        Raises:
+            ValueError: the size is not a multiple of the micro-batch over all ranks.
+        """
+        together = self._batch.micro * self.dp_world_size
+        if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
+            raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
+        self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
+        self.session.divide_own_passes(self._batch.accumulation)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch, and with it the batch."""
+        whole("micro_batch_size", micro_batch_size, 1, what="a number of samples")
+        accumulation = self._batch.accumulation
+        self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move masters and optimizer state to CPU memory until :meth:`reload_states`, and free gathered parameters.
+
+        Masters and state move together. Parameter shards and gradient buffers stay on the device. Collective, between
+        steps.
+
+        Args:
+            include: members of :class:`~shardwise.deepspeed.config_object.OffloadStateTypeEnum`; ``None``: all.
+            device: ``"cpu"``; ``"none"`` does nothing.
+            pin_memory: use pinned memory, and keep it for the next call.
+            non_blocking: no effect.
+
+        Raises:
+            NotImplementedError: ``lp_params`` in ``include``, or another device.
+            RuntimeError: between a backward pass and its step.
+        """
+        if device == OffloadDeviceEnum.none:
+            return
+        if device != OffloadDeviceEnum.cpu or (include is not None and OffloadStateTypeEnum.lp_params in include):
+            raise NotImplementedError(
+                f"offload_states({include=!r:.80}, {device=}) is not available: give device='cpu', and leave lp_params "
+                "out; zero_optimization.offload_param keeps parameters in host memory"
+            )
+        movable = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
+        if include is None or any(kind in include for kind in movable):
+            self.session.offload_states(pin_memory)
+        else:
+            self.session.drop_gathered()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo :meth:`offload_states`."""
+        self.session.reload_states()
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of tensor-parallel ranks."""
+        mesh = self.session.mesh
+        return mesh.joined.size if mesh.joined is not None else mesh.tensor.size
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded."""
+        return self.settings.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded."""
+        return self.settings.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded."""
+        return self.settings.stage >= 3
+
+    is_first_weights_partition_group = zero_optimization_partition_weights
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale is dynamic."""
+        return self.settings["fp16.enabled"] and self.settings["fp16.loss_scale"] == 0  # type: ignore[no-any-return]
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """The dtype of gradient reductions; by default the parameters' dtype."""
+        given: torch.dtype | None = self.settings["communication_data_type"]
+        return given or self.session.plan.precision.param_dtype
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of parameters and of gradient accumulation."""
+        params = self.session.plan.precision.param_dtype or torch.float32
+        return params, self.settings["data_types.grad_accum_dtype"] or params
+
+    def optimizer_name(self) -> str | None:
+        """Return the class name of the optimizer given to ``initialize``, otherwise ``optimizer.type``."""
+        if "optimizer.type" in self.settings.findings.ignored or self.settings["optimizer.type"] is None:
+            return None if self.optimizer is None else type(self.optimizer.optimizer).__name__
+        return str(self.settings["optimizer.type"])
+
+    def _backward_epilogue(self) -> None:
+        """Do nothing: the engine notices backward passes itself."""
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this rank's index among the tensor-parallel ranks."""
+        mesh = self.session.mesh
+        return mesh.joined.rank if mesh.joined is not None else mesh.tensor.rank
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    get_sequence_parallel_group = staticmethod(get_sequence_parallel_group)
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's index among the data-parallel ranks."""
+        return self.session.mesh.data_rank
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps on the shards."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    client_optimizer = basic_optimizer
+
 
 class _Autocast:
-    """Of one engine: called around each forward pass.
+    """The ``torch.autocast`` context of one engine's forward passes.
 
     Args:
         settings: the engine's configuration.
-        device: where it computes.
-        speaks: whether this rank is the one that warns.
+        device: the device of this rank.
+        speaks: whether this rank warns.
     """
 
     def __init__(self, settings: Settings, device: torch.device, speaks: bool) -> None:
@@ -388,8 +791,7 @@ class _Autocast:
         self._kind, self._speaks = device.type, speaks
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """``torch.autocast`` as the configuration has it, whatever the program has around the pass: there is none
-        where the configuration has none, as under DeepSpeed, with one warning."""
+        """Return the context: the configuration decides, as in DeepSpeed, and not the program's own autocast."""
         if self.dtype is not None:
             return torch.autocast(self._kind, self.dtype)
         if not torch.is_autocast_enabled(self._kind):
@@ -397,7 +799,7 @@ class _Autocast:
         if self._speaks:
             self._speaks = False
             warn_user(
-                "torch.autocast around a forward pass of the engine has no effect on it, as under DeepSpeed: its "
-                "configuration says what is computed in 16 bits. Give it torch_autocast.enabled, bf16 or fp16"
+                "torch.autocast around a forward pass of the engine has no effect, as in DeepSpeed. Give the "
+                "configuration torch_autocast.enabled, bf16 or fp16"
             )
         return torch.autocast(self._kind, enabled=False)

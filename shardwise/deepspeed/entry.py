@@ -1,8 +1,9 @@
-"""``initialize``: a model, an optimizer and a DeepSpeed configuration in; the engine out."""
+"""``initialize``, which makes the engine of a model and a DeepSpeed configuration, and ``tp_model_init``."""
 
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,32 +12,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.core.base.checked import shown
+from shardwise.core.base.checked import as_kind, shown, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import Settings, load_config, read_config
+from shardwise.deepspeed.config import AssertedError, Settings, load_config, read_config
 from shardwise.deepspeed.config_object import required_batch
-from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
-from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.groups import groups_of, mesh_of, remember_groups
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import Monitor
-from shardwise.deepspeed.optimizer_names import give_names
-from shardwise.deepspeed.optimizers import make_optimizer, wide_states
-from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
-from shardwise.deepspeed.process_groups import remember_groups
+from shardwise.deepspeed.optimizers import give_names, make_optimizer, wide_states
+from shardwise.deepspeed.plan import TENSOR_SIZES, data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_asked_size"]
+
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
@@ -58,37 +56,35 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> Result:
-    """Shard a model as a DeepSpeed configuration says. Collective.
+    """Shard a model as a DeepSpeed configuration describes. Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` (or ``deepscale_config``, its first name) is the configuration, where
+        args: an object whose ``deepspeed_config`` (or ``deepscale_config``, its first name) is the configuration, if
             ``config`` is not given.
-        model: any module, also one built under ``zero.Init``, which may still be entered: it rests meanwhile. An engine
-            that it has already ends, with a warning.
-        optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one of
-            ``model_parameters``. It goes before the configuration's.
-        model_parameters: what the optimizer updates, parameters or param groups; by default all that are trainable.
-        training_data: a data loader of micro-batches is made of it.
-        lr_scheduler: a scheduler of the optimizer, or a callable that makes one of it; before the configuration's.
-        distributed_port: no effect; the launcher's variables say where ranks meet.
-        mpu: an object with ``get_data_parallel_group()``, the ranks that the model is divided over, and where there is
-            tensor parallelism ``get_model_parallel_group()``, over which the norm of the gradients and overflow are
-            agreed.
-        dist_init_required: ``False``: the process group exists already, or this is one process.
-        collate_fn: of the data loader.
-        config: a dict, which is not changed, the path of a JSON or Hjson file, or its text in base64; ``config_params``
-            is its older name.
-        mesh_param: ``(data-parallel ranks, ranks that see parts of the same sequences)``, as the configuration's
-            ``data_parallel_size`` and ``sequence_parallel_size``.
+        model: any module, including one built under ``zero.Init``. An existing engine of the model ends, with a
+            warning.
+        optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one from
+            ``model_parameters``. It replaces the configuration's optimizer.
+        model_parameters: parameters or param groups for the optimizer; by default all trainable parameters.
+        training_data: a dataset; the engine makes a data loader of micro-batches for it.
+        lr_scheduler: a scheduler of the optimizer, or a callable that makes one. It replaces the configuration's.
+        distributed_port: no effect; the launcher's environment variables define the rendezvous.
+        mpu: an object with ``get_data_parallel_group()``, the ranks that shard the model, and with tensor parallelism
+            ``get_model_parallel_group()``, over which gradient norms and overflow are combined.
+        dist_init_required: ``False``: do not create a process group.
+        collate_fn: ``collate_fn`` of the data loader.
+        config: a dict, which is not changed, or the path of a JSON or Hjson file; ``config_params`` is its older name.
+        mesh_param: ``(data-parallel size, sequence-parallel size)``, as the configuration's ``data_parallel_size`` and
+            ``sequence_parallel_size``.
         config_params: see ``config``.
 
     Returns:
         ``(engine, optimizer, data loader or None, scheduler or None)``.
 
     Raises:
-        ValueError: no model, no configuration or two, or a fault in it (see
-            :func:`~shardwise.deepspeed.config.read_config`), or other than what ``tp_model_init`` was given.
-        NotImplementedError: something in it or in ``mpu`` that is not available.
+        ValueError: no model, no configuration or several, an invalid configuration (see
+            :func:`~shardwise.deepspeed.config.read_config`), or one that contradicts ``tp_model_init``.
+        NotImplementedError: the configuration or ``mpu`` asks for something that is not available.
     """
     if model is None:
         raise AssertedError(f"model={model}: give the module to train")
@@ -139,26 +135,26 @@ def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among those that may be given."""
+    """Return the one given configuration."""
     places = {"config": config, "config_params": config_params if config is None else None}
     places["args.deepspeed_config"] = getattr(args, "deepspeed_config", None)
     places["args.deepscale_config"] = getattr(args, "deepscale_config", None)  # the name before 2020
     given = {name: value for name, value in places.items() if value is not None}
     if len(given) != 1:
-        raise ValueError(f"configurations given: {sorted(given)}; give one, as config= or as args.deepspeed_config")
+        raise ValueError(f"{len(given)} configurations given: {sorted(given)}; give one, as config or in args")
     return next(iter(given.values()))
 
 
 def _with_mesh(config: Any, mesh_param: Any) -> Any:
-    """The configuration with the sizes of ``mesh_param``.
+    """Return the configuration with the sizes of ``mesh_param``.
 
     Raises:
-        ValueError: that is no pair of sizes, or the configuration has others.
+        ValueError: ``mesh_param`` is not a pair of sizes, or the configuration has other sizes.
     """
     if mesh_param is None:
         return config
     if not isinstance(mesh_param, list | tuple) or len(mesh_param) != 2:
-        raise ValueError(f"{mesh_param=!r:.80}: give (data-parallel ranks, ranks that share sequences)")
+        raise ValueError(f"{mesh_param=!r:.80}: give (data-parallel size, sequence-parallel size)")
     tree = load_config(config)
     for name, size in zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True):
         if tree.setdefault(name, size) != size:
@@ -210,7 +206,7 @@ def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, given
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config``, as programs for DeepSpeed's launcher expect them."""
+    """Add the arguments ``--deepspeed`` and ``--deepspeed_config``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
@@ -219,18 +215,18 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 @torch.no_grad()
 def _take_back(model: nn.Module) -> None:
-    """End the engine that ``model`` has: its parameters are whole and plain again, in the dtype of their masters.
+    """End the existing engine of ``model``: its parameters become full and plain again, in the masters' dtype.
 
-    What the optimizer knew is lost, as it is with the engine under DeepSpeed. Collective where there is one. A model
-    whose layers are cut is left as it is, which is an error where it is sharded again.
+    The optimizer state is lost, as in DeepSpeed. Collective if there is an engine. A model with tensor parallelism
+    stays as it is, and sharding it again is an error.
     """
     for session in sessions_of({id(param) for param in model.parameters()}):
         if session.closed or session.mesh.tensor.size > 1:
             continue
         if session.mesh.rank == 0:
             warn_user(
-                f"initialize of a {type(model).__name__} that another engine has: that engine ends here, with its "
-                f"optimizer's state{'. Call engine.destroy() before to say so' * session.resident}"
+                f"initialize() of a {type(model).__name__} that already has an engine: that engine and its optimizer "
+                f"state end here{'. Call engine.destroy() first to avoid this warning' * session.resident}"
             )
         _end(session)
 
@@ -244,3 +240,49 @@ def _end(session: Session) -> None:
     for name, param in module.named_parameters():
         param.grad = None
         point(param, state[name].to(device, copy=True))
+
+
+# ---- ``tp_model_init``: what a program says of a model's layers before ``initialize`` cuts them.
+
+
+_ASKED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> Any:
+    """Return ``model`` unchanged; ``initialize`` applies tensor parallelism.
+
+    Args:
+        model: the module for ``initialize``, or a part of it.
+        tp_size: number of tensor-parallel ranks, unless the configuration has ``tensor_parallel.autotp_size``.
+        dtype, config: no effect; ``fp16`` and ``bf16`` of the configuration of ``initialize`` decide.
+        tp_group: not available.
+
+    Raises:
+        NotImplementedError: ``tp_group``.
+    """
+    as_kind("model", model, nn.Module, "the module that initialize will be given")
+    if tp_group is not None:
+        raise NotImplementedError(f"{tp_group=!r:.80} is not available; leave it out: neighbouring ranks form groups")
+    _ASKED[model] = whole("tp_size", tp_size, 1, what="a number of ranks,")
+    return model
+
+
+def with_asked_size(config: Any, model: nn.Module) -> Any:
+    """Return the configuration with the size that :func:`tp_model_init` was given for ``model`` or a part of it.
+
+    Raises:
+        ValueError: the configuration has another size, or parts of ``model`` have different ones.
+    """
+    sizes = {_ASKED[module] for module in model.modules() if module in _ASKED}
+    if not sizes:
+        return config
+    settings = read_config(config)
+    if any(settings.given(path) for path in TENSOR_SIZES):
+        sizes.add(parallel_sizes(settings)[0])
+    if len(sizes) > 1:
+        raise ValueError(
+            f"tp_size of tp_model_init and tensor_parallel.autotp_size of the configuration are {sorted(sizes)}: give "
+            "the same"
+        )
+    tree = load_config(config)
+    return tree | {"tensor_parallel": {**(tree.get("tensor_parallel") or {}), "autotp_size": sizes.pop()}}

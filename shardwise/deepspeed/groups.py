@@ -1,7 +1,8 @@
-"""The ranks that ``mpu`` and ``zero.Init`` name: what the model is divided over, and those with its other parts."""
+"""Process groups: those of ``mpu`` and ``zero.Init``, and the names of ``deepspeed.utils.groups``."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules import module as module_hooks
 
 from shardwise.core.comm import ranks_of
 from shardwise.core.mesh import Mesh
+from shardwise.deepspeed.collectives import (
+    get_global_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+)
 from shardwise.plan import Plan
+from shardwise.session import Session
 
-__all__ = ["MARK", "data_parallel_group", "groups_of", "marking", "mesh_of"]
+__all__ = [
+    "MARK",
+    "data_parallel_group",
+    "get_data_parallel_group",
+    "get_model_parallel_group",
+    "groups_of",
+    "marking",
+    "mesh_of",
+    "remember_groups",
+]
+
 
 MARK = "ds_process_group"  # the published name
 DATA = "get_data_parallel_group"
@@ -26,24 +45,24 @@ OTHER_AXES = (
     "get_sequence_parallel_world_size",
     "get_context_parallel_world_size",
 )
-"""Of an ``mpu``; more than 1 of any changes which gradients belong together."""
+"""Methods of an ``mpu`` whose size has to be 1."""
 
 
 def data_parallel_group(mpu: Any) -> dist.ProcessGroup:
-    """That of ``mpu``.
+    """Return the data-parallel group of ``mpu``.
 
     Raises:
-        ValueError: it has none, or this rank is no member.
-        NotImplementedError: it has pipeline or sequence parallelism.
+        ValueError: ``mpu`` has none, or this rank is not a member.
+        NotImplementedError: ``mpu`` has pipeline or sequence parallelism.
     """
     if not hasattr(mpu, DATA):
-        raise ValueError(f"mpu={mpu!r:.80} has no {DATA}(): give an object that has, or leave it out")
+        raise ValueError(f"mpu={mpu!r:.80} has no {DATA}(); give an object that has this method, or leave mpu out")
     for name in OTHER_AXES:
         size = getattr(mpu, name)() if hasattr(mpu, name) else 1
         if size > 1:
             raise NotImplementedError(
-                f"mpu.{name}()={size} is not available: of an mpu beside data only tensor parallelism is; give an mpu "
-                "without it (sequence_parallel_size in the configuration needs none)"
+                f"mpu.{name}()={size} is not available: an mpu may have data and tensor parallelism only. For sequence "
+                "parallelism give sequence_parallel_size in the configuration"
             )
     group: dist.ProcessGroup = getattr(mpu, DATA)()
     ranks_of(f"mpu.{DATA}()", group)
@@ -51,11 +70,11 @@ def data_parallel_group(mpu: Any) -> dist.ProcessGroup:
 
 
 def groups_of(mpu: Any, model: nn.Module) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The data-parallel group of ``mpu``, or of the ``zero.Init`` that the model was built in; ``None``: all ranks. And
-    the model-parallel one of ``mpu``, where it has several ranks.
+    """Return the data-parallel group of ``mpu`` or of the model's ``zero.Init`` (``None``: all ranks), and the
+    model-parallel group of ``mpu`` if it has several ranks.
 
     Raises:
-        ValueError: the two name different ranks; see also :func:`data_parallel_group`.
+        ValueError: ``mpu`` and ``zero.Init`` have different ranks; see also :func:`data_parallel_group`.
     """
     group = data_parallel_group(mpu) if mpu is not None else None
     origin = f"mpu.{DATA}()"
@@ -80,7 +99,7 @@ def groups_of(mpu: Any, model: nn.Module) -> tuple[dist.ProcessGroup | None, dis
 def mesh_of(
     plan: Plan, device: torch.device, group: dist.ProcessGroup | None, others: dist.ProcessGroup | None
 ) -> Mesh:
-    """The mesh of these groups. Collective over both."""
+    """Return the mesh of these groups. Collective over both."""
     mesh = Mesh.create(plan.mesh, device, plan.comm, group)
     try:
         if others is not None:
@@ -93,7 +112,7 @@ def mesh_of(
 
 @contextmanager
 def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Parameters that modules get inside are given to ``mark``, each as often as it is registered."""
+    """Call ``mark`` with each parameter that is registered in a module inside."""
 
     def note(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
         if value is not None:
@@ -104,3 +123,109 @@ def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+# ---- ``deepspeed.utils.groups``: which ranks hold parts of the same model, and which see different data.
+
+
+_last: list[tuple[weakref.ref[Session], Any]] = []
+
+
+def remember_groups(session: Session, mpu: Any) -> None:
+    """Make the functions below answer for ``session`` and its ``mpu``."""
+    _last[:] = [(weakref.ref(session), mpu)]
+
+
+def _mesh() -> Mesh | None:
+    session = _last[0][0]() if _last else None
+    return None if session is None else session.mesh
+
+
+def _mpu() -> Any:
+    return _last[0][1] if _last else None
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the group of data-parallel ranks."""
+    mpu, mesh = _mpu(), _mesh()
+    if mpu is not None:
+        return getattr(mpu, DATA)()  # type: ignore[no-any-return]
+    if mesh is None or mesh.device_mesh is None or mesh.tensor.size == 1:
+        return get_world_group() if mesh is None or mesh.members is None else mesh.members.process_group
+    axis = "dp_shard" if mesh.replicate.size == 1 else "dp_replicate"
+    if mesh.shard.size > 1 and mesh.replicate.size > 1:
+        raise NotImplementedError(
+            f"the data-parallel group of {mesh!r}: it is of two axes and torch has none; session.mesh has both"
+        )
+    return mesh.device_mesh.get_group(axis)
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of data-parallel ranks, including sequence-parallel ones."""
+    mpu, mesh = _mpu(), _mesh()
+    if mpu is not None or mesh is None:
+        return get_world_size(get_data_parallel_group() if mpu is not None else None)
+    return mesh.size
+
+
+def get_data_parallel_rank() -> int:
+    """Return this rank's index among the data-parallel ranks."""
+    mpu, mesh = _mpu(), _mesh()
+    if mpu is not None or mesh is None:
+        return get_rank(get_data_parallel_group() if mpu is not None else None)
+    return mesh.rank
+
+
+def get_model_parallel_group() -> ProcessGroup | None:
+    """Return the group of tensor-parallel ranks; ``None`` without tensor parallelism."""
+    mpu, mesh = _mpu(), _mesh()
+    for name in MODEL if mpu is not None else ():
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()  # type: ignore[no-any-return]
+    if mesh is None or mesh.device_mesh is None or mesh.tensor.size == 1:
+        return None
+    return mesh.device_mesh.get_group("tp")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of tensor-parallel ranks."""
+    group = get_model_parallel_group()
+    return 1 if group is None else get_world_size(group)
+
+
+def get_model_parallel_rank() -> int:
+    """Return this rank's index among the tensor-parallel ranks."""
+    group = get_model_parallel_group()
+    return 0 if group is None else get_rank(group)
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the global rank of the first tensor-parallel rank."""
+    group = get_model_parallel_group()
+    return get_rank() if group is None else get_global_rank(group, 0)
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the number of sequence-parallel ranks."""
+    mesh = _mesh()
+    return 1 if mesh is None else mesh.sequence.size
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return this rank's index among the sequence-parallel ranks."""
+    mesh = _mesh()
+    return 0 if mesh is None else mesh.sequence.rank
+
+
+def get_sequence_parallel_group() -> ProcessGroup | None:
+    """Return ``None`` without sequence parallelism.
+
+    Raises:
+        NotImplementedError: there is sequence parallelism, for which torch has no process group.
+    """
+    if get_sequence_parallel_world_size() == 1:
+        return None
+    raise NotImplementedError(
+        f"there is no process group of the {get_sequence_parallel_world_size()} sequence-parallel ranks: the engine "
+        "exchanges their data itself. Create one with torch.distributed.new_group for other uses"
+    )

@@ -1,4 +1,4 @@
-"""Data loaders, and values of programs' own, under DeepSpeed's names."""
+"""DeepSpeed's data loader and helpers that move tensors in nested values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["RepeatingLoader", "clone_tensors_for_torch_save", "move_to_device"]
 
 
 class RepeatingLoader:
-    """Begins anew when ``loader`` has nothing more.
+    """Starts ``loader`` again when it is exhausted.
 
     Raises:
-        StopIteration: it has nothing at all.
+        StopIteration: ``loader`` is empty.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -26,7 +26,7 @@ class RepeatingLoader:
         return self
 
     def __len__(self) -> int:
-        """Batches until it begins anew."""
+        """Return the number of batches of ``loader``."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
@@ -38,7 +38,7 @@ class RepeatingLoader:
 
 
 def _each(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``item`` with every tensor in lists, tuples and dicts changed."""
+    """Return ``item`` with ``change`` applied to every tensor in lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return change(item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -51,11 +51,11 @@ def _each(item: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy whose tensors are on ``device`` and share memory with nothing."""
+    """Return a copy whose tensors are on ``device`` and do not share memory."""
     return _each(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with its tensors (those of which ``criterion_func`` is true) on ``device``."""
+    """Return ``item`` with its tensors, or those that ``criterion_func`` accepts, on ``device``."""
     wanted = criterion_func or (lambda _: True)
     return _each(item, lambda tensor: tensor.to(device) if wanted(tensor) else tensor)

@@ -1,6 +1,6 @@
-"""What DeepSpeed leaves on parameters at stage 3 (``ds_id``, ``ds_shape``, ``ds_status`` ...), which programs ask for.
+"""DeepSpeed's attributes of parameters at stage 3: ``ds_id``, ``ds_shape``, ``ds_status`` and others.
 
-A parameter keeps its shape here while it is not gathered, so that ``ds_shape`` and ``shape`` are the same.
+A parameter keeps its shape while it is not gathered, so ``ds_shape`` equals ``shape``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class ZeroParamType(Enum):
-    """Where a parameter is."""
+    """Location of a parameter."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -40,14 +40,13 @@ class ZeroParamStatus(Enum):
 
 
 # [Note: The status of what autograd saved]
-# A function of a program's own, as TRL's SFTTrainer has one, that saves a parameter gets the parameter itself back in
-# plain PyTorch. Here it gets a tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether
-# it has to be gathered, it asks of that tensor. No attribute of one object reaches it: autograd makes the object anew.
-# So the class answers, during backward passes alone, and outside of them no tensor has the name that it was not given.
-# Asked for by whoever goes through the names of the class, as torch's compiler does, it is a plain value: what has
-# `__get__` has to have `__set__` there, and with `__set__` no parameter could have a status of its own.
+# An autograd function of a program (TRL's SFTTrainer has one) that saves a parameter gets the parameter back in plain
+# PyTorch. Here it gets a tensor with the full value, and reads `ds_status` of it. Autograd creates the tensor object
+# again, so an attribute of one object is not enough: the class `Tensor` answers, but only during backward passes. When
+# torch's compiler reads the attribute from the class, it is a plain value, because with a descriptor that has `__set__`
+# parameters could not have their own status.
 class _OfSaved:
-    """``ds_status`` of tensors that have none of their own."""
+    """``ds_status`` of tensors that do not have their own."""
 
     def __get__(self, tensor: object, kind: type) -> ZeroParamStatus:
         if tensor is not None and current_graph_task() == -1:
@@ -56,7 +55,7 @@ class _OfSaved:
 
 
 def mark(param: nn.Parameter, status: ZeroParamStatus) -> None:
-    """A parameter that is sharded at stage 3, or will be."""
+    """Set the attributes of a parameter that is sharded at stage 3, or will be."""
     known: Any = param
     if not hasattr(param, "ds_id"):
         known.ds_id, known.ds_param_type = next(_numbers), ZeroParamType.PARTITIONED
@@ -65,11 +64,11 @@ def mark(param: nn.Parameter, status: ZeroParamStatus) -> None:
 
 
 def mark_session(session: Session, stage: int) -> None:
-    """Of all its parameters; ``ds_status`` follows what is gathered and let go."""
+    """Set the attributes of all parameters; ``ds_status`` follows gathers and evictions."""
     if stage < 3:
         for param in session.params:
             for name in [each for each in vars(param) if each.startswith("ds_") and each != "ds_process_group"]:
-                delattr(param, name)  # it was built in a zero.Init, and is not sharded
+                delattr(param, name)  # built in zero.Init, but not sharded
         return
     if "ds_status" not in vars(torch.Tensor):
         torch.Tensor.ds_status = _OfSaved()  # type: ignore[attr-defined]
@@ -94,16 +93,16 @@ def _set(units: dict[int, list[nn.Parameter]], status: ZeroParamStatus, unit: in
 
 
 def _none() -> Iterator[tuple[str, nn.Parameter]]:
-    """Of a module: parameters of others that it uses, which nobody has to register."""
+    """A module's external parameters, which need no registration."""
     return iter(())
 
 
 class ParameterOffload:
-    """What programs take off before they generate, and put back: nothing, since what a module uses is gathered anyway.
+    """Stand-in for DeepSpeed's hooks, which programs remove before they generate, and restore.
 
     Attributes:
         module: the user's model.
-        forward_hooks, backward_hooks: none.
+        forward_hooks, backward_hooks: empty.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -117,9 +116,9 @@ class ParameterOffload:
         return self._module()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether it is sharded at stage 3, or built for it."""
+    """Return whether the parameter is sharded at stage 3, or will be."""
     return hasattr(parameter, "ds_id")

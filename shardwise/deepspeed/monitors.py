@@ -1,4 +1,4 @@
-"""Where an engine's numbers go: CSV files, TensorBoard, Weights & Biases. The first rank of all writes."""
+"""Monitors of an engine's metrics: CSV files, TensorBoard, Weights & Biases. Rank 0 writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.deepspeed.config import Settings
 __all__ = ["Event", "Monitor"]
 
 Event = tuple[str, Any, int]
-"""Name (``"Train/Samples/lr"``), a number, and where in the run it was: the samples so far."""
+"""Name (``"Train/Samples/lr"``), value, and number of samples so far."""
 Write = Callable[[Sequence[Event]], None]
 
 
@@ -58,17 +58,17 @@ def _wandb(settings: Settings, block: str) -> Write:
 
 
 _KINDS = {"csv_monitor": (_csv, None), "tensorboard": (_tensorboard, "tensorboard"), "wandb": (_wandb, "wandb")}
-"""By block of the configuration: what makes its function, and the package that this needs."""
+"""By block of the configuration: the factory of its writer, and the required package."""
 
 
 class Monitor:
-    """All places that a configuration enables.
+    """All monitors that a configuration enables.
 
     Attributes:
-        enabled: whether there is one.
+        enabled: whether there is a monitor.
 
     Raises:
-        ModuleNotFoundError: on every rank, where a package is not installed.
+        ModuleNotFoundError: on every rank, if a package is not installed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -86,6 +86,6 @@ class Monitor:
         self._places = [_KINDS[block][0](settings, block) for block in blocks if first]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write numbers. On other ranks than the first nothing happens."""
+        """Write metrics on rank 0."""
         for write in self._places:
             write(event_list)

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shardwise.core.optim import CPUAdam
+from shardwise.core.optim.lamb import BoundedLamb
 from shardwise.core.optim.lion import Lion
 from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.config import Settings
-from shardwise.deepspeed.cpu_optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLamb
 from shardwise.deepspeed.schedules import check_parameters
+from shardwise.session import ShardedOptimizer
 
-__all__ = ["make_optimizer", "wide_states"]
+if TYPE_CHECKING:
+    from shardwise.deepspeed.engine import DeepSpeedEngine
+
+__all__ = [
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "DeepSpeedOptimizer",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+    "give_names",
+    "make_optimizer",
+    "wide_states",
+]
+
 
 _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
 
@@ -164,3 +182,262 @@ def _flat(parameters: Iterable[Any]) -> list[Any]:
             )
         found += [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
     return found
+
+
+# ---- DeepSpeed's own optimizers by name and arguments. Each runs wherever its shards are; what offloads them is the
+
+
+Betas = tuple[float, float]
+
+
+def _only(cls: type, name: str, value: Any, wanted: Any, instead: str) -> None:
+    if value != wanted:
+        raise NotImplementedError(f"{cls.__name__}({name}={value!r}) is not available; {instead}")
+
+
+class DeepSpeedCPUAdam(CPUAdam):
+    """AdamW, or Adam with ``adamw_mode=False``. Steps are made in fp32 (fp64 of such parameters) and rounded once.
+
+    Moments are fp32 as well. With ``fp32_optimizer_states=False`` they have the dtype of what is updated: of the
+    parameters, or of their masters, which are fp32 unless the configuration has 16-bit ones.
+
+    Raises:
+        NotImplementedError: ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _only(type(self), "amsgrad", amsgrad, False, "use torch.optim.AdamW(amsgrad=True)")
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+        self.wide_moments = bool(fp32_optimizer_states)
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether moments are fp32 whatever is updated."""
+        return self.wide_moments
+
+
+class FusedAdam(CPUAdam):
+    """As :class:`DeepSpeedCPUAdam`, with the arguments of ``deepspeed.ops.adam.FusedAdam`` in their order.
+
+    ``set_grad_none`` has no effect: gradients are always dropped.
+
+    Raises:
+        NotImplementedError: ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _only(type(self), "amsgrad", amsgrad, False, "use torch.optim.AdamW(amsgrad=True)")
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, bool(adam_w_mode))
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad with DeepSpeed's defaults.
+
+    State has the dtype of what is updated, whatever ``fp32_optimizer_states`` says: of fp32 masters, where there are
+    some.
+
+    Raises:
+        NotImplementedError: ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _only(type(self), "amsgrad", amsgrad, False, "leave it False")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; state is as
+    :class:`DeepSpeedCPUAdagrad`'s."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)
+
+
+class FusedLion(Lion):
+    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; ``set_grad_none`` has no effect."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class FusedLamb(BoundedLamb):
+    """LAMB on any device, with DeepSpeed's arguments; sharded, each parameter is whole on one rank.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: of both moments.
+        betas: of the moments.
+        eps: beside the root of the second one, or in it.
+        eps_inside_sqrt: in it.
+        weight_decay: decoupled, but within the ratio of norms.
+        max_grad_norm: 0 only: clip with ``gradient_clipping`` of the configuration.
+        max_coeff: most that the ratio of norms may be.
+        min_coeff: least that it may be.
+        amsgrad: not available.
+
+    Raises:
+        RuntimeError: ``amsgrad``.
+        ValueError: ``max_grad_norm``, or a number that is none.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"FusedLamb has no AMSGrad variant (amsgrad={amsgrad}): leave it out")
+        if max_grad_norm:
+            raise ValueError(f"max_grad_norm={max_grad_norm}: give gradient_clipping in the configuration instead")
+        bounds = (min_coeff, max_coeff)
+        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, bounds)
+
+
+# ---- What DeepSpeed's optimizers have beside torch's: the sharded optimizer of an engine, with these names.
+
+
+class LossScale:
+    """``optimizer.loss_scaler``: the scale that is in use; ``fp16`` of the configuration says how it moves.
+
+    Attributes:
+        raise_error_at_min_scale: whether a step that overflows at the lowest scale is an error. It may be set.
+    """
+
+    __slots__ = ("_scaler", "raise_error_at_min_scale")
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self.raise_error_at_min_scale = scaler, True
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return 1.0 if self._scaler is None else float(self._scaler.scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it ever moves."""
+        return self._scaler is not None and bool(self._scaler.dynamic)
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """The optimizer of a DeepSpeed engine."""
+
+    _of: weakref.ref[DeepSpeedEngine]
+    loss_scaler: LossScale
+
+    @property
+    def _own(self) -> DeepSpeedEngine:
+        engine = self._of()
+        if engine is None:
+            raise RuntimeError(f"the engine of this {type(self).__name__} is gone: keep it")
+        return engine
+
+    @property
+    def cur_scale(self) -> float:
+        """:attr:`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, for which accelerate asks."""
+        return self.last_step_skipped
+
+    def needs_scaler(self) -> bool:
+        """Whether losses have to be multiplied by a scale."""
+        return self.scales_losses
+
+    @property
+    def clip_grad(self) -> float:
+        """What the next step clips the global norm to; 0 is none. May be set, on every rank the same; see
+        :attr:`ShardedOptimizer.max_norm`."""
+        return self.max_norm
+
+    @clip_grad.setter
+    def clip_grad(self, norm: float) -> None:
+        self.max_norm = norm
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes a step; ``engine.set_train_batch_size()`` changes it."""
+        return self._own.gradient_accumulation_steps()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DeepSpeedEngine.offload_states`."""
+        self._own.offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DeepSpeedEngine.reload_states`."""
+        self._own.reload_states(*args, **kwargs)
+
+    def quantize_nontrainable_params(self) -> None:
+        """Nothing is left to do: ``zero_quantized_nontrainable_weights`` of the configuration counts since
+        ``initialize``."""
+
+
+def give_names(engine: DeepSpeedEngine) -> None:
+    """Make the engine's optimizer, the same object, one with these names."""
+    if engine.optimizer is not None:
+        engine.optimizer.__class__ = DeepSpeedOptimizer
+        engine.optimizer._of = weakref.ref(engine)
+        engine.optimizer.loss_scaler = LossScale(engine.optimizer.scaler)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
+from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
@@ -51,43 +51,28 @@ TENSOR_SIZES = "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
-AUTOCAST_SCALER = ScalerPlan(
-    initial_scale=2.0**16,
-    min_scale=2.0**-60,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    hysteresis=1,
-    max_scale=MOST_SCALE,
-)
+AUTOCAST_SCALER = replace(TORCH_SCALER, min_scale=2.0**-60, max_scale=MOST_SCALE)
 """The loss scale of fp16 under ``torch_autocast``: that of ``torch.amp.GradScaler``, which has no bounds."""
 MOST_AHEAD = 8
 """Units fetched ahead at most: as many idle arrays of the largest unit's size are kept."""
 PAGE = 4096
 
 
-def to_plan(
-    config: Source,
-    world_size: int,
-    *,
-    known: Mapping[str, Any] | None = None,
-    numels: Sequence[int] | None = None,
-) -> tuple[Plan, Report]:
-    """The plan that a DeepSpeed configuration means, and what became of each of its keys.
+def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = None) -> tuple[Plan, Report]:
+    """Return the plan that a DeepSpeed configuration describes, and what became of each of its keys.
 
     Args:
-        config: a dict, which is not changed, the path of a JSON or Hjson file, or its text in base64.
-        world_size: all ranks.
-        known: what ``"auto"`` stands for, by dotted path; see :func:`~shardwise.deepspeed.config.read_config`.
-        numels: elements of each parameter in the model's order. Limits of stage 3 in elements are turned into numbers
-            of units and shares by them; without them one unit is fetched ahead and ``max_in_cpu`` is all or nothing.
+        config: a dict, which is not changed, or the path of a JSON or Hjson file.
+        world_size: number of all ranks.
+        numels: elements of each parameter in the model's order. They turn limits of stage 3 in elements into numbers of
+            units and shares; without them one unit is prefetched and ``max_in_cpu`` is all or nothing.
 
     Raises:
         ValueError, NotImplementedError, TypeError, FileNotFoundError: see
             :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``. The optimizer and the scheduler are made, and so checked, by ``initialize``.
+            ``world_size``. ``initialize`` makes, and so checks, the optimizer and the scheduler.
     """
-    settings = read_config(config, known)
+    settings = read_config(config)
     batch_of(settings, data_ranks(settings, world_size))
     plan = plan_of(settings, world_size, numels)
     return plan, settings.findings

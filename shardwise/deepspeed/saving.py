@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: written in shardwise's format, read in that and in DeepSpeed's own."""
+"""Checkpoints of an engine: written in shardwise's format, read from it and from DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -9,39 +9,35 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.checked import as_mapping, as_path
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.find import opening
+from shardwise.core.checkpoint.bounds import read_name, reading
+from shardwise.core.checkpoint.directory import LATEST, scan
 from shardwise.core.checkpoint.format import MANIFEST
-from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE
-from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
+from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.formats.param_groups import group_options
 from shardwise.core.checkpoint.match import Match, Wanted
-from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
-from shardwise.core.checkpoint.options import fitting
+from shardwise.core.checkpoint.options import checked_options
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.restore import put_back, read_others
-from shardwise.core.checkpoint.schedulers import SavedScheduler
+from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
+from shardwise.core.checkpoint.run import EngineRun, TrainedOnly
+from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerMatch, saved_schedulers
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import StateTensors
+from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 from shardwise.core.checkpoint.write import agree
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
-from shardwise.deepspeed.parts import PartRun
+from shardwise.deepspeed.config import AssertedError
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
 from shardwise.session import Session
 
-__all__ = ["Found", "Saving", "take_over"]
+__all__ = ["Found", "PartRun", "Saving", "WithoutFrozen", "frozen_ones_are_missing", "take_over"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint says beside the values."""
+    """The path, client state and counters of a loaded checkpoint."""
 
     path: str
     client_state: dict[str, Any]
@@ -49,11 +45,11 @@ class Found:
 
 
 class Saving:
-    """Of one session. Every method is collective, over all parts of the model: what fails in one is an error in all.
+    """Saving and loading of one session. Every method is collective and all-or-none over all model-parallel ranks.
 
     Args:
-        session: what is saved, and loaded into.
-        universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
+        session: the session.
+        universal: without a tag load what ``latest_universal`` names, or else the newest checkpoint.
 
     Attributes:
         doing: see :meth:`shardwise.core.checkpoint.run.Run.doing`.
@@ -68,10 +64,10 @@ class Saving:
         self.doing = self._run.doing
 
     def agreed_tag(self, tag: str, mode: str) -> str:
-        """That of the first rank, under which all save; ``mode`` is ``checkpoint.tag_validation``."""
+        """Return rank 0's tag, under which all ranks save; ``mode`` is ``checkpoint.tag_validation``."""
         tags: list[str] = self._run.everybody(tag)
         if len(set(tags)) > 1 and mode != "IGNORE":
-            message = f"tag={tag!r}, but the ranks' tags are {tags}: give the same on every rank"
+            message = f"tag={tag!r}, but the ranks have different tags: {tags}; give the same on every rank"
             if mode == "FAIL":
                 raise AssertedError(message)
             warn_user(message)
@@ -132,7 +128,7 @@ class Saving:
         return take_over(self._session, path, strict, optimizer_states, schedules)
 
     def state_16bit(self, exclude_frozen: bool) -> dict[str, Any]:
-        """The model's state in its compute dtype, on the host of rank 0; nothing on the others."""
+        """Return the model's state in its compute dtype on rank 0, and ``{}`` on other ranks."""
         module = self._session.module
         frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
         kept: dict[str, Any] = {}
@@ -142,7 +138,7 @@ class Saving:
         return {name: kept[name] for name in module.state_layout() if name in kept}
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
-        """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
+        """Write the model's state as one torch file, which replaces an existing one atomically."""
         path = Path(self._run.directory(as_path("save_dir", directory, "a directory"))) / filename
         rank, kept = self._run.rank, self.state_16bit(exclude_frozen)
 
@@ -155,7 +151,7 @@ class Saving:
         agree(self._run.gather, rank, f"write {path}", write)
 
     def close(self) -> None:
-        """Give back what an unfinished save holds."""
+        """Free the resources of an unfinished save."""
         self._native.close()
         if self._trained is not None:
             self._trained.close()
@@ -169,14 +165,16 @@ def take_over(
     schedules: Sequence[Any],
     check: Callable[[Any], None] | None = None,
 ) -> Found:
-    """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective. ``check`` is called
-    with the client state before anything is changed, and what it raises on one rank is raised on all."""
+    """Load a checkpoint of DeepSpeed, or only the model of one of ours. Collective.
+
+    ``check`` is called with the client state before the session changes; its error on one rank is raised on all.
+    """
     run = PartRun(session)
     wanted: Wanted = "all" if optimizer_states else "model"
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
     def look() -> tuple[Match, _Rest]:
-        match = Match(open_it(), run.held(), strict, wanted)
+        match = Match(open_it(), run.local_state(), strict, wanted)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
@@ -184,12 +182,12 @@ def take_over(
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
-        put_back(run, match, path, rest.put_back)
+        load_into(run, match, path, rest.put_back)
     return rest.found
 
 
 def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
-    """What the checkpoint says of ``wanted`` schedules; of DeepSpeed's one, which need not be there."""
+    """Return the saved states of ``wanted`` schedules; DeepSpeed's checkpoints have at most one."""
     if not wanted:
         return []
     if isinstance(match.source, NativeSource):
@@ -206,8 +204,7 @@ def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
 
 
 class _Rest:
-    """Everything beside parameters and element-wise state, read and checked before anything is changed: buffers, what
-    schedules say, and where optimizers are wanted the options of their param groups and the loss scale."""
+    """Buffers, schedules, options of param groups and the loss scale, checked before the session changes."""
 
     def __init__(
         self, run: PartRun, session: Session, match: Match, schedules: Sequence[Any], path: str, strict: bool
@@ -221,7 +218,7 @@ class _Rest:
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
-        self._others = read_others(run, match) if native else _buffers(match)
+        self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
             for index, taken in match.taken.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
@@ -236,29 +233,29 @@ class _Rest:
         groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
         for number, (own, saved) in enumerate(groups):
             options = {key: value for key, value in saved.items() if wanted(key, own)}
-            self._groups.append((index, number, fitting(own, options, f"optimizer {index}, group {number}")))
+            self._groups.append((index, number, checked_options(own, options, f"optimizer {index}, group {number}")))
 
     def put_back(self) -> None:
         """Change the session."""
-        self._match.held.put_others(self._others)
+        self._match.local_state.put_others(self._others)
         for index, number, options in self._groups:
             self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)
-        self._schedules.put_back(self._run)
+        self._schedules.apply(self._run)
 
 
 def _buffers(match: Match) -> dict[str, torch.Tensor]:
     found = {}
-    for name, value in match.held.buffers().items():
-        if f"model/{name}" in match.facts and name in match.held.others:
+    for name, value in match.local_state.buffers().items():
+        if f"model/{name}" in match.facts and name in match.local_state.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return found
 
 
 def _scale(session: Session, match: Match) -> dict[str, float] | None:
-    """DeepSpeed's loss scale in our words; ``None`` where there is none to take over."""
+    """Return DeepSpeed's loss scale as a state of our scaler, or ``None``."""
     other = match.state.get("other") or {}
     scale = {key: tree.decode(value, None) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
@@ -273,7 +270,7 @@ def _scale(session: Session, match: Match) -> dict[str, float] | None:
 
 
 def good_steps(since: int, window: int) -> int:
-    """Our count of good steps where DeepSpeed counts ``since``, of which the first is before the window."""
+    """Return our count of good steps for DeepSpeed's count ``since``, whose window starts one step later."""
     return (since - 1) % window if since > 0 else -1
 
 
@@ -289,3 +286,118 @@ def _found(path: str, match: Match) -> Found:
     counters = {"global_steps": int(state.get("step", 0) or 0)}
     counters |= {key: int(tree.decode(other.get(key), None) or 0) for key in ("global_samples", "skipped_steps")}
     return Found(path, client, counters)
+
+
+# ---- Checkpoints under tensor parallelism: each part of the model has a directory of its own, and all agree on them.
+
+
+class PartRun(EngineRun):
+    """A session and the sessions of other model-parallel ranks of an ``mpu``: a failure in one is a failure in all."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank warns: rank 0 of the first part."""
+        others = self._session.mesh.joined
+        return self.rank == 0 and (others is None or others.rank == 0)
+
+    def directory(self, root: str) -> str:
+        """Return the directory of this part; ``root`` itself if the model has one part."""
+        others = self._session.mesh.joined
+        return root if others is None else str(Path(root) / _name(others.rank))
+
+    def gather(self, value: object, /) -> list[Any]:
+        """Return the ``value`` of every rank of this part, for :func:`agree`. Collective over all parts.
+
+        A failure of the same rank of another part replaces a success.
+        """
+        rows = super().gather(value)
+        others = self._session.mesh.joined
+        if others is None:
+            return rows
+        failed: dict[int, Any] = {}
+        own = [[rank, row] for rank, row in enumerate(rows) if isinstance(row, dict) and "error" in row]
+        parts: list[Any] = others.exchange_object(own)
+        for number, part in enumerate(parts):
+            for rank, row in part:
+                failed.setdefault(rank, {**row, "error": f"in {_name(number)}: {row['error']}"})
+        return [failed.get(rank, row) for rank, row in enumerate(rows)]
+
+    def everybody(self, value: object) -> list[Any]:
+        """Return the ``value`` of every rank of every part. Collective over all parts."""
+        rows = super().gather(value)
+        others = self._session.mesh.joined
+        parts: list[Any] = [rows] if others is None else others.exchange_object(rows)
+        return [row for part in parts for row in part]
+
+    def find(self, root: str, tag: str | None, latest: str = LATEST) -> str | None:
+        """Return the directory of ``tag`` or of ``latest``; ``None`` if no part has one. Collective over all parts.
+
+        Raises:
+            CheckpointError: on every rank, if the parts have different checkpoints.
+            NotImplementedError: it is a universal checkpoint, and there are several parts.
+        """
+        own, others = Path(self.directory(root)), self._session.mesh.joined
+        _, places = agree(self.gather, self.rank, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
+        path: str | None = next((place for (place,) in places if place is not None), None)
+        if others is None:
+            return path
+        if latest != LATEST and (Path(root) / latest).exists():
+            raise NotImplementedError(
+                f"{root}: a universal checkpoint cannot be loaded with a model-parallel mpu. Use "
+                "tensor_parallel.autotp_size in the configuration, or leave checkpoint.load_universal out"
+            )
+        found: list[Any] = others.exchange_object(None if path is None else _tag_and_step(Path(path)))
+        if any(each != found[0] for each in found):
+            raise CheckpointError(
+                f"{root}: the parts of the model have different checkpoints, by part [tag, step] {found}. Give a "
+                "tag= that all parts have, or restore the missing directories"
+            )
+        return path
+
+
+def _name(number: int) -> str:
+    return f"mp_rank_{number:02d}"
+
+
+def _tag_and_step(path: Path) -> list[Any]:
+    heads = {each.tag: each.head for each in scan(str(path.parent))}
+    head = heads.get(path.name)
+    return [path.name, None if head is None else head.step]
+
+
+def _place(root: Path, tag: str | None, latest: str) -> str | None:
+    """Return the directory of ``tag``, of ``latest``, or the newest one; or ``None``."""
+    tag = tag or read_name(root / latest) or read_name(root / LATEST)
+    if tag:
+        return str(root / tag) if (root / tag).is_dir() else None
+    found = scan(str(root)) if root.is_dir() else []
+    return str(found[0].path) if found else None  # if the newest is damaged, loading reports it
+
+
+# ---- Checkpoints without the parameters that nobody trains.
+
+
+class WithoutFrozen(PartRun):
+    """A session saved without frozen parameters, except those that an optimizer has."""
+
+    def local_state(self) -> TrainedOnly:
+        """Return the state to save."""
+        return TrainedOnly(self._session.engine, self._session.optimizers)
+
+
+def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all") -> bool:
+    """Return whether the checkpoint fits except for missing frozen parameters, which then keep their values."""
+    held = WithoutFrozen(session).local_state()
+    if not held.left_out:
+        return False
+    try:
+        source = open_checkpoint(path)
+    except (CheckpointError, OSError, ValueError):
+        return False  # loading reports the error on every rank
+    try:
+        match = Match(source, PartRun(session).local_state(), False, wanted)
+    except ValueError:
+        return False
+    finally:
+        source.close()
+    return bool(match.missing) and held.left_out.issuperset(match.missing) and not match.unexpected

@@ -1,7 +1,4 @@
-"""What DeepSpeed does around passes and steps under a loss scale: whose losses need it, consecutive overflows, its end.
-
-And what it raises where passes cannot be left unreduced.
-"""
+"""Passes and steps as in DeepSpeed: which losses are scaled, ``no_sync()``, and errors at the lowest loss scale."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.deepspeed.asserted import AssertedError
-from shardwise.deepspeed.config import Settings
+from shardwise.deepspeed.config import AssertedError, Settings
 from shardwise.session import Session
 
 __all__ = [
@@ -28,15 +24,15 @@ __all__ = [
 
 
 class NoSyncError(AssertedError):
-    """``no_sync()`` at a stage that has none, or what may not be in it."""
+    """``no_sync()`` at a stage without it, or a call that is not allowed inside."""
 
 
 class PassesApart:
-    """Blocks of passes that exchange nothing, one at a time; no step is made in one.
+    """The engine's ``no_sync()`` and ``coalesce_grad_reduction()``: one block at a time, without steps inside.
 
     Args:
-        session: of the engine.
-        stage: of the configuration.
+        session: the engine's session.
+        stage: the ZeRO stage.
     """
 
     _inside: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()
@@ -46,12 +42,12 @@ class PassesApart:
 
     @classmethod
     def has(cls, session: Session) -> bool:
-        """Whether the program is in such a block of ``session``, where gradients are this rank's own."""
+        """Return whether the program is in ``no_sync()`` of ``session``, where gradients are local."""
         return session in cls._inside
 
     def check_step(self) -> None:
         """Raises:
-        NoSyncError: a step inside of a block.
+        NoSyncError: the program is in a block.
         """
         if self._open:
             raise NoSyncError(
@@ -63,7 +59,7 @@ class PassesApart:
         """``session.no_sync()``.
 
         Raises:
-            NoSyncError: stages 2 and 3 keep no whole gradients; or the program is in a block already.
+            NoSyncError: stages 2 and 3 keep no unsharded gradients; or the program is already in a block.
         """
         try:
             block = self._session.no_sync()
@@ -83,14 +79,14 @@ class PassesApart:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Passes whose gradients are reduced together at its end, where whole ones are kept. Collective.
+        """Reduce the gradients of passes together at the end if unsharded ones are kept. Collective.
 
         Raises:
-            NoSyncError: the program is in a block already.
+            NoSyncError: the program is already in a block.
         """
         if self._open:
             raise NoSyncError(
-                f"coalesce_grad_reduction() nested in a block that exchanges nothing: leave {self._open}() first"
+                f"coalesce_grad_reduction() inside {self._open}() is not allowed: leave {self._open}() first"
             )
         kept = self._session.plan.shard.reduce == "last"
         with self._entered("coalesce_grad_reduction"), self._session.no_sync() if kept else nullcontext():
@@ -107,21 +103,20 @@ class PassesApart:
 
 
 def take_passes_of_module(session: Session) -> None:
-    """``loss.backward()`` of what ``engine.module`` returned is taken unscaled, as under DeepSpeed: one loss of several
-    engines has no scale of its own."""
+    """Treat ``loss.backward()`` of outputs of ``engine.module`` as unscaled, as in DeepSpeed."""
     session.take_unscaled(True)
     session.events.backward_ended.listen(partial(session.take_unscaled, True))
 
 
 def drop_after_passes(session: Session, settings: Settings) -> None:
-    """Where no parameter may stay gathered, none does behind a backward pass, be it fetched ahead."""
+    """Free prefetched parameters after each backward pass if the limits of stage 3 are 0."""
     limits = [settings[f"zero_optimization.stage3_{name}"] for name in ("max_live_parameters", "max_reuse_distance")]
     if settings.stage == 3 and min(limits) == 0:
         session.events.backward_ended.listen(partial(session.drop_gathered, to_system=False))
 
 
 def scaled_passes(session: Session) -> None:
-    """The engine itself is called: a loss of what it returns has to be scaled."""
+    """Expect a scaled loss, because the engine itself was called."""
     if torch.is_grad_enabled():
         session.take_unscaled(False)
 
@@ -131,8 +126,8 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     """Around ``optimizer.step()``.
 
     Raises:
-        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, and not where
-            ``optimizer.loss_scaler.raise_error_at_min_scale`` was set to false, as under DeepSpeed.
+        RuntimeError: the step was skipped for overflow at the lowest loss scale. As in DeepSpeed, not at stage 0 and
+            not if ``optimizer.loss_scaler.raise_error_at_min_scale`` is false.
     """
     scaler = optimizer.scaler
     if scaler is None:
@@ -146,6 +141,6 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
             scaler.forget_overflows()
     elif raises and at_floor and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
-            f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
-            "decrease any more; lower the learning rate, or train in bf16"
+            f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is already at its minimum and cannot "
+            "decrease any more. Lower the learning rate, or train in bf16"
         )

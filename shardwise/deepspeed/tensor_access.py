@@ -1,7 +1,7 @@
-"""``deepspeed.utils.safe_get_*`` and ``safe_set_*``: parameters, gradients and optimizer state, whole or in parts.
+"""``deepspeed.utils.safe_get_*`` and ``safe_set_*``: parameters, gradients and optimizer state, full or local shards.
 
-At every stage, offloaded or not. Every rank calls each of them for the same parameters in the same order, those that
-are about a rank's own part included. Getters return copies, and ``None`` for what is frozen or of no engine.
+They work at every stage, with and without offload. All of them are collective: every rank calls them for the same
+parameters in the same order. Getters return copies, or ``None`` for frozen parameters and parameters without an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _one(param: nn.Parameter) -> OneParameter | None:
-    """``None`` where nobody trains it."""
+    """Return the engine's record of ``param``; ``None`` if it is not trained."""
     session = session_of(param) if param.requires_grad else None
     return None if session is None else session.one(param)
 
@@ -42,14 +42,14 @@ def _trained(param: nn.Parameter, what: str) -> OneParameter:
     found = _one(param)
     if found is None:
         raise ValueError(
-            f"{what} of a parameter of shape {tuple(param.shape)} (requires_grad={param.requires_grad}): give one that "
-            "an engine of deepspeed.initialize trains"
+            f"{what} of a parameter of shape {tuple(param.shape)} (requires_grad={param.requires_grad}) without an "
+            "engine; give a parameter that deepspeed.initialize trains"
         )
     return found
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 master, in the parameter's shape (of a parameter in another dtype without a master: itself)."""
+    """Return the fp32 master in the parameter's shape, or the parameter if it has no master."""
     found = _one(param)
     return None if found is None else found.value()
 
@@ -60,7 +60,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Such as ``"exp_avg"``; ``None`` before the first step.
+    """Return optimizer state such as ``"exp_avg"``; ``None`` before the first step.
 
     Raises:
         KeyError: the optimizer keeps nothing of that name.
@@ -70,21 +70,22 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace it by ``value``, which is the same on every rank.
+    """Replace optimizer state by ``value``, which is the same on every rank.
 
     Raises:
-        RuntimeError: there is none before the first step.
+        RuntimeError: before the first step.
         KeyError: the optimizer keeps nothing of that name.
     """
     _trained(param, "safe_set_full_optimizer_state()").set_state(optim_state_key, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """What the next step would apply before clipping, averaged over the ranks and unscaled, at least fp32; ``None``:
-    there is none. Inside of ``engine.no_sync()`` what this rank's own passes in it have added up, unscaled.
+    """Return the gradient of the next step before clipping, averaged and unscaled, at least in fp32, or ``None``.
+
+    Inside ``engine.no_sync()`` it is the unscaled sum of this rank's passes.
 
     Raises:
-        RuntimeError: between the passes of an accumulation at stages 0 and 1, where it is not averaged yet.
+        RuntimeError: between the passes of an accumulation at stages 0 and 1, before gradients are averaged.
     """
     session = session_of(param) if param.requires_grad else None
     found = None if session is None else session.one(param)
@@ -94,7 +95,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace it by ``value``, which is the same on every rank."""
+    """Replace the gradient by ``value``, which is the same on every rank."""
     _trained(param, "safe_set_full_grad()").set_gradient(value)
 
 
@@ -109,37 +110,37 @@ def safe_update_full_grad_vectorized(
                 safe_set_full_grad(param, update_func(found, param))
 
 
-# This rank's part: the elements that are in its shard, which may be none.
+# The local shard of a parameter, which may be empty.
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of :func:`safe_get_full_fp32_param`, 1-D."""
+    """Return the local shard of :func:`safe_get_full_fp32_param`, 1-D."""
     found = _one(param)
     return None if found is None else found.value(own=True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part; as long as what the getter gives."""
+    """Replace the local shard by a tensor of the same length."""
     _trained(param, "safe_set_local_fp32_param()").set_value(value, own=True)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of :func:`safe_get_full_optimizer_state`, 1-D."""
+    """Return the local shard of :func:`safe_get_full_optimizer_state`, 1-D."""
     found = _one(param)
     return None if found is None else found.state(optim_state_key, own=True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace this rank's part; as long as what the getter gives."""
+    """Replace the local shard by a tensor of the same length."""
     _trained(param, "safe_set_local_optimizer_state()").set_state(optim_state_key, value, own=True)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of :func:`safe_get_full_grad`, 1-D."""
+    """Return the local shard of :func:`safe_get_full_grad`, 1-D."""
     found = _one(param)
     return None if found is None else found.gradient(own=True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part; as long as what the getter gives."""
+    """Replace the local shard by a tensor of the same length."""
     _trained(param, "safe_set_local_grad()").set_gradient(value, own=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.compat import lookup, read_world
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import PeerError, ranks_of
+from shardwise.core.comm import ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
 from shardwise.core.deferred.replay import replay, tape_of
 from shardwise.deepspeed.collectives import init_distributed
@@ -40,42 +40,42 @@ __all__ = [
 ]
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-"""In the order in which they were made, which is the same on every rank."""
+"""In the order of their creation, which is the same on every rank."""
 
 
 def remember(session: Session) -> None:
-    """Parameters of ``session`` are found by :class:`GatheredParameters` from here on."""
+    """Make :class:`GatheredParameters` find the parameters of ``session``."""
     _SESSIONS[id(session)] = session
 
 
 def forget(session: Session) -> None:
-    """They are not: they are the program's own again."""
+    """Undo :func:`remember`."""
     _SESSIONS.pop(id(session), None)
 
 
 class Init:
-    """Models built inside have no memory: ``initialize`` makes their values one tensor at a time, the same values.
+    """Build models inside without memory; ``initialize`` creates the same values, one tensor at a time.
 
-    Masters keep the values of the construction, unrounded. The arguments are DeepSpeed's, in their order. Where values
-    are made, and in which dtype, is decided by the configuration of ``initialize``.
+    Masters keep the unrounded values. The arguments are DeepSpeed's, in their order. The configuration of
+    ``initialize`` decides about devices and dtypes.
 
     Args:
-        module: nothing is done to one that exists already; ``initialize`` shards it.
-        data_parallel_group: the ranks that ``initialize`` divides the model over, a group that this rank belongs to.
+        module: no effect; ``initialize`` shards an existing module.
+        data_parallel_group: the ranks that ``initialize`` shards the model over, including this rank.
         mem_efficient_linear, remote_device, pin_memory: no effect.
-        config_dict_or_path: checked, where it is given; ``config`` is its older name.
+        config_dict_or_path: checked if it is given; ``config`` is its older name.
         config: see ``config_dict_or_path``.
         enabled: ``False``: models are built as usual.
-        dtype: no effect, with a warning where the configuration has another one.
-        mpu: an object with ``get_data_parallel_group()``, instead of that; give it to ``initialize`` as well.
+        dtype: no effect, with a warning if the configuration has another one.
+        mpu: an object with ``get_data_parallel_group()``; give it to ``initialize`` as well.
         zero_param_parallel_group: not available; ``zero_hpz_partition_size`` of the configuration is.
         zero_quantized_weights, zero_quantized_nontrainable_weights: give them in the configuration.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
-        ValueError: a configuration with a fault, or a group that this rank is not in.
-        NotImplementedError: an ``mpu`` with more than data and tensor parallelism, or what only the configuration may
-            have.
+        ValueError: an invalid configuration, or a group without this rank.
+        NotImplementedError: an ``mpu`` with more than data and tensor parallelism, or an option that only the
+            configuration may have.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Init:
         for name, wanted in asked.items():
             if wanted:
                 raise NotImplementedError(
-                    f"zero.Init with what zero_optimization.{name} stands for: give that key in the configuration"
+                    f"zero.Init takes no argument for zero_optimization.{name}; give that key in the configuration"
                 )
         groups = {
             "data_parallel_group": data_parallel_group,
@@ -112,19 +112,19 @@ class Init:
         }
         ranks = {name: ranks_of(name, each) for name, each in groups.items() if each is not None}
         if len(set(ranks.values())) > 1:
-            raise ValueError(f"zero.Init with groups of different ranks ({ranks}): give one group")
+            raise ValueError(f"zero.Init with groups of different ranks ({ranks}); give one group")
         group = next((groups[name] for name in ranks), None)
         self._group = None if group is dist.group.WORLD else group
         given = config_dict_or_path if config_dict_or_path is not None else config
         if given is not None:
-            tree = load_config(given)  # what trains the model may still be "auto" in it
+            tree = load_config(given)  # optimizer and scheduler may still contain "auto"
             settings = read_config({key: each for key, each in tree.items() if key not in ("optimizer", "scheduler")})
             wide = number_format(settings) or torch.float32
             if enabled and dtype not in (None, wide):
-                warn_user(f"zero.Init(dtype={dtype}) has no effect: the configuration says {wide}")
+                warn_user(f"zero.Init(dtype={dtype}) has no effect, because the configuration has {wide}")
         self.enabled = enabled
         if enabled:
-            init_distributed()  # programs count on ranks to know each other from here on
+            init_distributed()  # programs expect a process group from here on
         self._contexts: list[ExitStack] = []
 
     def __enter__(self) -> Init:
@@ -136,7 +136,7 @@ class Init:
         return self
 
     def _mark(self, param: nn.Parameter) -> None:
-        """What programs ask of a parameter that has no values yet, and whom it is built for."""
+        """Set DeepSpeed's attributes of a parameter without values, and its group."""
         if not hasattr(param, "ds_id"):
             mark(param, ZeroParamStatus.NOT_AVAILABLE)
         if self._group is not None and not hasattr(param, MARK):
@@ -148,7 +148,7 @@ class Init:
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """``fn``, which makes a tensor: one of floating-point numbers comes in ``target_fp_dtype``, whatever was asked."""
+    """Wrap ``fn``, which makes a tensor, to return floating-point tensors in ``target_fp_dtype``."""
 
     @functools.wraps(fn)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -169,22 +169,21 @@ def _parameters(params: Any) -> list[nn.Parameter]:
 
 
 class GatheredParameters:
-    """Inside, ``params`` are whole on every rank. Every rank enters.
+    """Gather ``params`` on every rank inside. Collective.
 
-    They alone are gathered; others are where a module's forward pass, or its own code in one, reads them. Blocks may be
-    inside each other and have the same parameters. Parameters of a model under construction by :class:`Init` get their
+    Blocks may be nested and share parameters. Parameters of a model under construction by :class:`Init` get their
     memory here and keep it.
 
     Args:
-        params: one, any nesting of iterables, or a module; the same on every rank, in whatever order.
-        modifier_rank: changes of this rank of the data-parallel group reach its others at the end; ``None``: changes
-            to sharded parameters are lost.
-        fwd_module: no effect: a parameter that another module reads is gathered by the read.
+        params: a parameter, nested iterables of parameters, or a module; the same on every rank, in any order.
+        modifier_rank: the rank of the data-parallel group whose changes are broadcast at the end; ``None``: changes to
+            sharded parameters are lost.
+        fwd_module: no effect: reading a parameter in another module gathers it.
         enabled: ``False`` does nothing.
 
     Raises:
-        ValueError: on entering, on every rank, where ranks have different ``params`` of a model at stage 3; at stages 0
-            to 2, where nothing is gathered, at the end and with a ``modifier_rank``.
+        ValueError: ranks have different ``params``. At stage 3 it is raised on entering; at stages 0 to 2 at the end,
+            and only with a ``modifier_rank``.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        # Paused: inside of Init what is done on the values that come would be recorded, too.
+        # Paused, because Init would record operations on these values.
         with torch.no_grad(), paused():
             for param in self.params:
                 if tape_of(param) is not None:
@@ -214,38 +213,15 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
-            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
-                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
         finally:
             self._stack.__exit__(kind, error, trace)
 
     def _shares(self) -> list[tuple[Session, list[nn.Parameter]]]:
-        """By model, those of the parameters that an engine has, in its order, each once."""
+        """Return by session the parameters that it has, in its order."""
         shares = held_by_sessions({id(param) for param in self.params})
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
-
-    def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
-        """Those of the parameters that no engine has yet."""
-        known = {id(param) for _, own in shares for param in own}
-        return [param for param in self.params if id(param) not in known]
-
-    def _meet(self, error: Exception | None) -> None:
-        """Before values of parameters that no engine has are sent: nobody would notice a rank whose block failed."""
-        alone = self._alone(self._shares())
-        if not alone or not _several():
-            return
-        group = getattr(alone[0], MARK, None)
-        told: list[Any] = [None] * dist.get_world_size(group)
-        with nullcontext() if error is None else suppress(Exception):  # it is raised in any case
-            dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None]
-        if failed and error is None:
-            raise PeerError(
-                f"no changes of GatheredParameters(modifier_rank={self.modifier_rank}) were spread, because the block "
-                f"failed on other ranks: {'; '.join(failed)}"
-            )
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
@@ -256,7 +232,8 @@ class GatheredParameters:
             session.take_given()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
-        for param in self._alone(shares):
+        sharded = {id(param) for _, own in shares for param in own}
+        for param in (each for each in self.params if id(each) not in sharded):
             _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
         for session, own in shares:
             session.write_back(own)
@@ -270,7 +247,7 @@ def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) ->
 
 
 def _broadcast_alone(group: dist.ProcessGroup | None, rank: int, value: torch.Tensor) -> None:
-    """Of a parameter that no engine has yet, over the group that it was built for."""
+    """Broadcast a parameter without an engine over the group that it was built for."""
     if _several():
         dist.broadcast(value, group=group, group_src=rank)
 
@@ -280,10 +257,9 @@ def _several() -> bool:
 
 
 def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
-    """Those that have some of the parameters with these ids, and which: of several that had one, the last, the newest
-    first.
+    """Yield sessions with some of the parameters with these ids, and which ones; the newest session first.
 
-    One that is closed counts as long as it has parameters in parts, of which nobody else knows.
+    A closed session counts as long as its parameters are sharded.
     """
     left = set(params)
     for session in reversed(list(_SESSIONS.values())):
@@ -294,12 +270,12 @@ def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
 
 
 def sessions_of(params: set[int]) -> Iterator[Session]:
-    """Those of :func:`held_by_sessions`."""
+    """Yield the sessions of :func:`held_by_sessions`."""
     return (session for session, _ in held_by_sessions(params))
 
 
 def session_of(param: nn.Parameter) -> Session | None:
-    """The one that has it; see :func:`sessions_of`."""
+    """Return the session of ``param``, or ``None``; see :func:`sessions_of`."""
     found = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
     session = next(found, None)
     return session if session is not None and _counts(session) else None
@@ -311,7 +287,7 @@ def _counts(session: Session) -> bool:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's own model with all parameters whole, gathered once. Every rank enters."""
+    """Yield the user's model with all parameters gathered. Collective."""
     session = getattr(model, "session", None)
     if not isinstance(session, Session):
         yield model
@@ -321,12 +297,12 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter that another module reads is gathered by the read."""
+    """Do nothing: reading a parameter in another module gathers it."""
 
 
 unregister_external_parameter = register_external_parameter
 
 
 def __getattr__(name: str) -> Any:
-    """What DeepSpeed has there and this file does not."""
+    """Return DeepSpeed's other names of this module."""
     return lookup(read_world("deepspeed"), "runtime.zero", name)

@@ -21,9 +21,8 @@ from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, whole
+from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.output import (
     one_at_a_time,
     output_file,
@@ -33,12 +32,13 @@ from shardwise.core.checkpoint.formats.output import (
     write_torch,
 )
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.core.checkpoint.source import OpenSource
+from shardwise.core.checkpoint.source import CheckpointError, OpenSource
 
 __all__ = [
     "FROZEN",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "enable_universal_checkpoint",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file",
     "get_model_state_files",
@@ -47,6 +47,7 @@ __all__ = [
     "main",
     "write_program",
 ]
+
 
 FROZEN = "frozen"
 """Of what an engine saves beside the values: names of parameters that nobody trains."""
@@ -81,7 +82,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
     with source:
-        state: dict[str, Any] = {name: whole(entry) for name, entry in entries.items()}
+        state: dict[str, Any] = {name: to_tensor(entry) for name, entry in entries.items()}
     return state | {other: state[first] for other, first in tied.items()}
 
 
@@ -168,7 +169,7 @@ def _write(path: Path, entries: dict[str, Entry], tied: Mapping[str, str]) -> No
         every = entries | {other: entries[first] for other, first in tied.items()}
         write_safetensors_stream(path, every, {"format": "pt"})
         return
-    values = {name: whole(entry) for name, entry in entries.items()}
+    values = {name: to_tensor(entry) for name, entry in entries.items()}
     write_torch(path, values | {other: values[first] for other, first in tied.items()})
 
 
@@ -277,3 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ---- DeepSpeed's universal checkpoints: they are read here as any other, and none is written.
+
+
+def enable_universal_checkpoint(param_list: Iterable[Any]) -> None:
+    """Nothing: engines load whatever checkpoint there is, into parameters as they are."""

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,12 @@ from shardwise.core.base.checked import as_kind
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.mesh import Mesh
 from shardwise.core.mesh.launch import read_variable
-from shardwise.huggingface.accelerate_precision import with_precision
-from shardwise.huggingface.accumulating import Accumulating
 from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
-from shardwise.plan import Plan
+from shardwise.plan import Plan, zero
 from shardwise.session import Session, ShardedModule, ShardedOptimizer, build
 
-__all__ = ["Prepared", "ShardwiseAccelerator", "prepare"]
+__all__ = ["Prepared", "ShardwiseAccelerator", "prepare", "with_precision"]
+
 
 STATE = "shardwise_{}"  # directories in what save_state writes, one a model
 SESSION = "_accelerate_session"  # where a sharded module has its session, which lives as long
@@ -49,7 +49,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return bool(self.optimizer.last_step_skipped)
 
 
-class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
+class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """``Accelerator(plan=...)``: ``prepare`` shards models with their optimizers as the plan says.
 
     Args:
@@ -68,6 +68,7 @@ class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
     _models: list[Any]
     _optimizers: list[Any]
     _schedulers: list[Any]
+    _in_block = False
 
     def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
         as_kind("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
@@ -344,6 +345,37 @@ class ShardwiseAccelerator(Accumulating, Accelerator):  # type: ignore[misc]
         else:
             optimizer.clip_grad_by_value(float(clip_value))
 
+    # [Note: Passes that fail inside of accumulate]
+    # accelerate counts blocks of ``accumulate`` and updates in each n-th one. When a pass of a step fails, the step's
+    # gradients are dropped and the program repeats all its passes, so the step's blocks so far do not count.
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As accelerate's; see [Note: Passes that fail inside of accumulate]."""
+        with super().accumulate(*models):
+            self._in_block = True
+            try:
+                yield
+            finally:
+                self._in_block = False
+
+    def _watch_passes(self, session: Session) -> None:
+        found = weakref.WeakMethod(self._passes_lost)  # a session lives as long as its model, and longer than this
+
+        def lost() -> None:
+            tell = found()
+            if tell is not None:
+                tell()
+
+        session.events.passes_lost.listen(lost)
+
+    def _passes_lost(self) -> None:
+        """Uncount the blocks of a step that the program repeats because one of its passes failed."""
+        count = self.gradient_accumulation_steps
+        if self.step:  # 0: the last batch of a loader, which is always one of an update
+            self.step -= (self.step - 1) % count + 1 - self._in_block
+            if self._in_block:
+                self.gradient_state._set_sync_gradients(self.step % count == 0)
+
     # ---- models and state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -493,3 +525,32 @@ def prepare(
     found = dict(zip(map(id, given), made if len(given) > 1 else (made,), strict=True))
     others = (found.get(id(each)) for each in (optimizer, dataloader, scheduler))
     return Prepared(accelerator, found[id(model)], *others)
+
+
+# ---- ``mixed_precision`` of accelerate as the number formats of a plan.
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def with_precision(plan: Plan, mixed_precision: str | None) -> Plan:
+    """``plan`` with 16-bit parameters, gradients and inputs, fp32 masters and fp32 outputs.
+
+    Buffers keep their dtypes. fp16 has a dynamic loss scale. A plan that is in these numbers already is left alone.
+
+    Raises:
+        ValueError: the plan has another parameter dtype.
+        NotImplementedError: another format (fp8).
+    """
+    if mixed_precision in (None, "no"):
+        return plan
+    dtype = DTYPES.get(str(mixed_precision))
+    if dtype is None:
+        raise NotImplementedError(f"mixed_precision={mixed_precision!r} is not available: use 'bf16', 'fp16' or 'no'")
+    given = plan.precision.param_dtype
+    if given is not None and given != dtype:
+        raise ValueError(f"mixed_precision={mixed_precision!r} with a plan of {given}: give one of them")
+    if given == dtype:
+        return plan
+    formats = replace(zero(1, dtype).precision, buffer_dtype=None, output_dtype=torch.float32)
+    return replace(plan, precision=replace(formats, reduce_dtype=plan.precision.reduce_dtype))

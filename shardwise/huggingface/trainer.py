@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,11 @@ from shardwise.core.checkpoint import EngineRun
 from shardwise.core.checkpoint.formats.output import output_files
 from shardwise.core.checkpoint.write import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
-from shardwise.huggingface.adapters import asks_prompts, loads_adapters
-from shardwise.huggingface.callbacks import gather_for_references
 from shardwise.plan import Plan
 from shardwise.session import Session
 
-__all__ = ["ShardwiseTrainer", "sharded_trainer"]
+__all__ = ["ShardwiseTrainer", "asks_prompts", "gather_for_references", "loads_adapters", "sharded_trainer"]
+
 
 STATE = "shardwise"  # the directory in a checkpoint of the Trainer
 WEIGHTS = re.compile(
@@ -211,3 +212,101 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         raise ValueError(
             f"a plan with update={plan.grad.update!r} keeps no gradients, whose norm Trainer logs: use update='step'"
         )
+
+
+# ---- peft's own loading of an adapter into a model that is sharded.
+
+
+def _is_peft(model: nn.Module) -> bool:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return False
+    return isinstance(model, PeftModel)
+
+
+def _has_prompts(model: Any) -> bool:
+    return _is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values())
+
+
+def asks_prompts(session: Session) -> AbstractContextManager[None]:
+    """Around peft's saving, which asks modules of prompts for their values, whatever state it is given."""
+    model: Any = session.model
+    return session.gathered(model.prompt_encoder.parameters()) if _has_prompts(model) else nullcontext()
+
+
+# [Note: Adapters into shards]
+# peft asks its model for the names of a state, puts an adapter's tensors under them, and has the model load what came
+# of it. Both are answered by the sharded model meanwhile: nothing is gathered, whatever the base model needs, and fp32
+# masters get the file's own values. Two things are otherwise. Prompts are loaded into their own module, which is given
+# them whole. And peft would make 16-bit adapters fp32 afterwards, of which the plan decides here.
+@contextmanager
+def loads_adapters(session: Session) -> Iterator[nn.Module]:
+    """Inside, ``load_adapter`` of the session's model loads into shards and masters. Every rank enters.
+
+    Gives the module that loads: of peft's models the own one; for others nothing changes.
+    """
+    model: Any = session.model
+    if not _is_peft(model):
+        yield session.module
+        return
+    answers: dict[str, Any] = {"load_adapter": partial(model.load_adapter, autocast_adapter_dtype=False)}
+    if _has_prompts(model):
+        with session.module.gathered(write_back=True), _answered(model, answers):
+            yield model
+        return
+    outline, own = session.module.state_layout(), model.state_dict
+
+    def state_dict(**how: Any) -> dict[str, Any]:
+        # With arguments it is the sharded model itself that asks.
+        found: dict[str, Any] = own(**how) if how else dict(outline)
+        return found
+
+    answers |= {"state_dict": state_dict, "load_state_dict": session.module.load_state_dict}
+    with _answered(model, answers):
+        yield model
+
+
+@contextmanager
+def _answered(model: nn.Module, answers: dict[str, Any]) -> Iterator[None]:
+    """The methods of ``model`` are these."""
+    before = {name: model.__dict__[name] for name in answers if name in model.__dict__}
+    model.__dict__.update(answers)
+    try:
+        yield
+    finally:
+        for name in answers:
+            del model.__dict__[name]
+        model.__dict__.update(before)
+
+
+# ---- Callbacks of a Trainer that read all parameters of its model.
+
+
+SYNC = "sync_target_model"  # TRL's SyncRefModelCallback calls it of itself, on every rank at the same steps
+ORIGINAL = "_shardwise_original"
+"""Of what stands in its place: itself. A callback may come to another Trainer, whose models are others."""
+
+
+# [Note: References that follow]
+# ``sync_ref_model`` of TRL mixes the model into its reference by ``target.data.mul_(...).add_(param.data)``. What
+# stands for an absent parameter is NaN, and nothing sees a read through ``.data``: so models are gathered around it.
+def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Module], Session | None]) -> None:
+    """Have callbacks that mix the model into a reference (those with ``sync_target_model``) do so with whole ones."""
+    for each in callbacks:
+        sync = getattr(each, SYNC, None)
+        if callable(sync):
+            setattr(each, SYNC, _with_whole(getattr(sync, ORIGINAL, sync), session_of))
+
+
+def _with_whole(sync: Callable[..., None], session_of: Callable[[nn.Module], Session | None]) -> Callable[..., None]:
+    def mix(model: nn.Module, target_model: nn.Module, *rest: Any, **options: Any) -> None:
+        with ExitStack() as blocks:
+            for each, changes in ((model, False), (target_model, True)):
+                session = session_of(each)
+                if session is not None:
+                    blocks.enter_context(session.module.gathered(write_back=changes))
+            sync(model, target_model, *rest, **options)
+
+    setattr(mix, ORIGINAL, sync)
+    return mix

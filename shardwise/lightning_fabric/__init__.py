@@ -6,9 +6,9 @@ from typing import Any
 
 from shardwise.compat import mirror, read_world
 from shardwise.strategies import registering
+from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.strategies.namespace import LIGHTNING_FABRIC
 from shardwise.strategies.single_file import to_single_file
-from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "ColossalAIStrategy",
@@ -23,13 +23,8 @@ __all__ = [
     "wrap",
 ]
 
-_classes = registering.fabric_classes(LIGHTNING_FABRIC)
-ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
-DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
-DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
-ShardedPrecision: Any = _classes["ShardedPrecision"]
-
-registering.register(LIGHTNING_FABRIC)
+_classes: Any = registering.register(LIGHTNING_FABRIC)
+ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

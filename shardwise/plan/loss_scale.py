@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.core.base.checked import number, whole
 from shardwise.plan import ScalerPlan
 
-__all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
+__all__ = ["TORCH_SCALER", "PublishedDefault", "ScalerArguments", "scaler_plan"]
 
 START_SCALE = 2.0**16
+TORCH_SCALER = ScalerPlan(
+    initial_scale=2.0**16,
+    min_scale=2.0**-24,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    hysteresis=1,
+    max_scale=2.0**64,
+)
+"""The defaults of ``torch.amp.GradScaler``."""
 
 
 class PublishedDefault(float):
@@ -39,9 +50,11 @@ class ScalerArguments:
     max_scale: float = 2**32
 
 
-def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
-    """The loss scale. A default ``initial_scale`` above 2**16 that was left alone starts at 2**16 (within the bounds):
-    from 2**32 the first 15 steps or so are certain to overflow and be skipped.
+def scaler_plan(arguments: Any) -> ScalerPlan:
+    """Return the loss scale of an object with the fields of :class:`ScalerArguments`.
+
+    A default ``initial_scale`` above 2**16 that was not given starts at 2**16 (within the bounds): from 2**32 the first
+    15 steps or so are certain to overflow and be skipped.
 
     Raises:
         TypeError, ValueError: no number, or one out of range, see :class:`~shardwise.plan.ScalerPlan`.

@@ -26,22 +26,21 @@ class TensorPlan:
         vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of it.
         architecture: what is cut in which module (``Architecture``); ``None``: what is known of
             the model's classes.
-        sequence: between the layers that are cut each rank has a part of every sequence: ``"split_gather"`` gathers it
-            where such a layer begins; ``"ring"`` passes the parts on from rank to rank while those that came are
-            multiplied. ``None``: all ranks have all of it.
+        sequence: ``"split_gather"``: each rank has a part of every sequence between the layers that are cut, and
+            gathers it where such a layer begins. ``None``: all ranks have all of it.
     """
 
     parallel_output: bool = True
     vocabulary_multiple: int = 64
     architecture: Any = None
-    sequence: Literal["split_gather", "ring"] | None = None
+    sequence: Literal["split_gather"] | None = None
 
     def __post_init__(self) -> None:
         switch("parallel_output", self.parallel_output)
         whole("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
         require(
-            self.sequence in (None, "split_gather", "ring"),
-            f"sequence={self.sequence!r}: give 'split_gather', 'ring' or None",
+            self.sequence in (None, "split_gather"),
+            f"sequence={self.sequence!r}: give 'split_gather' or None",
         )
 
 

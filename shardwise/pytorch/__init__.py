@@ -4,8 +4,6 @@ Each function takes the published arguments of one of them and gives the plan th
 ``shardwise.shard(model, optimizer, plan)``. What a plan does not say is an error or a warning that names it.
 """
 
-from shardwise.pytorch.ddp import plan_of_ddp
-from shardwise.pytorch.fsdp import plan_of_fsdp
-from shardwise.pytorch.fully_shard import plan_of_fully_shard
+from shardwise.pytorch.plans import plan_of_ddp, plan_of_fsdp, plan_of_fully_shard
 
 __all__ = ["plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard"]

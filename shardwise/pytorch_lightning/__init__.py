@@ -6,9 +6,9 @@ from typing import Any
 
 from shardwise.compat import mirror, read_world
 from shardwise.strategies import registering
+from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.strategies.namespace import PYTORCH_LIGHTNING
 from shardwise.strategies.single_file import convert_zero_checkpoint_to_fp32_state_dict, to_single_file
-from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "ColossalAIPrecisionPlugin",
@@ -25,14 +25,8 @@ __all__ = [
     "wrap",
 ]
 
-_classes = registering.classes(PYTORCH_LIGHTNING)
-ColossalAIPrecisionPlugin: Any = _classes["ColossalAIPrecisionPlugin"]
-ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
-DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
-DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
-ShardedPrecision: Any = _classes["ShardedPrecision"]
-
-registering.register(PYTORCH_LIGHTNING)
+_classes: Any = registering.register(PYTORCH_LIGHTNING)
+ColossalAIPrecisionPlugin, ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

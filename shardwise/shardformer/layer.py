@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.base.checked import as_kind, refuse, whole
-from shardwise.core.parallel.tensor import Cut, Embedding, Head, Site
+from shardwise.core.parallel.tensor import Embedding, Head, ModuleRules, ShardSpec
 
 __all__ = [
     "DropoutForParallelInput",
@@ -71,7 +71,7 @@ class ParallelModule:
         raise NotImplementedError(f"{cls.__name__}.from_native_module({type(module).__name__}) {ALONE}")
 
     @classmethod
-    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
         """Say how a layer is cut.
 
         Args:
@@ -109,7 +109,7 @@ class FusedLinear1D_Col(ParallelModule):
     @classmethod
     def collect(
         cls,
-        site: Site,
+        rules: ModuleRules,
         path: str,
         split_sizes: Sequence[int] | None = None,
         n_fused: int = 1,
@@ -117,18 +117,18 @@ class FusedLinear1D_Col(ParallelModule):
         **kwargs: Any,
     ) -> None:
         require_usual(kwargs)
-        size, ranks = site.size(path, True), site.ranks
+        size, ranks = rules.size(path, True), rules.ranks
         blocks = list(split_sizes) if split_sizes is not None else [size // n_fused] * n_fused
         if sum(blocks) != size or any(block % ranks for block in blocks):
             raise ValueError(
                 f"an output of {size} in parts of {blocks} over {ranks} ranks: give sizes that add up to {size}, each "
                 f"a multiple of {ranks}"
             )
-        cut = Cut.of_sizes(0, [[block // ranks] * ranks for block in blocks])
+        cut = ShardSpec.of_sizes(0, [[block // ranks] * ranks for block in blocks])
         if not gather_output:
-            site.columns(path, cut.ranges, site.module)
+            rules.columns(path, cut.ranges, rules.module)
         elif len(blocks) == 1:
-            Head(path).collect(_with_rows(site, 1))
+            Head(path).collect(_with_rows(rules, 1))
         else:
             refuse("gather_output", gather_output, "leave it False for layers side by side")
 
@@ -137,20 +137,20 @@ class Linear1D_Col(ParallelModule):
     """Each rank makes an equal part of the output. ``gather_output``: then all of it."""
 
     @classmethod
-    def collect(cls, site: Site, path: str, gather_output: bool = False, **kwargs: Any) -> None:
-        FusedLinear1D_Col.collect(site, path, gather_output=gather_output, **kwargs)
+    def collect(cls, rules: ModuleRules, path: str, gather_output: bool = False, **kwargs: Any) -> None:
+        FusedLinear1D_Col.collect(rules, path, gather_output=gather_output, **kwargs)
 
 
 class Linear1D_Row(ParallelModule):
     """Each rank takes an equal part of the input, and all get the sum."""
 
     @classmethod
-    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
         require_usual(kwargs)
-        size, ranks = site.size(path, False), site.ranks
+        size, ranks = rules.size(path, False), rules.ranks
         if size % ranks:
             raise ValueError(f"an input of {size} over {ranks} ranks: give a size that is a multiple of {ranks}")
-        site.rows(path, Cut.even(0, size, ranks).ranges)
+        rules.rows(path, ShardSpec.even(0, size, ranks).ranges)
 
 
 class FusedLinear1D_Row(Linear1D_Row):
@@ -170,9 +170,9 @@ class VocabParallelEmbedding1D(ParallelModule):
     ``make_vocab_size_divisible_by``."""
 
     @classmethod
-    def collect(cls, site: Site, path: str, make_vocab_size_divisible_by: int = 64, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, make_vocab_size_divisible_by: int = 64, **kwargs: Any) -> None:
         require_usual(kwargs)
-        Embedding(path).collect(_with_rows(site, make_vocab_size_divisible_by))
+        Embedding(path).collect(_with_rows(rules, make_vocab_size_divisible_by))
 
 
 class VocabParallelLMHead1D(ParallelModule):
@@ -182,14 +182,14 @@ class VocabParallelLMHead1D(ParallelModule):
     @classmethod
     def collect(
         cls,
-        site: Site,
+        rules: ModuleRules,
         path: str,
         gather_output: bool = False,
         make_vocab_size_divisible_by: int = 64,
         **kwargs: Any,
     ) -> None:
         require_usual(kwargs)
-        rows = _with_rows(site, make_vocab_size_divisible_by)
+        rows = _with_rows(rules, make_vocab_size_divisible_by)
         Head(path, parallel=not gather_output).collect(replace(rows, plan=replace(rows.plan, parallel_output=True)))
 
 
@@ -197,7 +197,7 @@ class PaddingEmbedding(ParallelModule):
     """A whole embedding with rows that nothing reads, which is refused: they only cost memory."""
 
     @classmethod
-    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
         refuse("target_module", cls.__name__, "leave it out, or cut it (VocabParallelEmbedding1D)")
 
 
@@ -221,7 +221,7 @@ class LayerNorm(ParallelModule):
         return module
 
     @classmethod
-    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
         require_usual(kwargs)
 
 
@@ -233,7 +233,7 @@ class FusedLayerNorm(ParallelModule):
     """A norm with a kernel of its own: not yet."""
 
     @classmethod
-    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+    def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
         refuse("target_module", cls.__name__, f"give {cls.__name__.removeprefix('Fused')}: the norm as it is")
 
 
@@ -250,7 +250,7 @@ class DropoutForParallelInput(DropoutForReplicatedInput):
     """The same."""
 
 
-def _with_rows(site: Site, multiple: int) -> Site:
+def _with_rows(rules: ModuleRules, multiple: int) -> ModuleRules:
     """The same site, with parts of a vocabulary that are multiples of ``multiple``."""
     whole("make_vocab_size_divisible_by", multiple, 1, what="a number of rows")
-    return replace(site, plan=replace(site.plan, vocabulary_multiple=multiple))
+    return replace(rules, plan=replace(rules.plan, vocabulary_multiple=multiple))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.base.checked import refuse
-from shardwise.core.parallel.tensor import Cutting, Site
+from shardwise.core.parallel.tensor import ModuleRules, TPPlan
 from shardwise.plan import TensorPlan
 from shardwise.shardformer.layer import ParallelModule
 from shardwise.shardformer.shard_config import ShardConfig, config_over
@@ -151,7 +151,7 @@ class PolicyArchitecture:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.policy).__name__})"
 
-    def collect(self, model: nn.Module, cutting: Cutting) -> None:
+    def collect(self, model: nn.Module, tp_plan: TPPlan) -> None:
         """Tell ``cutting`` what the policy says of ``model``.
 
         Raises:
@@ -162,17 +162,17 @@ class PolicyArchitecture:
         policy = self.policy
         before = _things(model)
         policy.set_model(model)
-        policy.set_shard_config(config_over(cutting.axis.size, self.plan))
+        policy.set_shard_config(config_over(tp_plan.axis.size, self.plan))
         _same(model, before, policy.preprocess)
         found = 0
         for key, description in policy.module_policy().items():
             for name, module in model.named_modules():
                 if type(module) is key or type(module).__name__ == key:
                     found += 1
-                    _describe(Site(cutting, self.plan, module), name or type(model).__name__, description)
+                    _describe(ModuleRules(tp_plan, self.plan, module), name or type(model).__name__, description)
         if not found:
             raise ValueError(f"{self!r} names no class that a {type(model).__name__} has: give one for this model")
-        left = cutting.uncovered(model)
+        left = tp_plan.uncovered(model)
         if left:
             raise ValueError(
                 f"{self!r} leaves {', '.join(left)} whole, tied to a layer that is cut: cut it as well, or untie it"
@@ -205,16 +205,16 @@ def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Mod
         )
 
 
-def _describe(site: Site, name: str, description: ModulePolicyDescription) -> None:
-    module, cutting = site.module, site.cutting
+def _describe(rules: ModuleRules, name: str, description: ModulePolicyDescription) -> None:
+    module, tp_plan = rules.module, rules.tp_plan
     if description.param_replacement:
         refuse(f"param_replacement of {name}", description.param_replacement, "cut layers with sub_module_replacement")
     for path, value in (description.attribute_replacement or {}).items():
         owner, _, last = path.rpartition(".")
         holder = _at(module, owner, f"attribute_replacement {path!r} of {name}") if owner else module
-        cutting.sets(holder, **{last: value})
+        tp_plan.sets(holder, **{last: value})
     for method, function in (description.method_replacement or {}).items():
-        cutting.sets(module, **{method: MethodType(function, module)})
+        tp_plan.sets(module, **{method: MethodType(function, module)})
     for each in description.sub_module_replacement or []:
         where = f"{name}.{each.suffix}"
         if _at(module, each.suffix, where, missing_is_none=each.ignore_if_not_exist) is None:
@@ -222,7 +222,7 @@ def _describe(site: Site, name: str, description: ModulePolicyDescription) -> No
         if not (isinstance(each.target_module, type) and issubclass(each.target_module, ParallelModule)):
             refuse(f"target_module of {where}", each.target_module, "give a class of shardwise.shardformer.layer")
         owner, _, last = each.suffix.replace("[", ".").replace("]", "").rpartition(".")
-        inside = replace(site, module=module.get_submodule(owner))
+        inside = replace(rules, module=module.get_submodule(owner))
         try:
             each.target_module.collect(inside, last, **(each.kwargs or {}))
         except (TypeError, ValueError, NotImplementedError) as error:

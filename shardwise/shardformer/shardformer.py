@@ -58,9 +58,9 @@ class ShardFormer:
                 if policy is not None:
                     plan = replace(plan, architecture=PolicyArchitecture(policy, plan))
                 device = next((param.device for param in model.parameters()), torch.device("cpu"))
-                cutting = cut_model(model, _axis_over(config, device), plan)
-                cutting.cut_values()
-                cutting.install()
+                tp_plan = cut_model(model, _axis_over(config, device), plan)
+                tp_plan.cut_values()
+                tp_plan.install()
         return model, []
 
 

@@ -1,111 +1,96 @@
-"""What Lightning's strategies have in common: one session under a Trainer, whatever its plan.
+"""The base class of the strategies for Lightning's Trainer: one session per LightningModule.
 
-The order of a run is Lightning's: ``setup`` shards the module and its optimizers; from then on the Trainer calls the
-sharded module, and the engine reduces, clips, scales and steps. The session stays when the run ends, so that saving,
-testing or fitting again goes on from it.
+``setup`` shards the module and its optimizers. Then the Trainer calls the sharded module, and the engine reduces,
+clips, scales and steps. The session outlives the run, so that saving, testing or fitting again continues from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.lightning_precision import (
+from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.precision import (
     NumberFormat,
     ShardedPrecision,
     check_replaceable,
     correct_throughput,
 )
-from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.refusals import check_callbacks, check_layer_sync
-from shardwise.strategies.saving import Saving
-from shardwise.strategies.scheduler_states import check_schedulers, fit_schedulers
+from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
-from shardwise.strategies.toggling import Toggling
 
-__all__ = ["LightningArguments", "ShardedStrategy"]
+__all__ = ["REFUSED", "ShardedStrategy", "StartMethod", "check_callbacks", "passed_on"]
+
 
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 
 
-@dataclass(frozen=True)
-class LightningArguments:
-    """Arguments of Lightning's own strategies, which ours hand on.
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+PASSED_ON = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
 
-    Attributes:
-        accelerator: as in Lightning's ``DDPStrategy``.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
-        checkpoint_io: checkpoints become what it writes, single files; ``None``: a directory, each rank its part.
-        precision_plugin: as in Lightning's ``DDPStrategy``.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
-        timeout: of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
-    """
 
-    accelerator: Any = None
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: Any = None
-    checkpoint_io: Any = None
-    precision_plugin: Any = None
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a strategy that Lightning's ``DDPStrategy`` takes, without ``None``."""
+    return {name: values[name] for name in PASSED_ON if values.get(name) is not None}
 
 
 class ShardedStrategy(_Base):  # type: ignore[misc]
-    """To be built by :func:`shardwise.strategies.namespace.build`; a concrete strategy overrides :meth:`_plan`."""
+    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
 
     ns: ClassVar[Namespace]
     model: Any
     optimizers: Any
     lr_scheduler_configs: Any
-    precisions: ClassVar[tuple[str, ...]] = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
-    """Those that :meth:`_plan` can make a plan of."""
 
     def __init__(self, **lightning: Any) -> None:
         self._live: Live | None = None
-        self._told_precision = False
         self._saving = Saving(self)
-        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+        super().__init__(**lightning)
 
-    # ---- what a concrete strategy decides
+    # ---- hooks for subclasses
 
     def _plan(self, module: Any) -> Plan:
-        """The plan for ``module`` (a LightningModule before it is sharded), ``self.format`` and ``self.world_size``."""
+        """Return the plan for ``module``, a LightningModule that is not sharded yet."""
         raise NotImplementedError(f"{type(self).__name__} has no _plan: override it")
 
     def _check(self, trainer: Any) -> None:
-        """Raise or warn, before anything is built, where the Trainer or its module asks for what cannot be done."""
+        """Raise an error or warn, before anything is built, about options of the Trainer that do not work."""
 
     def _built(self, session: Session, trainer: Any) -> None:
-        """A session was made (or taken over from an earlier run) and is about to be used."""
+        """Called with the session of a run before its first use."""
 
     def _clips(self, value: float, algorithm: str) -> bool:
-        """Whether the Trainer's clipping (``"norm"`` or ``"value"``) is done; ``False`` where the plan clips."""
+        """Return whether to apply the Trainer's clipping; ``False`` if the plan clips."""
         return True
 
     def _building(self) -> AbstractContextManager[Any]:
-        """Around ``configure_model`` and ``configure_sharded_model`` of a module that is not sharded yet."""
+        """Return the context of ``configure_model`` and ``configure_sharded_model`` before the module is sharded."""
         return deferred_init()
 
-    # ---- facts
+    # ---- properties
 
     @property
     def session(self) -> Session:
         """The session that this strategy runs.
 
         Raises:
-            RuntimeError: there is none before ``setup``.
+            RuntimeError: before ``setup``.
         """
         if self._live is None:
             raise RuntimeError(f"session={self._live}: {type(self).__name__} shards the model when the Trainer runs")
@@ -113,14 +98,14 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     @property
     def format(self) -> NumberFormat:
-        """Number formats."""
+        """Number format of the precision."""
         found: NumberFormat = self.precision_plugin.format
         return found
 
     @property
     def precision_plugin(self) -> Any:
-        """Always a :class:`ShardedPrecision`."""
-        # A default is not kept: Lightning takes one that is set for the user's choice.
+        """The precision plugin, always a :class:`ShardedPrecision`."""
+        # The default is not stored: Lightning would take it for the user's choice.
         return self._precision_plugin if self._precision_plugin is not None else self._sharded_precision("32-true")
 
     @precision_plugin.setter
@@ -128,43 +113,34 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         if plugin is not None and not isinstance(plugin, ShardedPrecision):
             check_replaceable(self.ns, plugin)
             plugin = self._sharded_precision(plugin.precision)
-        if plugin is not None and plugin.precision not in self.precisions:
-            raise ValueError(
-                f"precision={plugin.precision!r} with {type(self).__name__}: give one of {', '.join(self.precisions)}"
-            )
         self._precision_plugin = plugin
 
     def _sharded_precision(self, precision: Any) -> Any:
-        made = build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")
-        return made(precision)
+        return build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: values go into shards."""
+        """True: a checkpoint is loaded into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether the last checkpoint is a single file, whose optimizer states Lightning hands over."""
+        """Whether Lightning restores optimizer states: only from a single file."""
         return self._saving.whole_file
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: steps are taken where Lightning counts them, after the last batch of an epoch too."""
+        """False: Lightning decides when to step, including after the last batch of an epoch."""
         return False
 
     # ---- a run
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, or go on with the session that it is in. Collective."""
+        """Shard the module, or continue with its session. Collective."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn.value == "fit"
         check_callbacks(self.ns, trainer)
-        if fitting:
-            check_layer_sync(self.ns, self, self.lightning_module)
-        self._tell_precision(trainer)
-        # Tensors that hooks make in inference mode could not be changed by steps, which are outside of it. The loop
-        # that evaluates during training is never in it.
+        # A step cannot change tensors that hooks create in inference mode.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._check(trainer)
@@ -191,45 +167,33 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self.setup_precision_plugin()
         self.barrier("shardwise.setup")
 
-    def _tell_precision(self, trainer: Any) -> None:
-        """Warn, once, of a precision that Lightning ignores."""
-        asked = getattr(trainer._accelerator_connector, "_precision_flag", None)
-        if asked not in (None, "32-true", self.format.name) and not self._told_precision:
-            self._told_precision = True
-            if self.is_global_zero:
-                warn_user(
-                    f"precision={asked!r} of Trainer is not applied: the precision_plugin that was given has "
-                    f"{self.format.name!r}, and goes before it"
-                )
-
     def _shard(self, module: Any, fitting: bool) -> Live:
-        mock = self.ns.load("core.optimizer._MockOptimizer")  # what Lightning takes for "no optimizer"
+        mock = self.ns.load("core.optimizer._MockOptimizer")  # Lightning's stand-in for "no optimizer"
         real = [each for each in self.optimizers if not isinstance(each, mock)] if fitting else []
         live = shard(module, real, self._plan(module), self.root_device)
         if real:
             self.optimizers = list(live.session.optimizers)
-            Toggling(live.session, module, self.ns.load("LightningModule"))
         return live
 
     def model_to_device(self) -> None:
-        """Sharding did."""
+        """Do nothing: sharding has moved the model."""
 
     def teardown(self) -> None:
-        """End a run. The session stays; what is being saved is waited for."""
+        """End a run: wait for unfinished saves and keep the session."""
         launcher = self._launcher
         trainer = getattr(self.lightning_module, "_trainer", None)
         running = trainer is not None and trainer.state.status.value == "running"
         if self._live is not None and running:
             self.session.checkpoints.wait_for_saves()
             if isinstance(launcher, self.ns.load("strategies.launchers._MultiProcessingLauncher")):
-                self.unshard()  # the launcher sends the module's own state to the main process
+                self.unshard()  # the launcher sends the module's state to the main process
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
 
     def unshard(self) -> None:
-        """The module becomes an ordinary one, whole, on the host of every rank. Collective."""
+        """Turn the module into an ordinary one with full parameters on the host of every rank. Collective."""
         if self._live is not None:
             live, self._live = self._live, None
             live.unshard()
@@ -239,7 +203,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Models built inside have no memory until they are sharded."""
+        """Build models without memory until they are sharded."""
         live = live_session(self.lightning_module)
         if live is not None:
             with deferred_init(), live.kept():
@@ -250,61 +214,32 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     # ---- passes and steps
 
-    @contextmanager
-    def backward_pass(self) -> Iterator[float]:
-        """Around a backward pass; gives the factor that the loss must be multiplied by."""
-        session = self.session
-        scaler = session.optimizer.scaler if session.optimizer is not None else None
-        scale = scaler.scale if scaler is not None else 1.0
-        with session.backward_pass(scale):
-            yield scale
-
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced."""
+        """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
         if self._live is not None and self.session.plan.shard.reduce == "last":
             return self.session.no_sync()
         return nullcontext()
 
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        step: Callable[..., Any] = getattr(super(), name)
-        if not torch.is_inference_mode_enabled():
-            return step(*args, **kwargs)
-        # What is gathered now is read by later passes, where inference tensors could not be.
-        with torch.inference_mode(False), torch.no_grad():
-            return step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.validation_step``."""
-        return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.test_step``."""
-        return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``LightningModule.predict_step``."""
-        return self._step("predict_step", *args, **kwargs)
-
     # ---- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state on the host of every rank, fp32 where there are masters. Collective."""
+        """Return the full state on the host of every rank, in fp32 if there are masters. Collective."""
         return self._saving.module_state()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state of ``optimizer`` on every rank, as plain torch has it. Collective."""
+        """Return the full state of ``optimizer`` on every rank in torch's format. Collective."""
         return self._saving.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory, each rank its part; one file where a ``checkpoint_io`` was given. Collective."""
+        """Write a directory of shards, or one file if a ``checkpoint_io`` was given. Collective."""
         self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective."""
+        """Restore from a directory or file of any format that ``open_checkpoint`` reads. Collective."""
         return self._restored(self._saving.load(checkpoint_path, weights_only, super().load_checkpoint))
 
     def _restored(self, found: dict[str, Any]) -> dict[str, Any]:
-        """``found``, which ``on_load_checkpoint`` sees next."""
+        """Return ``found`` with schedulers' states that fit; ``on_load_checkpoint`` sees it next."""
         module = self.lightning_module
         if module.trainer.state.fn.value == "fit":
             check_schedulers(self.lr_scheduler_configs, found, module.strict_loading)
@@ -314,14 +249,53 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Weights of a single file; those of a directory are in place already.
+        """Load the weights of a single file; those of a directory are already loaded.
 
-        Modules that ``on_load_checkpoint`` built again are dropped with a warning: they would not be sharded.
+        Modules that ``on_load_checkpoint`` built again are dropped with a warning: they are not sharded.
         """
         if self._live is not None:
             self._live.put_back()
         self._saving.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Optimizer states of a single file."""
+        """Load the optimizer states of a single file."""
         self._saving.load_optimizers(checkpoint)
+
+
+# ---- callbacks that do not work with sharded parameters
+
+REFUSED = {
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": (
+        "it averages and exchanges unsharded parameters",
+        "average the checkpoints of several epochs afterwards",
+    ),
+    "callbacks.weight_averaging.WeightAveraging": (
+        "it averages and exchanges unsharded parameters",
+        "average the checkpoints of several epochs afterwards",
+    ),
+    "callbacks.finetuning.BaseFinetuning": (
+        "it unfreezes parameters during training, after they were packed for the optimizer",
+        "fit in two runs and set requires_grad before each",
+    ),
+    "callbacks.pruning.ModelPruning": (
+        "it replaces parameters by masked ones during training",
+        "prune before training, or in your own optimizer",
+    ),
+}
+
+
+def check_callbacks(namespace: Namespace, trainer: Any) -> None:
+    """Check the callbacks of a run that trains.
+
+    Raises:
+        NotImplementedError: a callback is one of :data:`REFUSED`.
+    """
+    if trainer.state.fn.value != "fit":
+        return
+    for path, (reason, instead) in REFUSED.items():
+        refused = namespace.find(path)  # some versions do not have it
+        for callback in trainer.callbacks if refused is not None else ():
+            if isinstance(callback, refused):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} with {type(trainer.strategy).__name__}: {reason}. Instead, {instead}"
+                )

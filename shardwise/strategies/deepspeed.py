@@ -1,4 +1,4 @@
-"""``DeepSpeedStrategy``: ZeRO stages 0 to 3 and their offloads under Lightning's Trainer, on CPUs and GPUs."""
+"""``DeepSpeedStrategy`` for Lightning's Trainer and Fabric: ZeRO stages 0 to 3 and offload, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -6,96 +6,147 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.compat.published import documented, names_of, takes
+from shardwise.compat.published import picked
+from shardwise.core.checkpoint.formats.detect import detect_format
+from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
-from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.saving import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.base import LightningArguments, ShardedStrategy
+from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.deepspeed_config import (
+    ACCUMULATION,
     AUTO,
     CLIPPING,
     MICRO,
+    ConfiguredByDeepSpeed,
     DeepSpeedArguments,
     TrainerFacts,
     complete,
     read,
     scale_without_effect,
 )
-from shardwise.strategies.deepspeed_saving import SavingWithoutFrozen, is_of_deepspeed, load_deepspeed
-from shardwise.strategies.deepspeed_settings import ConfiguredByDeepSpeed
+from shardwise.strategies.fabric import Check, FabricStrategy
+from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
 
-__all__ = ["DeepSpeed"]
+__all__ = ["DeepSpeed", "FabricDeepSpeed", "SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
 
-NAMES = names_of(DeepSpeedArguments)
-SCALE = NAMES.index("loss_scale")  # where Lightning has others between them
+
 STEPS_PER_PRINT = 10  # DeepSpeed's own
 
 
-@documented(DeepSpeedArguments, LightningArguments)
-@takes(
-    "accelerator",
-    *NAMES[:SCALE],
-    "config",
-    "logging_level",
-    "parallel_devices",
-    "cluster_environment",
-    *NAMES[SCALE:],
-    "load_full_weights",
-    "precision_plugin",
-    "process_group_backend",
-    by_name=("timeout", "exclude_frozen_parameters", "start_method"),
-)
 class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     """ZeRO as DeepSpeed configurations describe it.
 
-    The arguments are those of Lightning 2.1 to 2.6, in their order; :class:`DeepSpeedArguments` says what each means
-    here. They make a DeepSpeed configuration, which ``config`` (a dict or a path) or the environment variable
-    ``PL_DEEPSPEED_CONFIG_PATH`` replaces whole, in this order; what it leaves open or calls ``"auto"`` comes from
-    Trainer. The limits of DeepSpeed are gone: any accelerator, any number of optimizers of any element-wise class,
-    clipping by norm and by value, accumulation as Lightning counts it, any number of ranks on resume.
+    The arguments are those of Lightning 2.1 to 2.6, in their order. They make a DeepSpeed configuration, which
+    ``config`` (a dict or a path) or else the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` replaces. Missing and
+    ``"auto"`` values come from the Trainer. Any accelerator, any number of element-wise optimizers, clipping by norm
+    and by value, Lightning's accumulation and any number of ranks on resume work. Sizes are in elements,
+    ``block_size`` in bytes.
 
     Args:
-        config: a DeepSpeed configuration; it is never changed.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        zero_optimization: ``False``: stage 0 without offload.
+        stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
+            says so if that is elsewhere.
+        offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
+        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        nvme_path: a directory on the disk.
+        params_buffer_count: CPU buffers for parameters on the disk.
+        params_buffer_size: no effect: buffers are as large as the largest shard.
+        max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        optimizer_buffer_count: CPU buffers for state on the disk.
+        block_size: size of the largest disk request.
+        queue_depth: disk requests in flight per thread.
+        single_submit: submit requests one by one.
+        overlap_events: collect completions while further requests are in flight.
+        thread_count: submitting threads.
+        pin_memory: use pinned memory.
+        sub_group_size: no effect: updates run in tiles of their own size.
+        contiguous_gradients: no effect: gradients always share buffers.
+        overlap_comm: reduce during backward and gather ahead.
+        allgather_partitions: no effect: updated parameters are always all-gathered.
+        reduce_scatter: no effect: an all-reduce would give the same sums.
+        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        reduce_bucket_size: see ``allgather_bucket_size``.
+        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
+        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
+        config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
         logging_level: of what is logged during its runs (``logging.INFO`` shows progress).
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        loss_scale: 0 is dynamic (fp16 only, as the next four).
+        initial_scale_power: the first scale is ``2**initial_scale_power``.
+        loss_scale_window: good steps before the scale doubles.
+        hysteresis: overflows before the scale is halved.
+        min_loss_scale: an overflow at this scale is an error.
+        partition_activations: no effect, with a warning: torch keeps the activations.
+        cpu_checkpointing: no effect, with a warning.
+        contiguous_memory_optimization: no effect, with a warning.
+        synchronize_checkpoint_boundary: no effect, with a warning.
         load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
-        exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
-        ValueError, NotImplementedError: a fault in an argument or in the configuration; it is named.
+        ValueError, NotImplementedError: an invalid argument or configuration.
     """
 
     strategy_name = "deepspeed"
 
+    # fmt: off
     def __init__(
-        self,
-        arguments: DeepSpeedArguments,
-        lightning: LightningArguments,
-        *,
-        config: Any = None,
-        logging_level: int = logging.WARNING,
-        load_full_weights: bool = False,
-        exclude_frozen_parameters: bool = False,
+        self, accelerator: Any = None, zero_optimization: bool = True, stage: int = 2,
+        remote_device: str | None = None, offload_optimizer: bool = False, offload_parameters: bool = False,
+        offload_params_device: str = "cpu", nvme_path: str = "/local_nvme", params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000, max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu", optimizer_buffer_count: int = 4, block_size: int = 1048576,
+        queue_depth: int = 8, single_submit: bool = False, overlap_events: bool = True, thread_count: int = 1,
+        pin_memory: bool = False, sub_group_size: int = 1_000_000_000_000, contiguous_gradients: bool = True,
+        overlap_comm: bool = True, allgather_partitions: bool = True, reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000, reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True, logging_batch_size_per_gpu: str | int | None = "auto",
+        config: Any = None, logging_level: int = logging.WARNING, parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None, loss_scale: float = 0, initial_scale_power: int = 16,
+        loss_scale_window: int = 1000, hysteresis: int = 2, min_loss_scale: int = 1,
+        partition_activations: bool = False, cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False, synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False, precision_plugin: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, exclude_frozen_parameters: bool = False,
+        start_method: StartMethod = "popen",
     ) -> None:
-        self.arguments = arguments
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(DeepSpeedArguments, values)
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
         self._steps = 0
         self._lacks_states = False
         self._logging_level = known_level(logging_level)
         self._level_outside: int | None = None
-        super().__init__(**vars(lightning))
+        super().__init__(**passed_on(values))
         if exclude_frozen_parameters:
             self._saving = SavingWithoutFrozen(self)
 
@@ -117,7 +168,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         return read(self._completed(trainer), self.world_size)
 
     def _settled(self, trainer: Any) -> Settings:
-        """What the configuration says now, with what was changed in it, and with Trainer's part shown in it."""
+        """Return the settings of the configuration with the program's changes and the Trainer's values."""
         self._take_edits()
         self._show(self._completed(trainer))
         self._settings = read(self.config, self.world_size)
@@ -153,8 +204,8 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """See :meth:`ShardedStrategy.model_sharded_context`. What a module builds may depend on the configuration
-        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``), so that is complete by now."""
+        """See :meth:`ShardedStrategy.model_sharded_context`. ``config`` is complete inside, because modules may use it
+        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``)."""
         self._take_edits()
         self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
@@ -171,12 +222,12 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     # ---- optimizer and schedule of the configuration
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Those of ``configure_optimizers``, unless the configuration names an optimizer: then it is not called.
+        """Make the configuration's optimizer, or else call ``configure_optimizers``.
 
-        A scheduler of the configuration is used where the module gives none; it is stepped after every step.
+        The configuration's scheduler is used if the module has none; it steps after every optimizer step.
 
         Raises:
-            ValueError: a scheduler for several optimizers, an unknown name or parameter.
+            ValueError: one scheduler for several optimizers, or an unknown name or parameter.
         """
         settings = self._settings or self._read(trainer)
         name, schedule = settings["optimizer.type"], settings["scheduler.type"]
@@ -210,7 +261,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
-        self._check_edits()
         settings = self._settings
         if settings is None or not hasattr(optimizer, "scaler"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -227,7 +277,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         return f"step={self._steps}, lr={rates}{scale}"
 
     def on_train_start(self) -> None:
-        """The first step begins; by now the data loader is known."""
+        """Complete the configuration with the data loader's batch size before the first step."""
         super().on_train_start()
         trainer = self.lightning_module.trainer
         if self._given.get(MICRO) in (None, AUTO):
@@ -239,7 +289,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning hands over optimizer states: those of a single file that has some."""
+        """Whether Lightning restores optimizer states: only from a single file that has them."""
         if not super().lightning_restore_optimizer:
             return False
         if self.load_full_weights and self._lacks_states:
@@ -272,7 +322,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @contextmanager
     def _lenient(self, path: str) -> Iterator[None]:
-        """Frozen parameters that a checkpoint was saved without stay as they are."""
+        """Keep frozen parameters that the checkpoint does not have."""
         module = self.lightning_module
         strict = module.strict_loading
         if strict and Path(path).is_dir() and frozen_ones_are_missing(self.session, path):
@@ -293,7 +343,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
 
 def _batch_size(trainer: Any) -> int:
-    """Samples of a rank's training batch, as far as the data loader shows; else 1."""
+    """Return the batch size of the training data loader, or 1 if it is unknown."""
     loader = trainer.train_dataloader
     if loader is None:
         loader = trainer.fit_loop._data_source.instance  # the loader itself, or who makes it when training begins
@@ -301,3 +351,223 @@ def _batch_size(trainer: Any) -> int:
     if size is None and isinstance(loader, DataLoader):
         size = loader.batch_size
     return size if isinstance(size, int) and size > 0 else 1
+
+
+# ---- Checkpoints of ``DeepSpeedStrategy``: those that DeepSpeed wrote, and those without frozen parameters.
+
+
+class SavingWithoutFrozen(Saving):
+    """Saves checkpoints without frozen parameters."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._writers: dict[tuple[int, bool], Checkpointer] = {}
+
+    def _writer(self, session: Session, whole: bool) -> Checkpointer:
+        key = (id(session), whole)
+        if key not in self._writers:
+            self.wait_for_saves()
+            self._writers = {key: Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))}
+        self._writers[key].steps = session.checkpoints.steps
+        return self._writers[key]
+
+    def wait_for_saves(self) -> None:
+        """Wait for unfinished saves."""
+        for writer in self._writers.values():
+            writer.wait_for_saves()
+
+
+def is_of_deepspeed(path: str) -> bool:
+    """Return whether DeepSpeed itself wrote the directory."""
+    try:
+        return Path(path).is_dir() and detect_format(path) == "deepspeed"
+    except OSError:
+        return False
+
+
+def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
+    """Load a checkpoint that DeepSpeed wrote under Lightning; return Lightning's entries, its client state."""
+    module = strategy.lightning_module
+    fitting = module.trainer.state.fn.value == "fit"
+    strict, configs = module.strict_loading, strategy.lr_scheduler_configs
+    check = partial(check_schedulers, configs, strict=strict) if fitting else None
+    found = take_over(strategy.session, path, strict, fitting, [], check)
+    state = {"lr_schedulers": [], "epoch": 0, "global_step": 0, **found.client_state}
+    state.setdefault("pytorch-lightning_version", strategy.ns.version)
+    state["state_dict"] = outline(strategy.session)
+    return state
+
+
+@dataclass(frozen=True)
+class FabricDeepSpeedArguments(DeepSpeedArguments):
+    """:class:`DeepSpeedArguments` with the one default that Fabric publishes otherwise."""
+
+    logging_batch_size_per_gpu: str | int | None = None
+
+
+class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
+    """ZeRO as DeepSpeed configurations describe it.
+
+    The arguments are those of Fabric's own strategy. They make a DeepSpeed configuration, which ``config`` (a dict or a
+    path) replaces. The program counts batches and steps. Sizes are in elements, ``block_size`` in bytes.
+
+    Args:
+        accelerator: as in Lightning's ``DDPStrategy``.
+        zero_optimization: ``False``: stage 0 without offload.
+        stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
+            says so if that is elsewhere.
+        offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
+        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        nvme_path: a directory on the disk.
+        params_buffer_count: CPU buffers for parameters on the disk.
+        params_buffer_size: no effect: buffers are as large as the largest shard.
+        max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        optimizer_buffer_count: CPU buffers for state on the disk.
+        block_size: size of the largest disk request.
+        queue_depth: disk requests in flight per thread.
+        single_submit: submit requests one by one.
+        overlap_events: collect completions while further requests are in flight.
+        thread_count: submitting threads.
+        pin_memory: use pinned memory.
+        sub_group_size: no effect: updates run in tiles of their own size.
+        contiguous_gradients: no effect: gradients always share buffers.
+        overlap_comm: reduce during backward and gather ahead.
+        allgather_partitions: no effect: updated parameters are always all-gathered.
+        reduce_scatter: no effect: an all-reduce would give the same sums.
+        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        reduce_bucket_size: see ``allgather_bucket_size``.
+        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
+        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
+        config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
+        logging_level: of what is logged during its runs.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        loss_scale: 0 is dynamic (fp16 only, as the next four).
+        initial_scale_power: the first scale is ``2**initial_scale_power``.
+        loss_scale_window: good steps before the scale doubles.
+        hysteresis: overflows before the scale is halved.
+        min_loss_scale: an overflow at this scale is an error.
+        partition_activations: no effect, with a warning: torch keeps the activations.
+        cpu_checkpointing: no effect, with a warning.
+        contiguous_memory_optimization: no effect, with a warning.
+        synchronize_checkpoint_boundary: no effect, with a warning.
+        load_full_weights: no effect: single files are read anyway.
+        precision: a precision plugin.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        start_method: as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        MisconfigurationException: the path of a configuration does not exist, or it contradicts Fabric.
+        ValueError, NotImplementedError: an invalid argument or configuration.
+    """
+
+    # fmt: off
+    def __init__(
+        self, accelerator: Any = None, zero_optimization: bool = True, stage: int = 2,
+        remote_device: str | None = None, offload_optimizer: bool = False, offload_parameters: bool = False,
+        offload_params_device: str = "cpu", nvme_path: str = "/local_nvme", params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000, max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu", optimizer_buffer_count: int = 4, block_size: int = 1048576,
+        queue_depth: int = 8, single_submit: bool = False, overlap_events: bool = True, thread_count: int = 1,
+        pin_memory: bool = False, sub_group_size: int = 1_000_000_000_000, contiguous_gradients: bool = True,
+        overlap_comm: bool = True, allgather_partitions: bool = True, reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000, reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True, logging_batch_size_per_gpu: str | int | None = None,
+        config: Any = None, logging_level: int = logging.WARNING, parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None, loss_scale: float = 0, initial_scale_power: int = 16,
+        loss_scale_window: int = 1000, hysteresis: int = 2, min_loss_scale: int = 1,
+        partition_activations: bool = False, cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False, synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False, precision: Any = None, process_group_backend: str | None = None,
+        timeout: timedelta | None = None, exclude_frozen_parameters: bool = False, *, checkpoint_io: Any = None,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FabricDeepSpeedArguments, values)
+        self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
+        self._choose(config)
+        self._check_given()
+        set_level(known_level(logging_level))
+        super().__init__(**passed_on(values))
+
+    def _check_given(self) -> None:
+        """Check the configuration for keys that the program has to handle under Fabric.
+
+        Raises:
+            MisconfigurationException: the configuration has such a key.
+        """
+        steps = self._given.get(ACCUMULATION)
+        if steps not in (None, AUTO, 1):
+            raise self._misconfiguration(
+                f"gradient_accumulation_steps={steps!r} in the DeepSpeed config: under Fabric the program counts; "
+                "leave the key out, call fabric.backward(loss / n) n times and then optimizer.step()"
+            )
+        for key in ("optimizer", "scheduler"):
+            if self._given.get(key):
+                raise self._misconfiguration(
+                    f"{key}={self._given[key]!r:.80} in the DeepSpeed config: under Fabric the program makes it; leave "
+                    "the key out, and give yours to fabric.setup"
+                )
+
+    # ---- the plan
+
+    def _read(self) -> Settings:
+        facts = TrainerFacts(accumulation=1, micro_batch=1, clip=0.0, precision=self.format.name)
+        self._take_edits()
+        self._check_given()
+        self._show(complete(self._given, self.arguments, facts, self._misconfiguration))
+        self._settings = read(self.config, self.world_size)
+        return self._settings
+
+    def _plan(self, module: nn.Module) -> Plan:
+        plan, told = self._translated(self._read(), module)
+        if self.is_global_zero:
+            self._tell(told)
+        return plan
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return zero.Init() if self.zero_stage_3 else nullcontext()
+
+    def _built(self, session: Session) -> None:
+        zero.remember(session)
+
+    # ---- steps
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """One step.
+
+        Raises:
+            RuntimeError: it was skipped for overflow at the lowest loss scale.
+        """
+        with watched_step(getattr(optimizer, "sharded", optimizer), self._settings or self._read()):
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_clipping(self, call: str) -> None:
+        if self._clips_in_step:
+            raise self._misconfiguration(
+                f"{call} beside gradient_clipping={self._given['gradient_clipping']} in the DeepSpeed config, which "
+                "clips in every step: leave one of them out"
+            )
+
+    # ---- checkpoints
+
+    def writer(self, session: Session, whole: bool) -> Checkpointer:
+        """See :meth:`FabricStrategy.writer`; without frozen parameters if ``exclude_frozen_parameters``."""
+        if not self.exclude_frozen_parameters:
+            return super().writer(session, whole)
+        return Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))
+
+    def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
+        """See :meth:`FabricStrategy.restore`; also reads directories that DeepSpeed wrote."""
+        if self.broadcast(is_of_deepspeed(os.fspath(path))):
+            return dict(take_over(session, path, strict, whole, [], check).client_state)
+        if strict and frozen_ones_are_missing(session, path):
+            strict = False
+        return super().restore(session, path, strict, whole, check)

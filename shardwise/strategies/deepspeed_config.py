@@ -1,18 +1,27 @@
-"""``DeepSpeedStrategy``'s arguments -> the DeepSpeed configuration that they mean -> completed by what Trainer says."""
+"""The DeepSpeed configuration of ``DeepSpeedStrategy``: from its arguments, completed by the Trainer's values."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardwise.compat.published import changed, given_in_vain, listed, names_of
 from shardwise.core.base.checked import switch, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.mesh.launch import read_variable
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
-from shardwise.deepspeed.plan import data_ranks, home_of_parameters, plan_of
+from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
+from shardwise.deepspeed.plan import data_parallel, data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
+from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.precision import NumberFormat
 
 __all__ = [
+    "ConfiguredByDeepSpeed",
     "DeepSpeedArguments",
     "TrainerFacts",
     "chosen_config",
@@ -24,6 +33,7 @@ __all__ = [
     "to_plan",
     "without_effect",
 ]
+
 
 AUTO = "auto"
 MICRO, TOGETHER = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -72,52 +82,13 @@ OF_PARAM = {
 
 @dataclass(frozen=True)
 class DeepSpeedArguments:
-    """The published arguments of Lightning's ``DeepSpeedStrategy`` that describe the training, in their order.
+    """The arguments of the strategy that make a DeepSpeed configuration; see :class:`~.deepspeed.DeepSpeed`.
 
     Sizes and ``max_in_cpu`` are in elements, ``block_size`` in bytes.
 
-    Attributes:
-        zero_optimization: ``False``: stage 0, and nothing is offloaded.
-        stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 parameters too.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
-            says so if that is elsewhere.
-        offload_optimizer: masters and optimizer state go to ``offload_optimizer_device``.
-        offload_parameters: at stage 3 parameters go to ``offload_params_device``.
-        offload_params_device: ``"cpu"`` or ``"nvme"``.
-        nvme_path: a directory on the disk that both may use.
-        params_buffer_count: host buffers for parameters on the disk.
-        params_buffer_size: no effect: buffers are as large as the largest shard.
-        max_in_cpu: elements of parameters that a rank keeps in host memory when the others go to the disk.
-        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
-        optimizer_buffer_count: host buffers for state on the disk.
-        block_size: largest single request to the disk.
-        queue_depth: requests in flight for each thread.
-        single_submit: submit requests one by one.
-        overlap_events: collect completions while further requests are in flight.
-        thread_count: submitting threads.
-        pin_memory: page-lock host memory.
-        sub_group_size: no effect: updates run in tiles of their own size.
-        contiguous_gradients: no effect: they always share one array.
-        overlap_comm: reduce during backward and gather ahead.
-        allgather_partitions: no effect: updated parameters always travel by all-gather.
-        reduce_scatter: no effect: an all-reduce would give the same sums.
-        allgather_bucket_size: stages 0 to 2: parameters share chunks of the smaller of the two.
-        reduce_bucket_size: see ``allgather_bucket_size``.
-        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
-        logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
-        loss_scale: 0 is dynamic (fp16 only, as the four after it).
-        initial_scale_power: the first scale is ``2**initial_scale_power``.
-        loss_scale_window: good steps until the scale doubles.
-        hysteresis: overflows until it is halved.
-        min_loss_scale: an overflow at this scale is an error.
-        partition_activations: no effect, with a warning: torch keeps the activations.
-        cpu_checkpointing: no effect, with a warning.
-        contiguous_memory_optimization: no effect, with a warning.
-        synchronize_checkpoint_boundary: no effect, with a warning.
-
     Raises:
-        TypeError: a number or a switch that is none.
-        ValueError: a value out of range.
+        TypeError: a number or a switch has another type.
+        ValueError: a value is out of range.
     """
 
     zero_optimization: bool = True
@@ -171,7 +142,7 @@ class DeepSpeedArguments:
         self.check()
 
     def check(self) -> None:
-        """What the configuration says to the rest.
+        """Check the arguments that become configuration keys.
 
         Raises:
             ValueError: a value out of range; the key is named.
@@ -180,11 +151,11 @@ class DeepSpeedArguments:
         plan_of(read_config(tree), 1)
 
     def fp16(self) -> dict[str, Any]:
-        """The block of the loss scale."""
+        """Return the block ``fp16`` of the configuration."""
         return {"enabled": True, **{name: getattr(self, name) for name in FP16}}
 
     def to_config(self) -> dict[str, Any]:
-        """The DeepSpeed configuration without what comes from Trainer."""
+        """Return the DeepSpeed configuration without the Trainer's values."""
         tree: dict[str, Any] = {}
         if self.logging_batch_size_per_gpu not in (None, AUTO):
             tree[MICRO] = self.logging_batch_size_per_gpu
@@ -201,7 +172,7 @@ class DeepSpeedArguments:
 
 
 def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
-    """Dotted paths of the configuration whose arguments were left at their defaults: nobody asked for them."""
+    """Return the paths of keys whose arguments have their defaults, about which there is no warning."""
     given = set(changed(arguments, names_of(DeepSpeedArguments)))
     places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
     places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
@@ -217,7 +188,7 @@ NEW_NAME = "intra_op_parallelism"  # what DeepSpeed calls thread_count since 0.1
 def chosen_config(
     config: Any, from_environment: str | None, variable: str, error: type[Exception]
 ) -> dict[str, Any] | None:
-    """The configuration that was given: the argument, else the file that the environment names; a copy.
+    """Return a copy of the configuration: the argument, or else the file that the environment variable names.
 
     Args:
         config: a dict, a path, or ``None``.
@@ -245,7 +216,7 @@ def chosen_config(
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """What ``Trainer`` knows and a configuration may leave open.
+    """Values of the Trainer for keys that a configuration leaves out.
 
     Attributes:
         accumulation: its ``accumulate_grad_batches``.
@@ -263,7 +234,7 @@ class TrainerFacts:
 def complete(
     tree: Mapping[str, Any], arguments: DeepSpeedArguments, facts: TrainerFacts, error: type[Exception]
 ) -> dict[str, Any]:
-    """``tree`` with the batch, clipping and number format of Trainer where it has none; ``tree`` is not changed.
+    """Return a copy of ``tree`` with the Trainer's batch size, clipping and precision for missing keys.
 
     Args:
         tree: the configuration.
@@ -315,7 +286,7 @@ def _enabled(block: Any) -> bool:
 
 
 def read_given(tree: Source) -> Settings:
-    """A configuration, read and checked, as far as Lightning can have it.
+    """Read and check a configuration for Lightning.
 
     Raises:
         NotImplementedError: ``torch_autocast``, whose forward passes the engine would make.
@@ -330,7 +301,7 @@ def read_given(tree: Source) -> Settings:
 
 
 def read(tree: Mapping[str, Any], world_size: int) -> Settings:
-    """A completed configuration, read and checked.
+    """Read and check a completed configuration.
 
     ``train_batch_size`` is no more than a number in the log here, since the data loader decides: one that does not fit
     is left out, and a note says so.
@@ -352,7 +323,7 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
 
 
 def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside: bool) -> tuple[Plan, Report]:
-    """The plan of a configuration that :func:`read` read.
+    """Return the plan and the report of settings from :func:`read`.
 
     Args:
         settings: what was read.
@@ -366,7 +337,7 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
 
 
 def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Arguments that differ from their defaults and mean nothing beside the others, by reason.
+    """Return changed arguments without effect, by reason.
 
     What only the number format or the stage of a configuration makes meaningless is in the report of :func:`to_plan`.
 
@@ -407,7 +378,126 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
-    """Arguments of the loss scale that differ from their defaults, where ``completed`` did not take them."""
+    """Return the changed arguments of the loss scale that ``completed`` does not use."""
     if completed.get("fp16") == arguments.fp16():
         return ""
     return listed(arguments, changed(arguments, FP16))
+
+
+# ---- What DeepSpeed's configuration says to a strategy, the same under a Trainer and under Fabric.
+
+
+# [Note: Edits of a configuration]
+# Lightning passes `strategy.config` itself to DeepSpeed, so programs change it before the run. It also shows values of
+# the Trainer, which may differ in the next run. So the given configuration is kept separately, and a top-level key of
+# `config` that differs from what was shown counts as given, with its whole block.
+class ConfiguredByDeepSpeed:
+    """The configuration of a strategy and its plan; see [Note: Edits of a configuration].
+
+    Attributes:
+        config: the configuration, with what came from Lightning once it is in use. A program may change it until its
+            model is sharded; what it changes afterwards has no effect, and a warning says so.
+    """
+
+    DEEPSPEED_ENV_VAR = "PL_DEEPSPEED_CONFIG_PATH"
+    ns: Namespace
+    arguments: DeepSpeedArguments
+    format: NumberFormat
+    global_rank: int
+    world_size: int
+    config: dict[str, Any]
+
+    def _choose(self, config: Any) -> None:
+        """Choose the configuration, and warn about arguments without effect."""
+        from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
+        chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
+        self._config_given = chosen is not None
+        self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
+        read_given(self._given)  # faults show here, not when training begins
+        self._show(self._given)
+        self._settings: Settings | None = None
+        self._reported: set[str] = set()
+        for reason, names in without_effect(self.arguments, chosen).items():
+            self._warn(f"{listed(self.arguments, names)} without effect: {reason}")
+
+    def _show(self, tree: Mapping[str, Any]) -> None:
+        self.config, self._shown = copy.deepcopy(dict(tree)), copy.deepcopy(dict(tree))
+
+    def _edits(self) -> dict[str, Any]:
+        """Return what a program has changed in ``config``, by key; ``None``: the key was removed."""
+        now, shown = load_config(self.config), self._shown
+        return {name: now.get(name) for name in [*now, *(shown.keys() - now)] if now.get(name) != shown.get(name)}
+
+    def _take_edits(self) -> None:
+        """Take over the changes of ``config`` into the given configuration."""
+        edits = self._edits()
+        if edits:
+            self._given = {name: value for name, value in {**self._given, **edits}.items() if value is not None}
+            self._shown = copy.deepcopy(self.config)
+
+    @property
+    def _misconfiguration(self) -> type[Exception]:
+        found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")
+        return found
+
+    def _warn(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            warn_user(message)
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """Not available.
+
+        Raises:
+            AttributeError: always; the error names replacements.
+        """
+        raise AttributeError(
+            f"{type(self).__name__} has no DeepSpeed engine: strategy.session is what trains. Its optimizer."
+            "get_grad_norm() is get_global_grad_norm(), optimizer.loss_scale the loss scale, optimizer.max_norm what "
+            "steps clip to, checkpoints.save() and load() save_checkpoint() and load_checkpoint() (or save by the "
+            "Trainer or Fabric); strategy.config is the configuration",
+            name="deepspeed_engine",
+            obj=self,
+        )
+
+    _deepspeed_engine = deepspeed_engine
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether the configuration has stage 3."""
+        return read_config(self.config).stage == 3
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of Lightning's ``DistributedSampler``: tensor- and sequence-parallel ranks get the same samples."""
+        settings = self._settings or read_config(self.config)
+        rank, ranks = data_parallel(settings, self.global_rank, self.world_size)
+        return {"num_replicas": ranks, "rank": rank}
+
+    @property
+    def _clips_in_step(self) -> bool:
+        """Whether the configuration has a clipping norm, which replaces the Trainer's."""
+        return self._given.get(CLIPPING) not in (None, AUTO)
+
+    def _translated(self, settings: Settings, module: Any) -> tuple[Plan, Report]:
+        numels = [param.numel() for param in module.parameters()]
+        plan, report = to_plan(settings, self.world_size, numels, clip_outside=not self._clips_in_step)
+        if get_z3_leaf_modules(module):
+            plan = plan.but(same_order=False)  # their children run in another order from rank to rank
+        if self.format.dtype is torch.float64:
+            if plan.precision.param_dtype is not None:
+                raise self._misconfiguration(
+                    f"precision={self.format.name!r}, but the DeepSpeed config enables {plan.precision.param_dtype}: "
+                    "change one of them"
+                )
+            wide = torch.float64
+            plan = plan.but(param_dtype=wide, buffer_dtype=wide, master_weights=False, cast_inputs=True)
+        return plan, report
+
+    def _tell(self, report: Report) -> None:
+        quiet = frozenset() if self._config_given else quiet_paths(self.arguments)
+        told = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
+        if (told.ignored or told.notes) and str(told) not in self._reported:
+            self._reported.add(str(told))
+            told.warn()

@@ -1,71 +1,48 @@
-"""What Fabric's strategies have in common: a session for each model that ``fabric.setup`` is given.
+"""The base class of the strategies for Fabric, with one session per model, and Fabric's checkpoints.
 
-``setup(model, *optimizers)`` shards at once. After ``setup_module(model)`` optimizers may follow
-(``setup_optimizers``), so the model is sharded at its first use; see :mod:`shardwise.late`.
+``setup(model, *optimizers)`` shards at once. After ``setup_module(model)``, ``setup_optimizers`` may follow, so the
+model is sharded at its first use; see :mod:`shardwise.late`.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.write import agree
 from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.fabric_saving import Check, FabricSaving, restored, writer_of
-from shardwise.strategies.lightning_precision import CastingPrecision, NumberFormat, check_replaceable
+from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.sessions import live_session, shard
+from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
+from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
+from shardwise.strategies.sessions import live_session, scaled_pass, shard
 
-__all__ = ["FabricArguments", "FabricStrategy"]
+__all__ = ["Check", "FabricSaving", "FabricStrategy", "restored", "writer_of"]
+
 
 _Base: Any = object  # Fabric's DDPStrategy, once built for a namespace
 STATE = ("state_dict", "load_state_dict")
 
 
-@dataclass(frozen=True)
-class FabricArguments:
-    """Arguments of Fabric's own strategies, which ours hand on.
-
-    Attributes:
-        accelerator: as in Fabric's ``DDPStrategy``.
-        parallel_devices: as in Fabric's ``DDPStrategy``.
-        cluster_environment: as in Fabric's ``DDPStrategy``.
-        checkpoint_io: checkpoints become what it writes, single files; ``None``: a directory, each rank its part.
-        precision: a precision plugin.
-        process_group_backend: as in Fabric's ``DDPStrategy``.
-        timeout: of the process group.
-        start_method: as in Fabric's ``DDPStrategy``.
-    """
-
-    accelerator: Any = None
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: Any = None
-    checkpoint_io: Any = None
-    precision: Any = None
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
-
-
 class _Syncing:
-    """What ``fabric.no_backward_sync`` asks."""
+    """The implementation of ``fabric.no_backward_sync``."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced, which
-        gives the same sums."""
+        """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
         if not enabled:
             return nullcontext()
         session = self._strategy.late(module).session
@@ -73,33 +50,33 @@ class _Syncing:
 
 
 class FabricStrategy(_Base):  # type: ignore[misc]
-    """To be built by :func:`shardwise.strategies.namespace.build`; a concrete strategy overrides :meth:`_plan`."""
+    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
 
     ns: ClassVar[Namespace]
 
     def __init__(self, **lightning: Any) -> None:
-        self._known: list[weakref.ref[LateSession]] = []  # a model that is gone takes its session along
+        self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model
         self._saving = FabricSaving(self)
-        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+        super().__init__(**lightning)
         self._backward_sync_control = _Syncing(self)
 
-    # ---- what a concrete strategy decides
+    # ---- hooks for subclasses
 
     def _plan(self, module: nn.Module) -> Plan:
-        """The plan for ``module``, ``self.format`` and ``self.world_size``."""
+        """Return the plan for ``module``."""
         raise NotImplementedError(f"{type(self).__name__} has no _plan: override it")
 
     def _built(self, session: Session) -> None:
-        """A session was made."""
+        """Called with each new session."""
 
     def _building(self) -> AbstractContextManager[Any]:
-        """Around the construction of a model, in ``init_module``."""
+        """Return the context of ``init_module``."""
         return deferred_init()
 
     def _check_clipping(self, call: str) -> None:
-        """Whether the program may clip."""
+        """Raise an error if the program may not clip."""
 
-    # ---- facts
+    # ---- properties
 
     @property
     def _late(self) -> list[LateSession]:
@@ -107,7 +84,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Of the models that were set up, in that order; those that were not used yet are sharded here (collective)."""
+        """The sessions of all models, in the order of setup; shards models that are not sharded yet (collective)."""
         return tuple(late.session for late in self._late)
 
     @property
@@ -115,18 +92,18 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         """The session of the one model.
 
         Raises:
-            RuntimeError: there is none, or there are several.
+            RuntimeError: there is no model, or there are several.
         """
         late = self._late
         if len(late) != 1:
-            raise RuntimeError(f"session of {len(late)} models: set one up first, or read sessions")
+            raise RuntimeError(f"session of {len(late)} models: set up exactly one model, or use sessions")
         return late[0].session
 
     def late(self, module: nn.Module) -> LateSession:
-        """That of a model, as :meth:`setup_module` returned it.
+        """Return the :class:`LateSession` of a model that ``fabric.setup`` returned.
 
         Raises:
-            ValueError: it is none of ours.
+            ValueError: the model was not set up by this Fabric.
         """
         for late in self._late:
             if module is late.module or getattr(module, "module", None) is late.module:
@@ -135,13 +112,13 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @property
     def format(self) -> NumberFormat:
-        """Number formats."""
+        """Number format of the precision."""
         found: NumberFormat = self.precision.format
         return found
 
     @property
     def precision(self) -> Any:
-        """Always a :class:`~shardwise.strategies.lightning_precision.CastingPrecision`."""
+        """The precision plugin, always a :class:`~shardwise.strategies.precision.CastingPrecision`."""
         return self._precision if self._precision is not None else self._casting("32-true")
 
     @precision.setter
@@ -158,15 +135,15 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     @contextmanager
     def module_sharded_context(self) -> Iterator[None]:
-        """Models built inside have no memory until they are sharded."""
+        """Build models without memory until they are sharded."""
         with self._building():
             yield
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """What ``fabric.init_module`` enters: no memory until the model is sharded, dtypes of the ``true`` precisions.
+        """Return the context of ``fabric.init_module``: models have no memory until they are sharded.
 
         Args:
-            empty_init: ``True``: values are left out, for a checkpoint that fills them.
+            empty_init: do not initialize values, because a checkpoint will be loaded.
         """
         stack = ExitStack()
         stack.enter_context(self.ns.load("utilities.init._EmptyInit")(enabled=bool(empty_init)))
@@ -175,24 +152,24 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Sharding moves a model. What has no parameters (a loss, a metric) is moved here."""
+        """Move a module without parameters, such as a loss or a metric; sharding moves models."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """A model alone; it is sharded at its first use, with the optimizers that came until then.
+        """Set up a model; it is sharded at its first use, with the optimizers that were set up until then.
 
         Raises:
-            ValueError: it was set up before.
+            ValueError: the model was set up before.
         """
         return LateModule(self._set_up(module))
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> LateOptimizer:
-        """An optimizer of parameters of one model that was set up before.
+        """Set up an optimizer of one model that was set up before.
 
         Raises:
-            ValueError: it has parameters of none, or of several.
-            RuntimeError: the model is sharded with other optimizers already.
+            ValueError: the optimizer has parameters of no model, or of several.
+            RuntimeError: the model is already sharded with other optimizers.
         """
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owners = [late for late in self._late if any(id(param) in held for param in late.module.parameters())]
@@ -206,13 +183,13 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
-        """A model with all its optimizers, sharded at once. Collective."""
+        """Shard a model with all its optimizers. Collective."""
         late = self._set_up(module)
         try:
             for optimizer in optimizers:
                 late.add(optimizer)
             session = late.session
-        except BaseException:  # so that it can be tried again
+        except BaseException:  # so that setup can be repeated
             late.close()
             self._forget(late)
             raise
@@ -251,7 +228,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
             live.unshard()
 
     def unshard(self) -> None:
-        """The models become ordinary ones, whole, on the host of every rank. Collective."""
+        """Turn the models into ordinary ones with full parameters on the host of every rank. Collective."""
         for late in self._late:
             if late.built:
                 self._undo(late.session)
@@ -260,15 +237,15 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     # ---- passes and steps
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward pass from ``tensor``, times the loss scale; gradients are reduced meanwhile.
+        """Run the backward pass of ``tensor`` times the loss scale.
 
         Args:
             tensor: a loss.
-            module: the model that it was made with, where there are several under a loss scale.
-            args: of :meth:`torch.Tensor.backward`, as ``kwargs``.
+            module: its model, if several models have loss scales.
+            args: arguments of :meth:`torch.Tensor.backward`, as ``kwargs``.
 
         Raises:
-            ValueError: several models have loss scales, and ``module`` does not say which one counts.
+            ValueError: several models have loss scales, and ``module`` is missing.
         """
         used = [late.session for late in self._late if late.built]
         if module is not None:
@@ -281,12 +258,8 @@ class FabricStrategy(_Base):  # type: ignore[misc]
                 )
             tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return
-        scaler = used[0].optimizer.scaler if used[0].optimizer is not None else None
-        scale = scaler.scale if scaler is not None else 1.0
-        with used[0].backward_pass(scale):
-            if scale != 1.0:
-                tensor = (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor) * scale
-            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with scaled_pass(used[0], tensor) as scaled:
+            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def clip_gradients_norm(
         self,
@@ -314,30 +287,30 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     # ---- checkpoints
 
     def writer(self, session: Session, whole: bool) -> Checkpointer:
-        """What writes a directory; ``whole``: with the optimizers."""
+        """Return the writer of a directory; ``whole``: with the optimizers."""
         return writer_of(session, whole)
 
     def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
-        """A directory into a session, ``whole``: with its optimizers; what else is in it. Collective."""
+        """Load a directory into a session, ``whole``: with its optimizers; return the other entries. Collective."""
         return restored(session, path, strict, whole, check)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state on the host of every rank, fp32 where there are masters. Collective."""
+        """Return the full state on the host of every rank, in fp32 if there are masters. Collective."""
         return module.state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Take over a full state; every rank gives it. Collective."""
+        """Load a full state, which every rank has. Collective."""
         module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state on every rank, as plain torch has it. Collective."""
+        """Return the full state on every rank in torch's format. Collective."""
         found: dict[str, Any] = optimizer.state_dict()
         return found
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write a directory, each rank its part; one file where a ``checkpoint_io`` was given. Collective."""
+        """Write a directory of shards, or one file if a ``checkpoint_io`` was given. Collective."""
         self._saving.save(path, state, storage_options, filter, super().save_checkpoint)
 
     def load_checkpoint(
@@ -348,7 +321,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
 
 class _OfSession:
-    """``state_dict`` or ``load_state_dict`` of a module whose parameters are sharded, or will be."""
+    """``state_dict`` or ``load_state_dict`` of a module that is sharded, or will be."""
 
     def __init__(self, late: LateSession, name: str) -> None:
         self._late, self._name = late, name
@@ -359,3 +332,177 @@ class _OfSession:
         if kwargs.get("keep_vars") or not late.built:  # the engine asks for names so
             return self._own(late.module, *args, **kwargs)
         return getattr(late.session.module, self._name)(*args, **kwargs)
+
+
+# ---- Checkpoints of Fabric programs: the session's own format, with what else the program saves in the same directory.
+
+
+Check = Callable[[Mapping[str, Any]], None] | None
+
+
+class FabricSaving:
+    """Of one strategy."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def one_file(self) -> bool:
+        """Whether checkpoints go, whole, through a ``checkpoint_io`` that somebody chose."""
+        given = self._strategy._checkpoint_io
+        return given is not None and type(given) is not self._strategy.ns.load("plugins.io.torch_io.TorchCheckpointIO")
+
+    # ---- what is what
+
+    def _sessions(self, state: Mapping[str, Any]) -> dict[str, Session]:
+        found = {}
+        for name, value in state.items():
+            if isinstance(value, nn.Module):
+                try:
+                    found[name] = self._strategy.late(value).session
+                except ValueError:
+                    continue  # a module that Fabric did not set up
+        return found
+
+    def _one(self, state: Mapping[str, Any], call: str) -> tuple[str, Session]:
+        sessions = self._sessions(state)
+        if len(sessions) != 1:
+            raise ValueError(
+                f"{call} with {len(sessions)} models that were set up ({', '.join(sessions) or 'none'}) in "
+                f"state={{{', '.join(state)}}}: a checkpoint directory holds one; give state={{'model': model, ...}}"
+            )
+        return next(iter(sessions.items()))
+
+    @staticmethod
+    def _optimizers(state: Mapping[str, Any], session: Session, call: str) -> list[str]:
+        """Names of the session's optimizers in ``state``, in the session's order: all of them, or none."""
+        found = {}
+        for name, value in state.items():
+            own = value.target if isinstance(value, LateOptimizer) else value
+            if any(own is each for each in session.optimizers):
+                found[name] = own
+            elif isinstance(own, Optimizer) and hasattr(own, "engine"):
+                raise ValueError(
+                    f"{call}: state[{name!r}] is an optimizer of another model than state has; save each model with "
+                    "its own, in a directory of its own"
+                )
+        if found and len(found) != len(session.optimizers):
+            raise ValueError(
+                f"{call} with {len(found)} of the model's {len(session.optimizers)} optimizers ({', '.join(found)}): "
+                "give all, or none to leave them out"
+            )
+        return [name for each in session.optimizers for name, own in found.items() if own is each]
+
+    # ---- saving
+
+    def save(
+        self, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, whole: Callable[..., None]
+    ) -> None:
+        """See :meth:`shardwise.strategies.fabric.FabricStrategy.save_checkpoint`.
+
+        Raises:
+            TypeError: ``storage_options`` or ``filter`` for a directory.
+            ValueError: not exactly one model, or some of its optimizers.
+            CheckpointError: on every rank, where an entry cannot be saved, or a file not be written.
+        """
+        if self.one_file or not self._sessions(state):
+            whole(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
+            return
+        for name, value in (("storage_options", storage_options), ("filter", filter)):
+            if value is not None:
+                raise TypeError(
+                    f"save({name}={value!r:.80}): ranks write files of their own, whole tensors of the model; give the "
+                    "strategy a checkpoint_io for single files, which take it"
+                )
+        call = f"save({os.fspath(path)!r})"
+        name, session = self._one(state, call)
+        optimizers = self._optimizers(state, session, call)
+        rest = {key: value for key, value in state.items() if key != name and key not in optimizers}
+        with saving_to(session, path) as path:
+            packed = self._packed(rest, [name, *optimizers], session, path)
+            writer = self._strategy.writer(session, bool(optimizers))
+            root, tag = place(path)
+            writer.latest = False
+            writer.save(root, tag, step=session.checkpoints.steps, user_state=packed)
+
+    def _packed(self, rest: dict[str, Any], names: list[str], session: Session, path: str) -> dict[str, Any] | None:
+        packed: list[dict[str, Any]] = []
+
+        def put() -> None:
+            converted = self._strategy._convert_stateful_objects_in_state(rest, filter={})
+            packed.extend([pack({FABRIC: converted, FABRIC_NAMES: names})] if session.mesh.rank == 0 else [])
+
+        agree(session.mesh.world.exchange_object, session.mesh.rank, f"put together the entries of {path}", put)
+        return packed[0] if packed else None
+
+    # ---- loading
+
+    def load(
+        self, path: Any, state: Any, strict: bool, weights_only: bool | None, whole: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """See :meth:`shardwise.strategies.fabric.FabricStrategy.load_checkpoint`.
+
+        Raises:
+            ValueError: a directory without exactly one model to restore, or with some of its optimizers; entries of
+                the state that the checkpoint lacks, where nothing is changed.
+        """
+        path = os.fspath(self._strategy.broadcast(path))
+        if not self._strategy.broadcast(os.path.isdir(path)):
+            more = {} if weights_only is None else {"weights_only": weights_only}
+            return whole(path, state, strict, **more)
+        call = f"load({path!r})"
+        if isinstance(state, nn.Module):
+            self._strategy.restore(self._one({"obj": state}, call)[1], path, strict, False)
+            return {}
+        if isinstance(state, Optimizer):
+            raise ValueError(
+                f"load_raw({path!r}, {type(state).__name__}): a directory has optimizers with their model; use "
+                "fabric.load(path, {'model': model, 'optimizer': optimizer})"
+            )
+        state = {} if state is None else state
+        name, session = self._one(state, call)
+        optimizers = self._optimizers(state, session, call)
+        wanted = [key for key in state if key != name and key not in optimizers]
+
+        def check(entries: Mapping[str, Any]) -> None:
+            missing = [key for key in wanted if key not in entries]
+            if strict and missing:
+                raise ValueError(
+                    f"the state asks for {', '.join(missing)}, which {path} does not have (it has "
+                    f"{', '.join(entries) or 'nothing beside the model'}); give strict=False to keep them as they are"
+                )
+
+        entries = dict(self._strategy.restore(session, path, strict, bool(optimizers), check))
+        check(entries)
+        for key in wanted:
+            if key in entries:
+                value = entries.pop(key)
+                if hasattr(state[key], "load_state_dict"):
+                    state[key].load_state_dict(value)
+                else:
+                    state[key] = value
+        return entries
+
+
+def entries_of(user_state: Any) -> dict[str, Any]:
+    """What a program had beside the model, of a checkpoint that Fabric or a Trainer wrote."""
+    found = unpack(user_state)
+    inner = found.get(FABRIC)
+    return dict(inner) if isinstance(inner, Mapping) else found
+
+
+def writer_of(session: Session, whole: bool) -> Checkpointer:
+    """What writes a directory; ``whole``: with the optimizers."""
+    return session.checkpoints if whole else Checkpointer(ModelOnly(session))
+
+
+def restored(session: Session, path: str, strict: bool, whole: bool, check: Check) -> dict[str, Any]:
+    """Restore a session; ``whole``: with its optimizers, loss scale and random numbers. What else there is."""
+    if whole:
+        given = (lambda state: check(entries_of(state))) if check is not None else None
+        found = session.checkpoints.load(path, strict=strict, check=given)
+    else:
+        found = load_weights(session, path, strict)
+    if found is None:
+        raise FileNotFoundError(f"no checkpoint in {path}")
+    return entries_of(found.user_state)

@@ -1,21 +1,24 @@
-"""``DDPFullyShardedStrategy``: FairScale's published arguments as a plan.
+"""``DDPFullyShardedStrategy`` for Lightning's Trainer and Fabric, with FairScale's arguments, and ``wrap``.
 
-Source: ``DDPFullyShardedStrategy`` of Lightning 1.6 to 1.9, whose arguments are FairScale's
-``FullyShardedDataParallel``'s. What differs is in ``docs/lightning.md``.
+Models of Lightning 1.x call ``wrap`` and ``auto_wrap`` in ``configure_sharded_model``. They return the module itself,
+marked as a unit that is gathered and reduced at once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.compat.published import documented, names_of, takes
+from shardwise.compat.published import picked
 from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, switch, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.deferred import deferred_init
@@ -28,16 +31,147 @@ from shardwise.plan import (
     Packing,
     Plan,
     PrecisionPlan,
-    ScalerPlan,
     ShardPlan,
     on_device,
     usual_exchange,
 )
-from shardwise.strategies.base import LightningArguments, ShardedStrategy
-from shardwise.strategies.lightning_precision import NumberFormat
-from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
+from shardwise.plan.loss_scale import TORCH_SCALER
+from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
+from shardwise.strategies.fabric import FabricStrategy
+from shardwise.strategies.precision import NumberFormat
 
-__all__ = ["FullyShardedArguments", "FullyShardedStrategy", "to_plan"]
+__all__ = [
+    "FabricFullySharded",
+    "FullyShardedArguments",
+    "FullyShardedStrategy",
+    "auto_wrap",
+    "chosen_modules",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "to_plan",
+    "unit_names",
+    "wrap",
+]
+
+
+_MARK = "_shardwise_unit"
+LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
+CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
+
+
+# The policy of the innermost enable_wrap, in a tuple; empty outside of one.
+_ENABLED: ContextVar[tuple[Callable[..., bool] | None, ...]] = ContextVar("enabled", default=())
+
+
+@contextmanager
+def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, :func:`wrap` and :func:`auto_wrap` mark modules. A strategy does so around the model's construction.
+
+    Args:
+        auto_wrap_policy: what :func:`auto_wrap` asks unless told otherwise.
+        wrapper_kwargs: accepted for models that pass FairScale's (``wrapper_cls`` and its arguments). How a unit is
+            sharded is the strategy's, so they have no effect, and all but ``wrapper_cls`` warn.
+    """
+    _warn_of(wrapper_kwargs, "enable_wrap")
+    token = _ENABLED.set((auto_wrap_policy,))
+    try:
+        yield
+    finally:
+        _ENABLED.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module``, which is gathered and reduced as one; outside :func:`enable_wrap` as it is."""
+    _warn_of(wrap_overrides, "wrap")
+    if _ENABLED.get():
+        module.__dict__[_MARK] = True
+    return module
+
+
+def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = None, **kwargs: Any) -> nn.Module:
+    """``module`` with those inside marked that the policy chooses, itself included.
+
+    Args:
+        module: any.
+        auto_wrap_policy: ``f(module, recurse, unwrapped_params, ...) -> bool``; by default that of the context.
+        kwargs: see :func:`wrap`.
+    """
+    _warn_of(kwargs, "auto_wrap")
+    for policy in _ENABLED.get():
+        for each in chosen_modules(module, auto_wrap_policy or policy or default_auto_wrap_policy):
+            each.__dict__[_MARK] = True
+    return module
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    module_is_root: bool = False,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    skip_params_check_for_root: bool = False,
+) -> bool:
+    """Units of at least ``min_num_params`` elements.
+
+    Args:
+        module: the one in question.
+        recurse: whether the question is "look inside?" and not "is it a unit?".
+        unwrapped_params: its elements that no unit holds yet.
+        module_is_root: whether it is the one that ``auto_wrap`` was called with.
+        min_num_params: smallest unit, in elements.
+        force_leaf_modules: classes that are not looked into; by default MultiheadAttention.
+        exclude_wrap_modules: classes that are no units; by default ModuleList and ModuleDict.
+        skip_params_check_for_root: the root is a unit whatever its size.
+    """
+    leaves = tuple(force_leaf_modules) if force_leaf_modules is not None else LEAVES
+    excluded = tuple(exclude_wrap_modules) if exclude_wrap_modules is not None else CONTAINERS
+    large = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
+    return large and not isinstance(module, leaves if recurse else excluded)
+
+
+def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Modules inside ``module``, itself included, that a policy makes units, the innermost first."""
+    found: list[nn.Module] = []
+    _choose(module, policy, True, found)
+    return found
+
+
+def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: list[nn.Module]) -> int:
+    """Elements under ``module`` that are in units now."""
+    takes_root = "module_is_root" in inspect.signature(policy).parameters
+    ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not ask(module=module, recurse=True, unwrapped_params=numel):
+        return 0
+    wrapped = sum(_choose(child, policy, False, found) for child in module.children())
+    if ask(module=module, recurse=False, unwrapped_params=numel - wrapped):
+        found.append(module)
+        return numel
+    return wrapped
+
+
+def unit_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the marked modules of ``model`` that hold parameters, in module order."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name and module.__dict__.get(_MARK) and next(module.parameters(), None) is not None
+    )
+
+
+def _warn_of(arguments: dict[str, Any], what: str) -> None:
+    given = sorted(set(arguments) - {"wrapper_cls"})
+    if given:
+        warn_user(
+            f"{what}({', '.join(given)}): how units are sharded is the strategy's choice; give these to "
+            "DDPFullyShardedStrategy"
+        )
+
+
+# ---- ``DDPFullyShardedStrategy``: FairScale's published arguments as a plan.
+
 
 MIB = 2**20
 
@@ -76,7 +210,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     Args:
         arguments: the published ones.
         number_format: the Trainer's precision.
-        units: names of the modules that :func:`~shardwise.strategies.wrapping.wrap` marked.
+        units: names of the modules that :func:`~shardwise.strategies.fully_sharded.wrap` marked.
 
     Raises:
         ValueError: ``fp32_reduce_scatter`` without mixed precision.
@@ -107,7 +241,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
             accumulate_dtype=None,
             cast_inputs=dtype is not None,
             output_dtype=None,
-            scaler=_scaler() if number_format.scaled and dtype is torch.float16 else None,
+            scaler=TORCH_SCALER if number_format.scaled and dtype is torch.float16 else None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=usual_exchange(),
@@ -121,6 +255,14 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     )
 
 
+@contextmanager
+def _wrapping(arguments: FullyShardedArguments) -> Iterator[None]:
+    """Inside, models have no memory yet and :func:`auto_wrap` marks units of ``min_num_params`` elements."""
+    policy = functools.partial(default_auto_wrap_policy, min_num_params=arguments.min_num_params)
+    with deferred_init(), enable_wrap(auto_wrap_policy=policy):
+        yield
+
+
 def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[str, ...]) -> Packing:
     if not arguments.flatten_parameters:
         return ByTensor(persist_numel=0)
@@ -130,52 +272,47 @@ def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[
     return ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByModule(unit_classes=())
 
 
-def _scaler() -> ScalerPlan:
-    """What torch's ``GradScaler`` does."""
-    return ScalerPlan(
-        initial_scale=2.0**16,
-        min_scale=2.0**-24,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=2000,
-        hysteresis=1,
-        max_scale=2.0**64,
-    )
-
-
-@documented(LightningArguments)
-@takes(
-    "accelerator",
-    *names_of(FullyShardedArguments),
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    by_name=("timeout", "start_method"),
-)
 class FullyShardedStrategy(ShardedStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
 
     Args:
-        cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
-        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
-        reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
-        move_grads_to_cpu: reduced gradients, masters and optimizer state are on the host, and the optimizer runs there;
-            ``None``: as ``cpu_offload``.
-        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
-        compute_dtype: parameters are gathered and computed with in it; ``None``: what ``precision`` says.
-        bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
+        accelerator: as in Lightning's ``DDPStrategy``.
+        cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
+        flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
+        reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
+        move_grads_to_cpu: keep reduced gradients, masters and optimizer state in CPU memory and step there; ``None``:
+            as ``cpu_offload``.
+        fp32_reduce_scatter: reduce gradients in fp32, with mixed precision.
+        compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
+        bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap``, in elements.
         state_dict_to_cpu: :meth:`lightning_module_state_dict` gives tensors on the host; ``False``: on the device.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: a value is out of range.
     """
 
-    def __init__(self, arguments: FullyShardedArguments, lightning: LightningArguments) -> None:
-        self.arguments = arguments
-        super().__init__(**vars(lightning))
+    # fmt: off
+    def __init__(
+        self, accelerator: Any = None, cpu_offload: bool = False, flatten_parameters: bool = True,
+        reshard_after_forward: bool = True, move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None, compute_dtype: torch.dtype | None = None, bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000, state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision_plugin: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FullyShardedArguments, values)
+        super().__init__(**passed_on(values))
 
     def _plan(self, module: nn.Module) -> Plan:
         return to_plan(self.arguments, self.format, unit_names(module))
@@ -188,13 +325,7 @@ class FullyShardedStrategy(ShardedStrategy):
             )
 
     def _building(self) -> AbstractContextManager[Any]:
-        return self._enabled()
-
-    @contextmanager
-    def _enabled(self) -> Iterator[None]:
-        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
-        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
-            yield
+        return _wrapping(self.arguments)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state on every rank, fp32 where there are masters; see ``state_dict_to_cpu``. Collective."""
@@ -204,3 +335,52 @@ class FullyShardedStrategy(ShardedStrategy):
         return {
             n: v.to(self.root_device) if isinstance(v, torch.Tensor) and not v.is_meta else v for n, v in state.items()
         }
+
+
+class FabricFullySharded(FabricStrategy):
+    """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
+
+    Args:
+        accelerator: as in Lightning's ``DDPStrategy``.
+        cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
+        flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
+        reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
+        move_grads_to_cpu: keep reduced gradients, masters and optimizer state in CPU memory and step there; ``None``:
+            as ``cpu_offload``.
+        fp32_reduce_scatter: reduce gradients in fp32, with mixed precision.
+        compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
+        bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
+        min_num_params: smallest unit of ``auto_wrap`` inside ``fabric.init_module()``, in elements.
+        state_dict_to_cpu: ``model.state_dict()`` gives tensors on the host, where they are in any case.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
+        precision: a precision plugin.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: timeout of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    # fmt: off
+    def __init__(
+        self, accelerator: Any = None, cpu_offload: bool = False, flatten_parameters: bool = True,
+        reshard_after_forward: bool = True, move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None, compute_dtype: torch.dtype | None = None, bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000, state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None, cluster_environment: Any = None,
+        checkpoint_io: Any = None, precision: Any = None, process_group_backend: str | None = None, *,
+        timeout: timedelta | None = None, start_method: StartMethod = "popen",
+    ) -> None:
+        # fmt: on
+        values = dict(locals())
+        self.arguments = picked(FullyShardedArguments, values)
+        super().__init__(**passed_on(values))
+
+    def _plan(self, module: nn.Module) -> Plan:
+        return to_plan(self.arguments, self.format, unit_names(module))
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return _wrapping(self.arguments)

@@ -1,7 +1,7 @@
-"""The two packages that Lightning is published as, and how one class body becomes a class of each.
+"""Lightning's two packages, and the function that makes a class for each of one class body.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are separate copies without a common class, so a strategy is written
-once, without a base, and built on the ``DDPStrategy`` of either.
+``lightning.pytorch`` and ``pytorch_lightning`` are separate copies without a common class. A strategy is written once
+without a base class, and built on each package's ``DDPStrategy``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ OLDEST, TOO_NEW = (2, 2), (2, 7)
 
 @dataclass(frozen=True)
 class Namespace:
-    """One of them, imported when something of it is asked for.
+    """One of Lightning's packages, imported at its first use.
 
     Attributes:
-        pytorch: the package with ``Trainer``, or for Fabric's own strategies the one with ``Fabric``.
-        fabric: the package below it, or the same.
-        home: where we export the classes that are built for it; they are pickled by that name.
+        pytorch: the package with ``Trainer``; for Fabric's strategies the package with ``Fabric``.
+        fabric: the package with ``Fabric``.
+        home: our module that exports the classes, under whose name they are pickled.
     """
 
     pytorch: str
@@ -32,19 +32,19 @@ class Namespace:
 
     @property
     def of_fabric(self) -> bool:
-        """Whether it is for Fabric itself."""
+        """Whether this is one of Fabric's packages."""
         return self.pytorch == self.fabric
 
     def load(self, path: str) -> Any:
-        """A module or attribute of the package, such as ``"strategies.ddp.DDPStrategy"``."""
+        """Return a module or attribute of the package, such as ``"strategies.ddp.DDPStrategy"``."""
         return _load(self.pytorch, path)
 
     def load_fabric(self, path: str) -> Any:
-        """The same of the package below it."""
+        """Return a module or attribute of the Fabric package."""
         return _load(self.fabric, path)
 
     def find(self, path: str) -> Any:
-        """As :meth:`load`; ``None`` where this version has nothing of that name."""
+        """As :meth:`load`, but return ``None`` if this version does not have the name."""
         try:
             return _load(self.pytorch, path)
         except (AttributeError, ImportError):
@@ -52,12 +52,12 @@ class Namespace:
 
     @property
     def version(self) -> str:
-        """Such as ``"2.6.1"``."""
+        """The package's version, such as ``"2.6.1"``."""
         return str(importlib.import_module(self.pytorch).__version__)
 
     def check_version(self) -> None:
         """Raises:
-        ImportError: a version that the strategies were not written for.
+        ImportError: the version is not supported.
         """
         found = tuple(int(part) for part in self.version.split(".")[:2])
         if not OLDEST <= found < TOO_NEW:
@@ -89,13 +89,13 @@ def _load(package: str, path: str) -> Any:
 
 @cache
 def build(namespace: Namespace, body: type, base: str, name: str) -> Any:
-    """The class ``name`` of ``namespace``: ``body`` on top of Lightning's class ``base``.
+    """Return the class ``name`` of ``namespace``, which derives from ``body`` and Lightning's class ``base``.
 
     Args:
-        namespace: which Lightning.
-        body: a class that calls ``super()`` as if it were derived from ``base``; it finds its namespace in ``self.ns``.
-        base: path of the class, such as ``"strategies.ddp.DDPStrategy"``.
-        name: under which ``namespace.home`` exports the result.
+        namespace: Lightning's package.
+        body: a class that calls ``super()`` as if it derived from ``base``; ``self.ns`` is the namespace.
+        base: path of Lightning's class, such as ``"strategies.ddp.DDPStrategy"``.
+        name: the name under which ``namespace.home`` exports the result.
     """
     members = {"__module__": namespace.home, "__qualname__": name, "__doc__": body.__doc__, "ns": namespace}
     return type(name, (body, namespace.load(base)), members)

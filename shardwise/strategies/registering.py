@@ -1,18 +1,17 @@
-"""The strategies' classes for one of Lightning's packages, and the names under which its Trainer finds them."""
+"""The strategies' classes for each of Lightning's packages, and their registered names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardwise.strategies.colossalai import ColossalAI
-from shardwise.strategies.deepspeed import DeepSpeed
-from shardwise.strategies.fabric_kinds import FabricColossalAI, FabricDeepSpeed, FabricFullySharded
-from shardwise.strategies.fully_sharded import FullyShardedStrategy
-from shardwise.strategies.lightning_precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
+from shardwise.strategies.colossalai import ColossalAI, FabricColossalAI
+from shardwise.strategies.deepspeed import DeepSpeed, FabricDeepSpeed
+from shardwise.strategies.fully_sharded import FabricFullySharded, FullyShardedStrategy
 from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
 from shardwise.strategies.single_file import read_directories
 
-__all__ = ["STAGES", "classes", "fabric_classes", "register", "take_over_deepspeed_names"]
+__all__ = ["STAGES", "classes", "register", "take_over_deepspeed_names"]
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,56 +28,48 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True, **_NVME},
     ),
 }
-"""DeepSpeed's names after their prefix, with what they mean."""
+"""DeepSpeed's strategy names without prefix, with their description and arguments."""
+
+
+_DDP, _PRECISION = "strategies.ddp.DDPStrategy", "plugins.precision.precision.Precision"
+_OF_TRAINER: dict[str, tuple[type, str]] = {
+    "ColossalAIPrecisionPlugin": (ColossalAIPrecision, _PRECISION),
+    "ColossalAIStrategy": (ColossalAI, _DDP),
+    "DDPFullyShardedStrategy": (FullyShardedStrategy, _DDP),
+    "DeepSpeedStrategy": (DeepSpeed, _DDP),
+    "ShardedPrecision": (ShardedPrecision, _PRECISION),
+}
+_OF_FABRIC: dict[str, tuple[type, str]] = {
+    "ColossalAIStrategy": (FabricColossalAI, _DDP),
+    "DDPFullyShardedStrategy": (FabricFullySharded, _DDP),
+    "DeepSpeedStrategy": (FabricDeepSpeed, _DDP),
+    "ShardedPrecision": (CastingPrecision, _PRECISION),
+}
+"""Exported names, with the class body and the class of Lightning that it extends."""
 
 
 def classes(namespace: Namespace) -> dict[str, Any]:
-    """What ``namespace.home`` exports, by name.
+    """Return the classes that ``namespace.home`` exports, by name.
 
     Raises:
         ImportError: this version of Lightning is too old or too new.
     """
     namespace.check_version()
-    ddp, precision = "strategies.ddp.DDPStrategy", "plugins.precision.precision.Precision"
-    bodies: dict[str, tuple[type, str]] = {
-        "ColossalAIPrecisionPlugin": (ColossalAIPrecision, precision),
-        "ColossalAIStrategy": (ColossalAI, ddp),
-        "DDPFullyShardedStrategy": (FullyShardedStrategy, ddp),
-        "DeepSpeedStrategy": (DeepSpeed, ddp),
-        "ShardedPrecision": (ShardedPrecision, precision),
-    }
-    return {name: build(namespace, body, base, name) for name, (body, base) in bodies.items()}
-
-
-def fabric_classes(namespace: Namespace) -> dict[str, Any]:
-    """The same of one of Fabric's packages."""
-    namespace.check_version()
-    ddp = "strategies.ddp.DDPStrategy"
-    bodies: dict[str, tuple[type, str]] = {
-        "ColossalAIStrategy": (FabricColossalAI, ddp),
-        "DDPFullyShardedStrategy": (FabricFullySharded, ddp),
-        "DeepSpeedStrategy": (FabricDeepSpeed, ddp),
-        "ShardedPrecision": (CastingPrecision, "plugins.precision.precision.Precision"),
-    }
+    bodies = _OF_FABRIC if namespace.of_fabric else _OF_TRAINER
     made = {name: build(namespace, body, base, name) for name, (body, base) in bodies.items()}
     for name, (_, base) in bodies.items():
-        if base == ddp:  # an interface, which has no more than a name
+        if namespace.of_fabric and base == _DDP:  # an interface without methods
             namespace.load("strategies.strategy._Sharded").register(made[name])
     return made
 
 
 def _registry(namespace: Namespace) -> Any:
-    name = "STRATEGY_REGISTRY" if namespace.of_fabric else "StrategyRegistry"
-    return namespace.load(f"strategies.{name}")
+    return namespace.load(f"strategies.{'STRATEGY_REGISTRY' if namespace.of_fabric else 'StrategyRegistry'}")
 
 
-def _made(namespace: Namespace) -> dict[str, Any]:
-    return fabric_classes(namespace) if namespace.of_fabric else classes(namespace)
-
-
-def register(namespace: Namespace) -> None:
-    """Make the strategies known by name. A name that somebody registered before is replaced."""
-    registry, made = _registry(namespace), _made(namespace)
+def register(namespace: Namespace) -> list[Any]:
+    """Register the strategies' names, replacing earlier ones; return the classes in the order of their names."""
+    registry, made = _registry(namespace), classes(namespace)
     read_directories(namespace)
     for name, strategy, meaning in (
         ("colossalai", made["ColossalAIStrategy"], "Gemini: chunks on device and host"),
@@ -87,6 +78,7 @@ def register(namespace: Namespace) -> None:
     ):
         registry.register(name, strategy, f"{meaning} (shardwise)", override=True)
     _register_stages(registry, "shardwise_deepspeed_", made["DeepSpeedStrategy"])
+    return [made[name] for name in sorted(made)]
 
 
 def _register_stages(registry: Any, prefix: str, deepspeed: Any) -> None:
@@ -95,7 +87,7 @@ def _register_stages(registry: Any, prefix: str, deepspeed: Any) -> None:
 
 
 def take_over_deepspeed_names(namespace: Namespace) -> None:
-    """From here on ``"deepspeed"`` and ``"deepspeed_stage_..."`` mean ours in this process."""
-    registry, deepspeed = _registry(namespace), _made(namespace)["DeepSpeedStrategy"]
+    """Make ``"deepspeed"`` and ``"deepspeed_stage_..."`` mean this package's ``DeepSpeedStrategy`` in this process."""
+    registry, deepspeed = _registry(namespace), classes(namespace)["DeepSpeedStrategy"]
     registry.register("deepspeed", deepspeed, "ZeRO stage 2 (shardwise)", override=True)
     _register_stages(registry, "deepspeed_", deepspeed)

@@ -1,39 +1,53 @@
-"""Checkpoints of a Trainer: the session's own format, with what Lightning keeps beside it in the same directory."""
+"""Checkpoints of a Trainer: the session's own format, with Lightning's entries in the same directory."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.randomness import read_generators, restore_generators
+from shardwise.core.checkpoint.options import check_scheduler, read_generators, restore_generators
 from shardwise.core.checkpoint.restore import Restored
+from shardwise.core.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.checkpoint.write import agree
 from shardwise.session import Session
 from shardwise.strategies.entries import left_out, pack, unpack
-from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 
-__all__ = ["FABRIC", "FABRIC_NAMES", "ModelOnly", "Saving", "load_weights", "outline", "place", "saving_to"]
+__all__ = [
+    "CLASSES",
+    "FABRIC",
+    "FABRIC_NAMES",
+    "ModelOnly",
+    "Saving",
+    "check_schedulers",
+    "fit_schedulers",
+    "load_weights",
+    "outline",
+    "place",
+    "saving_to",
+    "scheduler_classes",
+]
+
 
 FABRIC = "fabric"
-"""The entry that a checkpoint of Fabric has; see :mod:`shardwise.strategies.fabric_saving`."""
+"""The entry of a checkpoint with the state of a Fabric program; see :mod:`shardwise.strategies.fabric`."""
 
 FABRIC_NAMES = "fabric_names"
-"""Beside it, under which names the program has its model and its optimizers."""
+"""The entry with the program's names of its model and its optimizers."""
 
-ALONE = "checkpoint"  # the tag below a path that cannot be one
+ALONE = "checkpoint"  # the tag inside a directory whose name cannot be a tag
 
 
 class _Outline(dict[str, Any]):
-    """Names and shapes of a state whose values are written by the session; parameters are on the meta device."""
+    """Names and shapes of a model's state; parameters are on the meta device, because the session writes the values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__(state)
@@ -45,7 +59,7 @@ class _Outline(dict[str, Any]):
 
 
 def outline(session: Session) -> dict[str, Any]:
-    """Of the session's model; see :class:`_Outline`."""
+    """Return names and shapes of the session's model; see :class:`_Outline`."""
     sharded = {id(param) for param in session.params}
     return _Outline(
         {
@@ -65,10 +79,10 @@ class ModelOnly:
 
 
 class Saving:
-    """Of one strategy.
+    """Saving and loading for one strategy.
 
     Attributes:
-        whole_file: the last checkpoint that was loaded is one file, which Lightning hands over entry by entry.
+        whole_file: whether the last loaded checkpoint is one file, from which Lightning restores each entry.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -77,10 +91,10 @@ class Saving:
         self._dumping = False
         self._warned: set[str] = set()  # of hyperparameters
 
-    # ---- what a checkpoint is made from
+    # ---- entries of a checkpoint
 
     def outline_dumps(self, trainer: Any) -> None:
-        """Have ``trainer`` put names and shapes, not values, into a checkpoint: the session writes those."""
+        """Make ``trainer`` put names and shapes into a checkpoint; the session writes the values."""
         connector = trainer._checkpoint_connector
         if "dump_checkpoint" in vars(connector):
             return
@@ -102,7 +116,7 @@ class Saving:
 
     @property
     def _given_io(self) -> Any:
-        """The ``checkpoint_io`` that somebody chose; ``None`` for Lightning's own."""
+        """The user's ``checkpoint_io``; ``None`` for Lightning's default."""
         given = self._strategy._checkpoint_io
         return None if given is None or type(given) is self._strategy.ns.load("plugins.io.TorchCheckpointIO") else given
 
@@ -112,16 +126,16 @@ class Saving:
 
     @property
     def one_file(self) -> bool:
-        """Whether checkpoints go, whole, through a ``checkpoint_io`` that somebody chose."""
+        """Whether the user's ``checkpoint_io`` writes each checkpoint as one file."""
         return self._given_io is not None and not self._asynchronous
 
     def module_state(self) -> dict[str, Any]:
-        """Full, or its outline while a checkpoint is being put together."""
+        """Return the full state, or its outline while Lightning collects a checkpoint."""
         session: Session = self._strategy.session
         return outline(session) if self._dumping else session.module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The same of an optimizer; the outline is empty."""
+        """Return an optimizer's full state, or ``{}`` while Lightning collects a checkpoint."""
         found: dict[str, Any] = {} if self._dumping else optimizer.state_dict()
         return found
 
@@ -132,12 +146,12 @@ class Saving:
 
         Raises:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
-            CheckpointError: on every rank, where an entry of the checkpoint cannot be saved, or a file not be written.
+            CheckpointError: on every rank, if an entry cannot be saved or a file cannot be written.
         """
         if storage_options is not None and not self.one_file:
             raise TypeError(
-                f"storage_options={storage_options!r}: ranks write files of their own; give the strategy a "
-                "checkpoint_io to use them"
+                f"storage_options={storage_options!r} have no effect on a directory of shards; give the strategy a "
+                "checkpoint_io that uses them"
             )
         session: Session = self._strategy.session
         with saving_to(session, path) as path:
@@ -150,8 +164,8 @@ class Saving:
         state = checkpoint.get("state_dict")
         if isinstance(state, _Outline) and state.changed:
             warn_user(
-                f"on_save_checkpoint changed state_dict in the checkpoint ({len(state)} names): the model is saved as "
-                "it is. Put what is to be kept beside it under a key of its own"
+                f"on_save_checkpoint changed state_dict in the checkpoint ({len(state)} names), but the model is saved "
+                "unchanged. Save additional values under another key"
             )
         packed = self._put_together(checkpoint, path)
         writer = self._writer(session, "optimizer_states" in checkpoint)
@@ -166,7 +180,7 @@ class Saving:
         )
 
     def _put_together(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any] | None:
-        """Lightning's entries as data, on rank 0. Every rank warns, once, of hyperparameters that are none."""
+        """Return Lightning's entries as data on rank 0; warn once about hyperparameters that are not data."""
         world, rank = self._strategy.session.mesh.world, self._strategy.session.mesh.rank
         packed: list[dict[str, Any]] = []
 
@@ -182,13 +196,13 @@ class Saving:
         if new:
             self._warned.update(new)
             warn_user(
-                f"checkpoints are without {', '.join(new)}: nothing in them is pickled. Give these hyperparameters to "
-                "load_from_checkpoint, or say save_hyperparameters(ignore=...)"
+                f"checkpoints are without {', '.join(new)}: nothing in them is pickled. Pass these hyperparameters to "
+                "load_from_checkpoint, or use save_hyperparameters(ignore=...)"
             )
         return packed[0] if packed else None
 
     def _writer(self, session: Session, whole: bool) -> Checkpointer:
-        """What writes a directory; ``whole``: with the optimizers."""
+        """Return the writer of a directory; ``whole``: with the optimizers."""
         return session.checkpoints if whole else Checkpointer(ModelOnly(session))
 
     # ---- loading
@@ -218,10 +232,10 @@ class Saving:
         if not state:  # of the Booster, or of another library: values only
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:
-                warn_user(f"{path} holds weights only: optimizers and counters start anew")
+                warn_user(f"{path} holds weights only: optimizers and counters start from the beginning")
         elif anew and "lr_schedulers" not in state:  # saved with save_weights_only
             state["lr_schedulers"] = []
-            warn_user(f"{path} holds weights only: optimizers and schedulers start anew")
+            warn_user(f"{path} holds weights only: optimizers and schedulers start from the beginning")
         state.setdefault("pytorch-lightning_version", self._strategy.ns.version)
         state["state_dict"] = outline(session)
         return state
@@ -233,8 +247,8 @@ class Saving:
             self._strategy.session.module.load_state_dict(state, strict=strict)
         elif isinstance(state, _Outline) and state.changed:
             warn_user(
-                f"on_load_checkpoint changed state_dict ({len(state)} names): the weights were restored before, as "
-                "they were saved. Load a single file to change them on the way"
+                f"on_load_checkpoint changed state_dict ({len(state)} names) after the weights were loaded. Load a "
+                "single file to change the weights in the hook"
             )
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -267,7 +281,7 @@ def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dic
 
 
 def _has_optimizers(path: str) -> bool:
-    """Whether there is state of optimizers; also true of what cannot be read, of which loading tells more."""
+    """Return whether there is optimizer state; also True if the file cannot be read, which loading will report."""
     try:
         source = open_checkpoint(path)
     except (OSError, ValueError, CheckpointError):
@@ -279,7 +293,7 @@ def _has_optimizers(path: str) -> bool:
 
 
 def load_weights(session: Session, path: str, strict: bool) -> Restored | None:
-    """The model alone; the random numbers go on as they were."""
+    """Load the model without changing the random number generators."""
     device = session.mesh.device
     generators = read_generators(device)
     try:
@@ -289,14 +303,74 @@ def load_weights(session: Session, path: str, strict: bool) -> Restored | None:
 
 
 def place(path: str) -> tuple[str, str]:
-    """The directory of checkpoints and the name in it. What cannot be a name becomes the directory.
+    """Return the directory of checkpoints and the tag in it. A name that cannot be a tag becomes the directory.
 
     Raises:
-        ValueError: a path that is not on a file system of this host.
+        ValueError: the path is a URL.
     """
     if "://" in path:
-        raise ValueError(f"filepath={path!r}: ranks write files of their own; give a directory that they all mount")
+        raise ValueError(f"filepath={path!r} is a URL; give a directory that all ranks mount, into which each writes")
     root, tag = os.path.split(os.path.abspath(path))
     if tag.startswith(".") or tag in ("latest", "auto"):
         return os.path.join(root, tag), ALONE
     return root, tag
+
+
+# ---- States of learning-rate schedulers, which Lightning hands from a checkpoint to whatever scheduler there is.
+
+
+CLASSES = "lr_scheduler_classes"
+"""The entry beside Lightning's ``lr_schedulers``."""
+
+
+def scheduler_classes(configs: Sequence[Any]) -> list[str]:
+    """Of Lightning's ``LRSchedulerConfig``."""
+    return [scheduler_class(config.scheduler) for config in configs]
+
+
+def _saved(configs: Sequence[Any], found: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:
+    """Number, scheduler, and the state that ``found`` has for it."""
+    states = found.get("lr_schedulers") or ()
+    kinds = [*(found.get(CLASSES) or ()), *[""] * len(states)]
+    for number, (config, state, kind) in enumerate(zip(configs, states, kinds, strict=False)):
+        yield number, config.scheduler, SavedScheduler(state, kind)
+
+
+def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: bool) -> None:
+    """Whether the states in ``found["lr_schedulers"]`` are those of the schedulers.
+
+    Args:
+        configs: Lightning's ``LRSchedulerConfig``.
+        found: Lightning's dictionary.
+        strict: a state of another class, or for another number of param groups, is an error.
+
+    Raises:
+        ValueError: a state is not; or it holds what none of its class holds.
+    """
+    for number, scheduler, saved in _saved(configs, found):
+        reason = saved.misfit(scheduler)
+        if reason is not None and strict:
+            raise ValueError(
+                f"learning-rate scheduler {number}: {reason}; return from configure_optimizers what was saved, or set "
+                "strict_loading=False to keep its own state"
+            )
+        if reason is None or saved.misfit(scheduler, groups_alike=False) is None:
+            check_scheduler(scheduler, saved.state, f"learning-rate scheduler {number}")
+
+
+def fit_schedulers(configs: Sequence[Any], found: dict[str, Any]) -> None:
+    """States that were checked as loading is not strict: a scheduler whose class another state is of gets its own
+    instead, with a warning; and one of an optimizer with other param groups gets the learning rates of these."""
+    states = list(found.get("lr_schedulers") or ())
+    for number, scheduler, saved in _saved(configs, found):
+        reason = saved.misfit(scheduler)
+        if reason is None:
+            continue
+        if saved.misfit(scheduler, groups_alike=False) is None:
+            groups = inner_scheduler(scheduler).optimizer.param_groups
+            states[number] = regrouped(saved.state, scheduler.state_dict(), groups, [None] * len(groups))
+        else:
+            warn_user(f"learning-rate scheduler {number}: {reason}; it stays as it is")
+            states[number] = scheduler.state_dict()
+    if states:
+        found["lr_schedulers"] = states

@@ -1,4 +1,4 @@
-"""The session of a LightningModule: it outlives a run of the Trainer, is found again by the next, and can be undone."""
+"""The session of a LightningModule, which outlives a run of the Trainer, and the mesh that sessions share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session, build
-from shardwise.strategies.toggling import Toggling
 
-__all__ = ["Live", "live_session", "shard"]
+__all__ = ["Live", "live_session", "scaled_pass", "shard"]
+
 
 _KEY = "_shardwise_live"
 _MESHES: dict[tuple[Any, ...], Mesh] = {}
 
 
 class Live:
-    """A module that is sharded now.
+    """A module that is currently sharded.
 
     Attributes:
         session: its session.
-        module: the user's.
+        module: the user's module.
     """
 
     def __init__(self, session: Session, module: nn.Module, dtypes: dict[str, torch.dtype], rounded: bool) -> None:
@@ -41,23 +41,23 @@ class Live:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around hooks that build the model, which Lightning calls before every run; see :meth:`put_back`."""
+        """Undo changes that hooks make to the modules inside; see :meth:`put_back`."""
         self.remember()
         yield
         self.put_back()
 
     def remember(self) -> None:
-        """Which modules and parameters the module has, for :meth:`put_back`."""
-        # Through dict itself: reading a parameter of a sharded module may gather it.
+        """Record the modules and parameters for :meth:`put_back`."""
+        # dict.items reads without gathering a sharded parameter.
         tables: list[dict[str, Any]] = []
         for inner in self.module.modules():
             tables += [inner._modules, inner._parameters]
         self._before = [(table, dict(dict.items(table))) for table in tables]
 
     def put_back(self) -> None:
-        """Undo what a hook replaced since :meth:`remember`: the trained modules stay. Warns where there was something.
+        """Undo what a hook replaced since :meth:`remember`, with a warning: the sharded modules stay.
 
-        Without :meth:`remember` before it does nothing.
+        Lightning calls ``configure_model`` before every run, so hooks may build modules again.
         """
         replaced, before = False, self._before
         self._before = []
@@ -69,28 +69,26 @@ class Live:
                 dict.update(table, then)
         if replaced:
             warn_user(
-                f"a hook of {type(self.module).__name__} built modules again that are sharded already; the sharded "
-                "ones are kept. Build only what is still None there"
+                f"a hook of {type(self.module).__name__} built modules again that are already sharded. The sharded "
+                "ones are kept; build only what is still None in the hook"
             )
 
     def unshard(self) -> None:
-        """Full parameters back into the module, on the host (fp32 masters where there are any). Collective."""
+        """Give the module full parameters on the host, from the fp32 masters if there are any. Collective."""
         if self._rounded and self.session.mesh.first:
             dtype = self.session.plan.precision.param_dtype
             warn_user(
-                f"{type(self.module).__name__} was sharded without an optimizer, where nobody keeps the values that "
-                f"its weights had before they became {dtype}: what follows starts from the rounded ones. "
-                "Train first, evaluate a copy, or load the weights again (ckpt_path)"
+                f"{type(self.module).__name__} was sharded without an optimizer, so its weights were rounded to "
+                f"{dtype} and no fp32 copy was kept. Train first, evaluate a copy, or load the weights (ckpt_path)"
             )
         self.session.unshard()
         for name, buffer in self.module.named_buffers():
             point(buffer, buffer.detach().to("cpu", self._dtypes.get(name, buffer.dtype)))
         self._widen()
-        Toggling.remove(self.module)
         self.module.__dict__.pop(_KEY, None)
 
     def _widen(self) -> None:
-        """Parameters that have no masters get the dtype back that they had; those that share memory still do."""
+        """Cast parameters without masters back to their own dtypes; tied parameters stay tied."""
         wide: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for name, param in self.module.named_parameters():
             own = self._dtypes.get(name, param.dtype)
@@ -104,13 +102,22 @@ class Live:
             point(param, wide[key].as_strided(narrow.shape, narrow.stride(), narrow.storage_offset()))
 
     def fits(self, plan: Plan, device: torch.device) -> bool:
-        """Whether a run under ``plan`` that needs no new optimizers can go on with this session."""
+        """Return whether a run under ``plan`` without new optimizers can use this session."""
         mesh = self.session.mesh
         return self.session.plan == plan and mesh.device == device and mesh is _MESHES.get(_mesh_key(plan, device))
 
 
+@contextmanager
+def scaled_pass(session: Session, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Run one backward pass of the engine inside; yields ``loss`` times the loss scale."""
+    scaler = session.optimizer.scaler if session.optimizer is not None else None
+    scale = scaler.scale if scaler is not None else 1.0
+    with session.backward_pass(scale):
+        yield loss if scale == 1.0 else (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
+
+
 def live_session(module: nn.Module | None) -> Live | None:
-    """The session that ``module`` is in, made by whichever strategy."""
+    """Return the session of ``module``, made by any strategy, or ``None``."""
     return None if module is None else module.__dict__.get(_KEY)
 
 
@@ -125,11 +132,10 @@ def shard(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: 
 
 
 # [Note: Weights without an optimizer]
-# Masters belong to what an optimizer trains. A run that evaluates only has none, and keeps its weights in the compute
-# dtype alone: two bytes of each, as a run of a model that is too large for more wants it. What they were before is gone
-# then, which a later fit would not notice.
+# fp32 masters exist only for parameters that an optimizer trains. A run that only evaluates keeps its weights in the
+# compute dtype alone, to save memory. A later fit would start from the rounded weights, so unshard() warns.
 def _rounds(module: nn.Module, plan: Plan) -> bool:
-    """Whether weights that may be trained lose what their masters would keep."""
+    """Return whether trainable fp32 weights are rounded without a master copy."""
     narrow = plan.precision.param_dtype
     if narrow not in HALF_DTYPES or not plan.precision.master_weights:
         return False
@@ -145,7 +151,7 @@ def _mesh_key(plan: Plan, device: torch.device) -> tuple[Any, ...]:
 
 
 def mesh_for(plan: Plan, device: torch.device) -> Mesh:
-    """One mesh a process for each way of dividing the ranks. Collective at its first use."""
+    """Return the process's mesh for this division of the ranks. Collective at its first use."""
     key = _mesh_key(plan, device)
     if key not in _MESHES:
         for stale in [k for k in _MESHES if k[0] != key[0]]:  # its process group is gone

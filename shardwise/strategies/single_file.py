@@ -1,8 +1,7 @@
-"""A directory that a Trainer or Fabric saved, whole: as the one file that Lightning's functions read, or in memory."""
+"""Conversion of a directory that a Trainer or Fabric saved to one file, or to a dictionary in memory."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.checkpoint import tree
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.detect import detect_format
 from shardwise.core.checkpoint.formats.lazy import Entry
@@ -27,26 +26,25 @@ __all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "to
 
 MODEL = "model/"
 VERSION = "pytorch-lightning_version"
-CONVERTER = "convert_zero_checkpoint_to_fp32_state_dict"
 
 
 def to_single_file(
     directory: str | os.PathLike[str], file: str | os.PathLike[str], optimizers: bool = False
 ) -> dict[str, Any]:
-    """Write ``file`` with the full weights and what Lightning keeps beside them; one process, without a Trainer.
+    """Write ``file`` with the full weights and Lightning's entries, in one process and without a Trainer.
 
     Args:
-        directory: a checkpoint of a strategy of ours, or of any format that has weights by name.
-        file: replaced in one step if it exists. It is a file of ``torch.save``, as Lightning's are: a pickle.
-        optimizers: with their states, so that training goes on from the file under any strategy.
+        directory: a checkpoint of one of our strategies, or of any format with weights by name.
+        file: a file of ``torch.save``, as Lightning's are; an existing file is replaced atomically.
+        optimizers: include optimizer states, so that training can continue from the file with any strategy.
 
     Returns:
-        What was written: ``state_dict`` and Lightning's entries, without hyperparameters that the directory lacks (a
-        warning names them); of Fabric what its program saved, under the program's own names.
+        The written dictionary: ``state_dict`` and Lightning's entries; for Fabric the program's own entries. A warning
+        names hyperparameters that the directory does not have.
 
     Raises:
         CheckpointDamage: a file is damaged.
-        OSError: ``file`` cannot be written; what stood there is still there.
+        OSError: ``file`` cannot be written; an existing file is unchanged.
     """
     found = whole(os.fspath(directory), optimizers)
     with output_file(Path(file)) as unfinished:
@@ -57,12 +55,12 @@ def to_single_file(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
 ) -> dict[str, Any]:
-    """As Lightning's function of that name, for directories of ours and those that DeepSpeed wrote.
+    """Lightning's function of that name, for our directories and those of DeepSpeed.
 
     Args:
-        checkpoint_dir: what a Trainer or Fabric saved.
-        output_file: see :func:`to_single_file`, which this calls.
-        tag: a directory in it.
+        checkpoint_dir: a directory that a Trainer or Fabric saved.
+        output_file: the file to write; see :func:`to_single_file`.
+        tag: a directory in ``checkpoint_dir``.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -74,7 +72,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
-    """What :func:`to_single_file` writes; ``module_alone``: as a Trainer's, also where Fabric saved it."""
+    """Return what :func:`to_single_file` writes; ``module_alone``: without the entries of a Fabric program."""
     source = open_checkpoint(directory)
     try:
         facts, state = source.tensors(), source.state()
@@ -107,7 +105,7 @@ def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[
 
 
 def _optimizer(source: CheckpointSource, index: int) -> dict[str, Any]:
-    """As plain torch's ``state_dict()``."""
+    """Return the optimizer's state in the format of torch's ``state_dict()``."""
     state, groups = to_numbered(source, index)
     return {
         "state": {number: mapped(values, _read) for number, values in state.items()},
@@ -120,15 +118,11 @@ def _read(value: Any) -> Any:
 
 
 def read_directories(namespace: Namespace) -> None:
-    """Have ``load_from_checkpoint``, and strategies that read single files, take directories of ours as well.
+    """Make ``load_from_checkpoint``, and strategies that read single files, read our directories as well.
 
-    Where Lightning opens a file it would fail for a directory; there ours is read, whole, in this process. Its
-    converter of DeepSpeed's directories takes ours as well. All else is read as before.
+    Lightning's function that opens files is replaced by one that reads a directory of ours, whole, in this process,
+    and calls Lightning's own for everything else.
     """
-    converter = namespace.find("utilities.deepspeed")
-    theirs = getattr(converter, CONVERTER, None)
-    if theirs is not None and not isinstance(theirs, _Converter):
-        setattr(converter, CONVERTER, _Converter(theirs))
     for module, optimizers in (
         (namespace.find("core.saving"), False),  # of load_from_checkpoint; Fabric has none
         (namespace.load_fabric("plugins.io.torch_io"), True),
@@ -138,7 +132,7 @@ def read_directories(namespace: Namespace) -> None:
 
 
 class _Reader:
-    """Lightning's ``pl_load``, and of directories :func:`whole`."""
+    """Lightning's ``pl_load``, with :func:`whole` for our directories."""
 
     def __init__(self, files: Callable[..., Any], optimizers: bool) -> None:
         self._files, self._optimizers = files, optimizers
@@ -152,23 +146,6 @@ class _Reader:
         if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves those of the host
             return found
         return {key: _moved(value, torch.device(device)) for key, value in found.items()}
-
-
-class _Converter:
-    """Lightning's ``convert_zero_checkpoint_to_fp32_state_dict``, and of our directories ours."""
-
-    def __init__(self, theirs: Callable[..., Any]) -> None:
-        self._theirs = theirs
-        functools.update_wrapper(self, theirs)
-
-    def __call__(
-        self, checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
-    ) -> dict[str, Any]:
-        place = os.path.join(checkpoint_dir, tag or "")
-        if os.path.isdir(place) and detect_format(place) == "native":
-            return convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_file, tag)
-        found: dict[str, Any] = self._theirs(checkpoint_dir, output_file, tag)
-        return found
 
 
 def _moved(value: Any, device: torch.device) -> Any:

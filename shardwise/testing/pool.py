@@ -13,21 +13,18 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from types import ModuleType
 from typing import Any, TypeVar
 
 from shardwise.testing import worker
-from shardwise.testing.transport import Task, dump, load, make_task
-from shardwise.testing.worker import Outcome, Rendezvous
+from shardwise.testing.worker import Outcome, Rendezvous, Task, load, make_task
 
 __all__ = ["RankError", "RankPool", "close_pools", "run_ranks"]
 
@@ -99,17 +96,6 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError):
             if self.process.is_alive():
                 os.kill(pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's main script in every rank; tasks bring what they need."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _describe_exit(code: int | None) -> str:
@@ -213,19 +199,17 @@ class RankPool:
             ours, theirs = multiprocessing.Pipe()
             name = worker.process_name(index, self.world_size)
             process = context.Process(target=worker.serve, args=(theirs, where), name=name)
-            with _without_main():
-                process.start()
+            process.start()
             theirs.close()
             self._ranks.append(_Rank(index, process, ours))
         self._collect("the start of the pool", _START_SECONDS)
 
     def _run(self, task: Task, timeout: float) -> list[Any]:
         __tracebackhide__ = True
-        message, _ = dump(task)
         for rank in self._ranks:
             rank.outcome = None
             with contextlib.suppress(OSError):  # a dead rank is reported below, by its sentinel
-                rank.connection.send_bytes(message)
+                rank.connection.send(task)
         outcomes = self._collect(task.label, timeout)
         if not all(outcome.reusable for outcome in outcomes):
             self._kill()
@@ -257,7 +241,7 @@ class RankPool:
         """Read the outcome; a rank whose connection ended stays without one."""
         try:
             if rank.connection.poll():
-                rank.outcome = load(rank.connection.recv_bytes())
+                rank.outcome = rank.connection.recv()
         except (EOFError, OSError):
             rank.process.join(_CODE_SECONDS)
 

@@ -1,13 +1,19 @@
-"""What runs inside a rank of a :class:`~shardwise.testing.RankPool`: receive a task, run it, send the outcome."""
+"""The loop of one rank of a :class:`~shardwise.testing.RankPool`: receive a task, run it, send the outcome.
+
+Functions travel by name, as pickle sends them. Values are copied by ``torch.save``, so a result stays valid after its
+rank has ended, and no rank can change the caller's tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import gc
+import importlib
 import io
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -25,9 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from shardwise.testing.transport import Task, dump, find_function, load
-
-__all__ = ["DUMP_SIGNAL", "Outcome", "Rendezvous", "inside_rank", "reset_state", "serve", "stack_file"]
+__all__ = ["DUMP_SIGNAL", "Outcome", "Rendezvous", "Task", "dump", "inside_rank", "load", "make_task", "reset_state"]
+__all__ += ["serve", "stack_file"]
 
 DUMP_SIGNAL = signal.SIGUSR1  # makes a rank write the Python stacks of all its threads to its stack file
 _PROCESS_NAME = "shardwise-rank"
@@ -46,8 +52,62 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class Task:
+    """One call, ready to be sent.
+
+    Attributes:
+        cwd: the caller's working directory.
+        sys_path: the caller's ``sys.path``.
+        function: pickled, by name.
+        arguments: from :func:`dump`.
+        label: ``module:function``, for messages.
+    """
+
+    cwd: str
+    sys_path: list[str]
+    function: bytes
+    arguments: bytes
+    label: str
+
+
+def dump(obj: object) -> bytes:
+    """Return a copy of ``obj`` as bytes."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, pickle_protocol=5)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    """The inverse of :func:`dump`. Only for data from a process that this one started, or was started by."""
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def make_task(fn: Callable[..., object], args: tuple[object, ...]) -> Task:
+    """Make the task that calls ``fn(*args)`` on a rank.
+
+    Raises:
+        ValueError: ``fn`` cannot be found by its name in another process (lambda, nested or interactive function).
+    """
+    try:
+        function = pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{fn!r} cannot be sent to ranks, which look functions up by name; give a function defined at the top "
+            "level of a module (no lambda, no nested function)"
+        ) from error
+    label = f"{getattr(fn, '__module__', '')}:{getattr(fn, '__qualname__', fn)}"
+    arguments = dump(args)
+    if b"__main__" in function + arguments and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"{label} or one of its arguments is defined in an interactive session or on standard input, where ranks "
+            "cannot import it from; move it into a file"
+        )
+    return Task(os.getcwd(), list(sys.path), function, arguments, label)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What a rank sends back: the pickled result, or what was raised.
+    """The result of a task, pickled, or the exception that it raised.
 
     ``reusable`` is False where the task left the rank without its default process group.
     """
@@ -160,25 +220,25 @@ class _Garbage:
 def _failure(error: BaseException) -> Outcome:
     pickled = None
     with contextlib.suppress(Exception):  # one that does not survive pickling is shown by its traceback alone
-        data, _ = dump(error)
+        data = dump(error)
         load(data)
         pickled = data
     summary = "".join(traceback.format_exception_only(error)).strip()
     return Outcome(None, pickled, summary, "".join(traceback.format_exception(error)), reusable=False)
 
 
-def _perform(message: bytes, garbage: _Garbage) -> Outcome:
+def _perform(task: Task, garbage: _Garbage) -> Outcome:
     try:
-        task = load(message)
-        if not isinstance(task, Task):
-            raise TypeError(f"a rank received {task!r}; it takes only tasks from its pool")
         if os.getcwd() != task.cwd:
             os.chdir(task.cwd)
-        function = find_function(task)
+        if task.sys_path != sys.path:
+            sys.path[:] = task.sys_path
+            importlib.invalidate_caches()
+        function = pickle.loads(task.function)
         garbage.collect()
         arguments = load(task.arguments)
         reset_state()
-        result, _ = dump(function(*arguments))
+        result = dump(function(*arguments))
         return Outcome(result, None, "", "", reusable=dist.is_initialized())
     except BaseException as error:  # SystemExit and pytest's outcomes are results too, not the end of the rank
         return _failure(error)
@@ -190,23 +250,23 @@ def serve(connection: Connection, where: Rendezvous) -> None:
         garbage = _Garbage()
         stacks = _prepare(where)
     except BaseException as error:
-        connection.send_bytes(dump(_failure(error))[0])
+        connection.send(_failure(error))
         os._exit(1)
-    connection.send_bytes(dump(Outcome(None, None, "", "", reusable=True))[0])
+    connection.send(Outcome(None, None, "", "", reusable=True))
     while True:
         try:
-            message = connection.recv_bytes()
+            task = connection.recv()
         except (EOFError, OSError):
             break
-        outcome = _perform(message, garbage)
+        outcome = _perform(task, garbage)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         try:
-            connection.send_bytes(dump(outcome)[0])
+            connection.send(outcome)
         except OSError:
             break
-        del outcome, message
+        del outcome, task
     # Destructors of communicators wait for peers that may be gone already; nothing here needs them.
     stacks.close()
     os._exit(0)

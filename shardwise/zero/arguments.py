@@ -1,4 +1,4 @@
-"""Published arguments of the model and of its optimizer -> Plan: pure, and checked where they are given."""
+"""Published arguments of ``ShardedModelV2`` and ``ShardedOptimizerV2``, and their translation into a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_BUCKET_MB = 25
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """Of ``ShardedModelV2``; see there."""
+    """The arguments of :class:`~shardwise.zero.sharded_model.ShardedModelV2`."""
 
     reduce_scatter_bucket_size_mb: float = DEFAULT_BUCKET_MB
     fp32_reduce_scatter: bool = False
@@ -64,7 +64,7 @@ class ModelArguments:
         if given is not None or self.use_memory_tracer:
             raise ValueError(
                 f"tensor_placement_policy={policy!r} with offload_config={given!r}, use_memory_tracer="
-                f"{self.use_memory_tracer}: it took their place; give either"
+                f"{self.use_memory_tracer}: it took their place; give one of them"
             )
 
     @property
@@ -89,7 +89,7 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerArguments(ScalerArguments):
-    """Of ``ShardedOptimizerV2``; see there."""
+    """The arguments of :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2`."""
 
     cpu_offload: bool = False
     gpu_margin_mem_ratio: float = 0.0
@@ -105,14 +105,14 @@ class OptimizerArguments(ScalerArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the plan depends on beside the arguments.
+    """What the plan depends on, apart from the arguments.
 
     Attributes:
         ranks: all of them.
         dtype: in which the model computes; ``None``: in its parameters' own.
         itemsize: bytes of an element in which gradients travel.
         packing: of what is sharded; ``None`` where nothing is.
-        kept: names of the parameters that stay whole where others are sharded.
+        kept: names of the parameters that stay replicated while others are sharded.
         params_on_host: parameters are in host memory between uses, and the device is another one.
         capacity_bytes: memory that the device has.
     """
@@ -127,7 +127,7 @@ class ModelFacts:
 
 
 def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> Plan:
-    """The plan that the arguments mean; see also :func:`without_effect`.
+    """Translate the arguments into a plan.
 
     Args:
         model: of the model.
@@ -198,7 +198,7 @@ def _tiers(model: ModelArguments, optimizer: OptimizerArguments | None, facts: M
 
 
 def without_effect(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> list[str]:
-    """The arguments that mean nothing beside the others, each with the reason."""
+    """Return the arguments without effect, each with the reason."""
     found: list[str] = []
     bucket = model.reduce_scatter_bucket_size_mb
     if facts.packing is not None and bucket != DEFAULT_BUCKET_MB:

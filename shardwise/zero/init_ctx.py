@@ -71,7 +71,7 @@ class ZeroInitContext:
         convert_fp16: False: compute in the dtypes that parameters have.
 
     Raises:
-        TypeError: ``shard_strategy`` is none.
+        TypeError: ``shard_strategy`` is not a strategy.
         ValueError: ``bf16`` with ``convert_fp16=False``; a ``model_numel_tensor`` that is not one integer; a group that
             this rank does not belong to.
     """

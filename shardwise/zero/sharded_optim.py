@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import documented, picked
+from shardwise.compat.published import picked
 from shardwise.plan.loss_scale import PublishedDefault
 from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments
@@ -19,7 +19,6 @@ from shardwise.zero.sharded_model.sharded_model_v2 import require_same_ranks
 __all__ = ["ShardedOptimizerV2"]
 
 
-@documented(OptimizerArguments)
 class ShardedOptimizerV2(OptimizerFront):
     """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
 
@@ -36,7 +35,13 @@ class ShardedOptimizerV2(OptimizerFront):
             ``cpu_offload`` and the model's ``use_memory_tracer`` only. Everything is then placed by the trace.
         initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
             2**32 given explicitly is used.
-        keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        keep_unsharded: no effect: the state of replicated parameters is sharded too.
         dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
         mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in
             the data-parallel group: whether a step overflowed and the norm of the gradients are agreed with them.
@@ -45,7 +50,7 @@ class ShardedOptimizerV2(OptimizerFront):
         verbose: say when a step is skipped, and why.
 
     Raises:
-        TypeError: the model is none, or the optimizer is sharded already.
+        TypeError: the model is not a ShardedModelV2, or the optimizer is sharded already.
         RuntimeError: ``cpu_offload`` with a model that does not offload; the model has an optimizer already.
         ValueError: an argument out of range, an optimizer with other parameters, or groups that do not fit the model's.
         NotImplementedError: state on a disk (``nvme_offload_fraction``).
@@ -92,7 +97,7 @@ class ShardedOptimizerV2(OptimizerFront):
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
-        self._inner.backward_by_grad(tensor, grad)
+        self.target.backward_by_grad(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         """Clip the global norm of what the next step applies; returns the true (unscaled) norm before. Collective.
@@ -102,7 +107,8 @@ class ShardedOptimizerV2(OptimizerFront):
         """
         if model is not self.model:
             raise ValueError(f"model ({type(model).__name__}) is not the ShardedModelV2 of this optimizer: give that")
-        return self._inner.clip_grad_by_norm(max_norm)
+        norm: float = self.target.clip_grad_by_norm(max_norm)
+        return norm
 
     def sync_grad(self) -> None:
         """Nothing to do: backward passes reduce."""
@@ -110,12 +116,12 @@ class ShardedOptimizerV2(OptimizerFront):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by now; 1 without fp16."""
-        return self._inner.loss_scale
+        return float(self.target.loss_scale)
 
     @property
     def grad_scaler(self) -> Any:
         """The loss scale and its counters; ``None`` without fp16."""
-        return self._inner.scaler
+        return self.target.scaler
 
     def get_memory_usage(self) -> tuple[int, int]:
         """Bytes of masters and state on this rank: (on its GPU, in host memory)."""

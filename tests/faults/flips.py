@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from shardwise.cli import checkpoint as command
-from shardwise.core.checkpoint import contents
+from shardwise.core.checkpoint import write
 from shardwise.core.checkpoint.read import verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
@@ -54,14 +54,14 @@ class Subject:
         self.scheduler.step()
 
     def save(self, root: str, tag: str) -> None:
-        normal = contents.PIECE_BYTES
-        contents.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
+        normal = write.PIECE_BYTES
+        write.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
         try:
             position = {"next": 3, "order": torch.randperm(8)}
             given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
             self.saver.save(root, tag, **given)  # type: ignore[arg-type]
         finally:
-            contents.PIECE_BYTES = normal  # type: ignore[misc]
+            write.PIECE_BYTES = normal  # type: ignore[misc]
 
     def load(self, root: str, tag: str | None) -> Any:
         return self.saver.load(root, tag, lr_schedulers=[self.scheduler])

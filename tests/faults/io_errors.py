@@ -22,11 +22,10 @@ from torch import nn
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build

@@ -25,9 +25,9 @@ from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import build
-from shardwise.testing import live_tensor_bytes, run_ranks
-from shardwise.testing.counters import live_tensors
+from shardwise.testing import run_ranks
 from tests.faults.report import Report
+from tests.support.counters import live_tensor_bytes, live_tensors
 
 CYCLE = 20  # steps between two samples
 ALLOWED_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.core.checkpoint import atomic, directory, file_system, read
+from shardwise.core.checkpoint import atomic, directory, read
 from shardwise.core.checkpoint.formats import output
 
 SHORT = 0  # a write that takes only a part
@@ -74,8 +74,8 @@ class System:
 @contextmanager
 def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
     """Every module that touches a checkpoint's files calls it."""
-    system, disk = System(), file_system.DISK
-    modules = (file_system, atomic, directory, read, output)
+    system, disk = System(), atomic.DISK
+    modules = (atomic, directory, read, output)
     renameat2 = disk._renameat2
 
     def exchange(*args: Any) -> int:
@@ -90,12 +90,12 @@ def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
 
     for module in modules:
         module.os = system  # type: ignore[attr-defined]
-    file_system.fcntl = system  # type: ignore[misc, assignment]
+    atomic.fcntl = system  # type: ignore[misc, assignment]
     disk._renameat2 = exchange
     try:
         yield system
     finally:
         disk._renameat2 = renameat2
-        file_system.fcntl = fcntl  # type: ignore[misc]
+        atomic.fcntl = fcntl  # type: ignore[misc]
         for module in modules:
             module.os = os  # type: ignore[attr-defined]

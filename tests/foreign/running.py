@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardwise.compat import all_worlds
-from shardwise.compat.rewrite import rewritten
+from shardwise.compat.port import rewritten
 from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from benchmarks.gpu.counting import kernels_of
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
-from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
+from shardwise.testing import PlainRecipe, PlainRun, train_plain
+from tests.support.models import MODELS, make_batches
 
 STEPS = 3
 

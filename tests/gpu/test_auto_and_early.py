@@ -20,7 +20,8 @@ from shardwise.core.optim import HybridAdam
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.plan import AutoPlan, Plan, on_device, zero
 from shardwise.session import Session, build
-from shardwise.testing import MODELS, RankPool, assert_close, make_batches
+from shardwise.testing import RankPool, assert_close
+from tests.support.models import MODELS, make_batches
 
 STEPS, DEPTH = 4, 16
 

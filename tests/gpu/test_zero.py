@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu.on_device import adamw, device_of_rank, to_device
-from shardwise.testing import MODELS, PlainRecipe, RankPool, assert_close, make_batches, train_plain
+from shardwise.testing import PlainRecipe, RankPool, assert_close, train_plain
 from shardwise.zero import (
     BucketTensorShardStrategy,
     ShardedModelV2,
@@ -19,6 +19,7 @@ from shardwise.zero import (
     ZeroInitContext,
 )
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
+from tests.support.models import MODELS, make_batches
 
 CASE, STEPS, SCALE = MODELS["gpt"], 3, 128.0
 OFFLOAD: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.parallel.tensor import Cut, Cutting
+from shardwise.core.parallel.tensor import ShardSpec, TPPlan
 
 VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
 
@@ -62,9 +62,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def rows_of(ranks: int) -> Cut:
+def rows_of(ranks: int) -> ShardSpec:
     """Of the vocabulary, padded."""
-    return Cut.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
+    return ShardSpec.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
 
 
 class Parts:
@@ -77,13 +77,13 @@ class Parts:
     def __init__(self, gathers: bool) -> None:
         self.gathers = gathers
 
-    def collect(self, model: Model, cutting: Cutting) -> None:
-        ranks, head = cutting.axis.size, WIDTH // HEADS
+    def collect(self, model: Model, tp_plan: TPPlan) -> None:
+        ranks, head = tp_plan.axis.size, WIDTH // HEADS
         for block in model.blocks:
             fused = isinstance(block.qkv, Conv1D)
-            cutting.columns(block.qkv, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
-            cutting.rows(block.out, Cut.even(int(not fused), WIDTH, ranks, unit=head))
-            cutting.columns(block.up, Cut.even(0, INNER, ranks))
-            cutting.rows(block.down, Cut.even(1, INNER, ranks))
-        cutting.vocabulary(model.embedding, rows_of(ranks))
-        cutting.columns(model.head, rows_of(ranks), self.gathers)
+            tp_plan.columns(block.qkv, ShardSpec.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
+            tp_plan.rows(block.out, ShardSpec.even(int(not fused), WIDTH, ranks, unit=head))
+            tp_plan.columns(block.up, ShardSpec.even(0, INNER, ranks))
+            tp_plan.rows(block.down, ShardSpec.even(1, INNER, ranks))
+        tp_plan.vocabulary(model.embedding, rows_of(ranks))
+        tp_plan.columns(model.head, rows_of(ranks), self.gathers)

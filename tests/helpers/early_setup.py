@@ -18,7 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
 from shardwise.session import Session
-from shardwise.testing import MODELS, make_batches
+from tests.support.models import MODELS, make_batches
 
 HOST = dataclasses.replace(on_device(), state_host_fraction=1.0)
 MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fraction=0.5)

@@ -15,8 +15,9 @@ from sharded_setup import STRATEGIES, adam
 from torch import Tensor, nn
 
 from shardwise.core.comm import Activity, choose
-from shardwise.testing import MODELS, make_batches, train_plain
+from shardwise.testing import train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
+from tests.support.models import MODELS, make_batches
 
 CPU = torch.device("cpu")
 RANKS, STEPS = 4, 2

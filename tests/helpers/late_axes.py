@@ -15,12 +15,11 @@ from torch.nn import functional
 from shardwise.core.base.device import on_stream, side_stream
 from shardwise.core.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
 from shardwise.core.parallel.sequence import SequenceAxis
-from shardwise.core.parallel.sequence.heads import attend_by_heads
+from shardwise.core.parallel.sequence.attention import attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
 from shardwise.core.parallel.tensor import Axis
-from shardwise.core.parallel.tensor.ring import Ring, columns_of_pieces, pieces_of_rows
 from tests.support.late import LateDevice
 
 
@@ -94,36 +93,6 @@ def waited_elsewhere(name: str, seed: int) -> Found:
             with on_stream(other):
                 wrong += off(name, found, torch.full((numel,), sum(float(turn + each) for each in range(ranks))))
             assert len(again) == 2
-    return found_by(device, wrong)
-
-
-def ring_of_products(name: str, seed: int) -> Found:
-    """Tokens go round while they are multiplied; what was passed in is written to afterwards."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    with _joined(seed) as (device, _, wire):
-        ring, sizes, wrong = Ring(wire, rank, ranks), [3] * ranks, list[str]()
-        tokens = [_numbers(3, 8, of=other) for other in range(ranks)]
-        whole = torch.cat(tokens).requires_grad_()
-        columns = [_numbers(6, 8, of=20 + other) for other in range(ranks)]
-        rows = [_numbers(8, 6, of=40 + other) for other in range(ranks)]
-        x = there(tokens[rank]).requires_grad_()
-        wide, y = columns_of_pieces(ring, x, 0, sizes, [(there(columns[rank]), None, False)])
-        x.data.mul_(0.0)  # nothing waits for what was sent but the call itself
-        z = pieces_of_rows(ring, y, 0, sizes, there(rows[rank]), False)
-        wide.retain_grad()
-        (z.square().sum() + (wide * 2.0).sum()).backward()
-        assert wide.grad is not None and x.grad is not None
-        wide.grad.zero_()
-        expected = sum((whole @ a.T @ b.T for a, b in zip(columns, rows, strict=True)), torch.zeros(()))
-        (expected.square().sum() + 2.0 * ranks * whole.sum()).backward()
-        assert whole.grad is not None
-        wrong += off(name, z, expected.split(3)[rank]) + off(f"{name}, gradient", x.grad, whole.grad.split(3)[rank])
-        alone = columns_of_pieces(ring, x, 0, sizes, [(there(columns[rank]), None, False)])[0]
-        backs = [_numbers(3 * ranks, 8, of=60 + other) for other in range(ranks)]
-        given = there(backs[rank])
-        (back,) = torch.autograd.grad(alone, x, given)
-        given.zero_()
-        wrong += off(f"{name}, of tokens alone", back, torch.stack(backs).sum(0).split(3)[rank])
     return found_by(device, wrong)
 
 

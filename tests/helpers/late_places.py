@@ -23,8 +23,8 @@ from shardwise.core.checkpoint.run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
-from shardwise.testing import MODELS
 from tests.support.late import LateDevice, late_collectives, late_device
+from tests.support.models import MODELS
 
 
 @contextmanager
@@ -286,6 +286,5 @@ def program_waits(name: str, seed: int) -> Found:
             each.synchronize()
             wrong += [] if bool((host == index).all()) else [f"{name}: {type(each).__module__}: {host[:3]}"]
     return found_by(device, wrong)
-
 
     return found_by(device, wrong)

@@ -29,11 +29,12 @@ from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.secondary import SecondarySource
+from shardwise.core.shards.source import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
-from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
+from shardwise.testing import PlainRecipe, PlainRun, train_plain
 from tests.support.late import late_collectives, late_device
+from tests.support.models import MODELS, make_batches
 
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2

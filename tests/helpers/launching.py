@@ -36,9 +36,8 @@ def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def start(process: BaseProcess) -> BaseProcess:
-    """Without importing pytest in it, as the main module would be."""
-    with pool._without_main():
-        process.start()
+    """The process, started."""
+    process.start()
     return process
 
 

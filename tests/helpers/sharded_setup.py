@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.testing import MODELS, PlainRecipe, make_batches, train_plain
+from shardwise.testing import PlainRecipe, train_plain
 from shardwise.zero import (
     BucketTensorShardStrategy,
     ShardedModelV2,
@@ -19,6 +19,7 @@ from shardwise.zero import (
     TensorShardStrategy,
     ZeroInitContext,
 )
+from tests.support.models import MODELS, make_batches
 
 STEPS, SCALE = 3, 128.0
 STRATEGIES = {"tensor": TensorShardStrategy, "bucket": BucketTensorShardStrategy}

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.core.parallel.tensor import Axis, Cutting, cut_model, parts_of
+from shardwise.core.parallel.tensor import Axis, TPPlan, cut_model, parts_of
 from shardwise.plan import TensorPlan
 from shardwise.testing import assert_close
 
@@ -122,11 +122,11 @@ def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def cut(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
-    cutting = cut_model(model, axis, plan)
-    cutting.cut_values()
-    cutting.install()
-    return cutting
+def cut(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
+    tp_plan = cut_model(model, axis, plan)
+    tp_plan.cut_values()
+    tp_plan.install()
+    return tp_plan
 
 
 def compare(case: Case, axis: Axis, *plans: TensorPlan) -> dict[str, torch.Size]:

@@ -53,10 +53,9 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("cli/", "", "", PROGRAM),
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
-    ("core/checkpoint/foreign.py", "", "settle(files", PROGRAM),
-    ("booster/checkpoint_io.py", "", "", PROGRAM),
+    ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
-    ("disk/", "", "", DISK),
+    ("core/memory/disk/", "", "", DISK),
     ("core/optim/disk.py", "", "", DISK),
     ("core/update/masters.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
@@ -77,8 +76,8 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
-    ("core/grads/landing.py", "Landings.begin", "popleft().land", BOUND),
-    ("core/grads/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
+    ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
+    ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("core/engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
@@ -206,7 +205,7 @@ class _Without(ast.NodeTransformer):
             return self.generic_visit(node)
         self.changes += 1
         if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = f"__import__('shardwise.core.base.device').device.on_stream({ast.unparse(node.args[1])})"
+            made = f"__import__('shardwise.core.base.device').core.base.device.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
             made = "__import__('tests.late.places').late.places.NothingLent()"
         else:

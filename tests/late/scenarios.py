@@ -16,7 +16,7 @@ from late_setup import Found
 __all__ = ["ALONE", "Scenario", "scenarios"]
 
 HOMES = {
-    "late_axes": ("axis_of_parts", "parts_of_sequences", "ring_of_products", "waited_elsewhere"),
+    "late_axes": ("axis_of_parts", "parts_of_sequences", "waited_elsewhere"),
     "late_places": (
         "discarded",
         "disk",
@@ -93,13 +93,13 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(1, "train", name) for name in one]
     found += [Scenario(1, "train", name, ("mlp", True)) for name in ("host", "mixed")]
     found += [Scenario(1, "train_and_save", "host")]
-    found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts", "ring_of_products")]
+    found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts")]
     found += [Scenario(2, "renewed", name) for name in READS]
     found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads")]
     found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
     found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
     found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]
-    found += [Scenario(3, "stages", "1f1b"), Scenario(3, "stages", "odd_described"), Scenario(3, "ring_of_products")]
+    found += [Scenario(3, "stages", "1f1b"), Scenario(3, "stages", "odd_described")]
     found += [Scenario(3, "parts_of_sequences", name) for name in ("ring", "heads")]
     found += [Scenario(2, "train", name) for name in two]
     found += [Scenario(2, "train", name, ("mlp", True)) for name in ("ahead", "eight_bits")]

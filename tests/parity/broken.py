@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.checks.edits import Edits
-from shardwise.core.comm import Group
-from shardwise.core.engine import norms
+from shardwise.core.comm import Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.full_values import full_values
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.storage import Storage
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.engine.values import Values
-from shardwise.core.engine.whole import whole_values
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.shards.hooks import GatherHooks
@@ -112,7 +111,7 @@ def _norm_of_each_rank() -> _Patch:
 
         return norm
 
-    return _wrap(norms, "global_norm", make)
+    return _wrap(optimizer_module, "global_norm", make)
 
 
 def _never_clipped() -> _Patch:
@@ -159,9 +158,9 @@ def _masters_kept() -> Iterator[None]:
     def kept(self: Storage, spec: ChunkSpec) -> torch.dtype | None:
         return torch.float32 if spec.trainable else None
 
-    real = whole_values
+    real = full_values
     with (
-        mock.patch("shardwise.core.engine.module.whole_values", values),
+        mock.patch("shardwise.core.engine.module.full_values", values),
         mock.patch.object(Storage, "master_dtype", kept),
     ):
         yield
@@ -203,12 +202,16 @@ def _reads_not_noticed() -> _Patch:
 def _padding_not_zeroed() -> _Patch:
     """What a rank has no gradient for holds whatever was there before."""
 
-    def zero_unfilled(self: ChunkGrads, filled: Collection[int]) -> None:
-        for index, slot in enumerate(self.spec.slots):
-            if index not in filled and self.array is not None:
-                self.array[slot.start : slot.end].fill_(1e-3)
+    def make(real: Any) -> Any:
+        def hand_over(self: ChunkGrads, whole: Buffer, filled: Collection[int]) -> None:
+            real(self, whole, filled)
+            for index, slot in enumerate(self.spec.slots):
+                if index not in filled:
+                    whole.local[slot.start : slot.end].fill_(1e-3)
 
-    return mock.patch.object(ChunkGrads, "zero_unfilled", zero_unfilled)
+        return hand_over
+
+    return _wrap(ChunkGrads, "hand_over", make)
 
 
 def _replicas_drift() -> _Patch:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.testing import ModelCase, PlainRun, train_plain
-from shardwise.testing.models import Batch, mean_square
+from shardwise.testing import PlainRun, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, train_case
+from tests.support.models import Batch, ModelCase, mean_square
 
 __all__ = ["LAYERS", "OPERATIONS", "Graph", "Operation", "plain_graph", "train_graph"]
 

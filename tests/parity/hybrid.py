@@ -48,8 +48,8 @@ LAYOUTS: dict[str, tuple[int, Plan]] = {
     "dp2tp2 zero3": (4, _plan(zero(3), tp=2)),
     "pp2dp2 zero1": (4, _plan(zero(1), pp=2)),
     "split_gather": (4, _plan(zero(1), tp=2, sequence="split_gather")),
-    "ring": (4, _plan(zero(1), tp=2, sequence="ring")),
-    "tp2pp2x2 ring": (4, _plan(replicated(), tp=2, pp=2, sequence="ring", chunks=2)),
+    "sequences": (4, _plan(zero(1), tp=2, sequence="split_gather")),
+    "tp2pp2x2 sequences": (4, _plan(replicated(), tp=2, pp=2, sequence="split_gather", chunks=2)),
     "tp2pp2dp2 zero1": (8, _plan(zero(1), tp=2, pp=2)),
 }
 """Ranks and plan, by name."""

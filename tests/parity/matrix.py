@@ -9,9 +9,9 @@ from itertools import product
 import torch
 
 from shardwise.plan import ByNumel, BySearch, ByTensor, Plan, ScalerPlan, replicated, zero
-from shardwise.testing import MODELS
 from tests.parity.covering import Row, cover, each_once
 from tests.parity.sharded import OPTIMIZERS, Setting, Tolerance
+from tests.support.models import MODELS
 
 __all__ = [
     "FACTORS",

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
-from shardwise.testing import (
-    MODELS,
-    ModelCase,
-    PlainRecipe,
-    PlainRun,
-    assert_close,
-    make_batches,
-    run_ranks,
-    train_plain,
-)
+from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
+from tests.support.models import MODELS, ModelCase, make_batches
 
 __all__ = [
     "OPTIMIZERS",

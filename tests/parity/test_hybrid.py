@@ -22,7 +22,7 @@ def right(by_rank: list[list[Found]], layouts: list[str]) -> None:
 
 
 # What each axis does once, with all that is sent along it.
-QUICK = ["tp2pp2x2 ring", "dp2tp2 zero3"]
+QUICK = ["tp2pp2x2 sequences", "dp2tp2 zero3"]
 TURNS = {"falcon": FOUR[::2], "mixtral": FOUR[1::2]}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 from sets import full
 
-from shardwise.testing import MODELS, RankError, run_ranks
+from shardwise.testing import RankError, run_ranks
 from tests.parity.covering import Row
 from tests.parity.matrix import (
     FACTORS,
@@ -28,6 +28,7 @@ from tests.parity.matrix import (
     tolerance,
 )
 from tests.parity.sharded import Run, check_beside_rounding, plain, train_all, train_on_rank
+from tests.support.models import MODELS
 
 BATCH = 24
 """Settings that ranks run in one task, so that they do not idle while the caller compares."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from sets import full
 
-from shardwise.testing import MODELS, run_ranks
+from shardwise.testing import run_ranks
 from tests.parity.broken_tiers import FAULTS, train_faulty
 from tests.parity.covering import Row
 from tests.parity.matrix import PLANS, tolerance
@@ -38,6 +38,7 @@ from tests.parity.tiers import (
     setting_of,
     train_tiers,
 )
+from tests.support.models import MODELS
 
 BATCH = 8
 """Rows that ranks run in one task."""

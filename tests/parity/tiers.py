@@ -15,11 +15,11 @@ from torch import nn
 from shardwise.core.optim import CPUAdam, HybridAdam
 from shardwise.plan import DiskPlan, TierPlan, on_device
 from shardwise.session import Session
-from shardwise.testing import MODELS
 from tests.parity import sharded
 from tests.parity.covering import Row, cover, each_once
 from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
+from tests.support.models import MODELS
 
 __all__ = [
     "MIXES",

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.checkpoint.formats import Format, Given
 from shardwise.core.checkpoint.formats.output import output_file
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 __all__ = ["FORMAT"]
 
@@ -28,8 +28,8 @@ class NpzSource:
         except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointDamage(f"{path}: {error}") from error
 
-    def tensors(self) -> Mapping[str, TensorFact]:
-        return {name: TensorFact(tuple(array.shape), array.dtype) for name, array in self._arrays.items()}
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: TensorInfo(tuple(array.shape), array.dtype) for name, array in self._arrays.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         flat = self._arrays[name].reshape(-1)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord
-from shardwise.core.checkpoint.formats.param_groups import group_record
+from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, group_record
 from shardwise.core.checkpoint.source import CheckpointSource
 
 

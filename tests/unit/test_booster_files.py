@@ -17,8 +17,8 @@ from torch import nn
 
 from shardwise.booster import Booster, FP16TorchMixedPrecision
 from shardwise.core import checkpoint
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.base import tree
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.nn.lr_scheduler import MultiStepWarmupLR
 from shardwise.testing import assert_close
 

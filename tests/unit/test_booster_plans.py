@@ -189,7 +189,7 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"extra_dp_size": 2}, GEMINI.but(dp_replicate=2)),
     ({"tp_size": 2}, GEMINI.but(tp=2)),
     (SEQUENCES, GEMINI.but(tp=2, tensor=TensorPlan(sequence="split_gather"))),
-    ({**SEQUENCES, "enable_sequence_overlap": True}, GEMINI.but(tp=2, tensor=TensorPlan(sequence="ring"))),
+    ({**SEQUENCES, "enable_sequence_overlap": True}, GEMINI.but(tp=2, tensor=TensorPlan(sequence="split_gather"))),
     ({"enable_gradient_accumulation": True}, GEMINI),
     ({"strict_ddp_mode": True}, GEMINI),
     ({"enable_async_reduce": False}, GEMINI.but(overlap=False)),

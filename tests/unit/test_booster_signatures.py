@@ -263,26 +263,6 @@ def test_arguments_may_be_positional(plugin: type) -> None:
     assert vars(plugin(*values)) == vars(plugin(**needed))
 
 
-@pytest.mark.parametrize(
-    ("plugin", "needed", "at"), [(HybridParallelPlugin, {"tp_size": 1, "pp_size": 1}, 12), (GeminiPlugin, {}, 37)]
-)
-def test_positions_that_two_releases_take_differently_are_warned_of(
-    plugin: Any, needed: dict[str, Any], at: int
-) -> None:
-    values = list((PLUGINS[plugin] | needed).values())
-    assert list(PLUGINS[plugin])[at - 1] == "enable_sequence_overlap"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plugin(*values[: at - 1])
-    after = list(PLUGINS[plugin])[at]
-    with pytest.warns(
-        UserWarning, match=rf"from the {at}th on .*0\.4\.4 \(enable_sequence_overlap=False, {after}="
-    ) as told:
-        plugin(*values[: at + 1])
-    assert f"0.5.0 has no enable_sequence_overlap and takes them for {after}=False" in str(told[0].message)
-    assert [each.filename for each in told] == [__file__]
-
-
 def test_add_lora_params_to_optimizer_exists() -> None:
     assert list(signature(LowLevelZeroPlugin.add_lora_params_to_optimizer)) == ["model", "optimizer"]
 

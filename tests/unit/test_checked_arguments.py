@@ -13,10 +13,6 @@ import torch
 
 from shardwise.booster import FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.booster.plugin.ddp import TorchDDPArguments
-from shardwise.booster.plugin.fsdp import TorchFSDPArguments
-from shardwise.booster.plugin.gemini import GeminiArguments
-from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.core.base.checked import MOST_BYTES, number, share, shown, switch, whole
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
@@ -32,7 +28,7 @@ from shardwise.plan import (
     Plan,
     zero,
 )
-from shardwise.strategies.colossalai_arguments import ColossalAIArguments
+from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments
 from shardwise.strategies.fully_sharded import FullyShardedArguments
 from shardwise.zero.arguments import ModelArguments, OptimizerArguments
@@ -57,10 +53,10 @@ PARTS: list[Any] = [
     AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.5, margin_ratio=0.5),
 ]
 PUBLISHED: dict[type, type] = {
-    GeminiArguments: GeminiPlugin,
-    LowLevelZeroArguments: LowLevelZeroPlugin,
-    TorchDDPArguments: TorchDDPPlugin,
-    TorchFSDPArguments: TorchFSDPPlugin,
+    GeminiPlugin: GeminiPlugin,
+    LowLevelZeroPlugin: LowLevelZeroPlugin,
+    TorchDDPPlugin: TorchDDPPlugin,
+    TorchFSDPPlugin: TorchFSDPPlugin,
     ColossalAIArguments: ColossalAIArguments,
     FullyShardedArguments: FullyShardedArguments,
     ModelArguments: ModelArguments,

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from shardwise.core.checkpoint import read
-from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
     PIECE_BYTES,
     Head,
     Manifest,
+    PieceFile,
+    PieceLayout,
     decode_manifest,
     encode_manifest,
     hexadecimal,
@@ -26,17 +28,16 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.pieces import PieceFile, PieceLayout
 from shardwise.core.checkpoint.read import NativeSource, verify
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.engine.fragments import Fragment, split
-from shardwise.core.parallel.tensor import Cut, Part
+from shardwise.core.parallel.tensor import Part, ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 
 RANKS = 6
 
 
-def written(directory: Path, whole: torch.Tensor, cut: Cut) -> None:
+def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
     """As ranks of an axis save it, each a file of its own."""
     directory.mkdir()
     stored, files, pieces = StoredCut.of(whole.shape, cut), [], []
@@ -55,7 +56,7 @@ def written(directory: Path, whole: torch.Tensor, cut: Cut) -> None:
             file.write(index, value)
         files.append(file.finish())
         pieces.append(file.pieces(rank))
-    facts = {"model/w": TensorFact(tuple(whole.shape), whole.dtype)}
+    facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
     manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)
     (directory / MANIFEST).write_bytes(encode_manifest(manifest))
@@ -78,7 +79,7 @@ def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
     """Of six parts of several pieces each: every block has something of each part, and one piece of each is kept."""
     monkeypatch.setattr(read, "CACHED_PIECES", 0)
     whole = torch.randn(1024, 6 * 1100)
-    written(tmp_path / "one", whole, Cut.even(1, whole.shape[1], RANKS))
+    written(tmp_path / "one", whole, ShardSpec.even(1, whole.shape[1], RANKS))
     with NativeSource(tmp_path / "one") as source:
         assert min(len(source.manifest.pieces["model/w"]), 99) >= 2 * RANKS
         flat, step = whole.view(-1), 70_001
@@ -88,7 +89,7 @@ def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
         assert source.bytes_read <= sum(file.nbytes for file in source.manifest.files), "something is read twice"
     # A rank with the same part reads that; one with another part those parts that it is of.
     for ranks, rank in ((RANKS, 3), (2, 1)):
-        part = Part(whole.shape, Cut.even(1, whole.shape[1], ranks), rank)
+        part = Part(whole.shape, ShardSpec.even(1, whole.shape[1], ranks), rank)
         with NativeSource(tmp_path / "one") as source:
             out = torch.full((part.shape.numel(),), float("nan"))
             source.read_part("model/w", part, 0, out)
@@ -98,7 +99,7 @@ def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
 
 def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
     whole = torch.randn(6, 10, 3)
-    written(tmp_path / "one", whole, Cut.even(1, 10, 3))
+    written(tmp_path / "one", whole, ShardSpec.even(1, 10, 3))
     assert read_head(str(tmp_path / "one")).tag == "one" and verify(tmp_path / "one") == []
     assert json.loads((tmp_path / "one" / MANIFEST).read_bytes())["version"] == 2
     with open_checkpoint(tmp_path / "one") as source:
@@ -108,7 +109,7 @@ def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
         assert torch.equal(source.read("model/w", 7, 99), whole.view(-1)[7:106]) and not source.manifest.cuts
     assert json.loads((tmp_path / "copy" / MANIFEST).read_bytes())["version"] == 1
     again = decode_manifest((tmp_path / "one" / MANIFEST).read_bytes(), "it")
-    assert again.cuts == {"model/w": StoredCut.of((6, 10, 3), Cut.even(1, 10, 3))}
+    assert again.cuts == {"model/w": StoredCut.of((6, 10, 3), ShardSpec.even(1, 10, 3))}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
     ],
 )
 def test_a_cut_that_is_none_is_damage_with_the_file_named(tmp_path: Path, cut: Any) -> None:
-    written(tmp_path / "one", torch.randn(6, 10, 3), Cut.even(1, 10, 3))
+    written(tmp_path / "one", torch.randn(6, 10, 3), ShardSpec.even(1, 10, 3))
     changed(tmp_path / "one", cut)
     with pytest.raises(CheckpointDamage, match=r"one/manifest\.json"):
         NativeSource(tmp_path / "one")
@@ -145,7 +146,7 @@ def test_a_cut_that_is_none_is_damage_with_the_file_named(tmp_path: Path, cut: A
 def test_many_ranges_cost_no_time_without_end(tmp_path: Path) -> None:
     """As many as may be, each an index wide: a read looks at each of them once."""
     whole = torch.randn(2, 8000)
-    written(tmp_path / "one", whole, Cut.even(1, 8000, 2))
+    written(tmp_path / "one", whole, ShardSpec.even(1, 8000, 2))
     changed(tmp_path / "one", [1, [[[index, index + 1]] for index in reversed(range(8000))]])
     with NativeSource(tmp_path / "one") as source:
         flat = source.read("model/w", 0, 16000)

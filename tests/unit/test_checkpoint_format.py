@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sets import campaign
 from torch import nn
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage

@@ -131,14 +131,14 @@ def test_blocks_keep_all() -> None:
     each = Setup(NBYTES)
     each.use(3)
     outer, inner = Setup(0), Setup(0)
-    each.pool.enter_block(outer)
+    each.pool.enter_scope(outer)
     assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
-    each.pool.enter_block(inner)
-    each.pool.leave_block(outer)
+    each.pool.enter_scope(inner)
+    each.pool.leave_scope(outer)
     assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
-    each.pool.leave_block(inner)
+    each.pool.leave_scope(inner)
     assert len(each.held) == 1 and not each.pool.blocks.all_held
 
 
@@ -146,27 +146,27 @@ def test_a_block_of_some_units_brings_and_drops_those() -> None:
     each, some, whole = Setup(1 << 40), Setup(0), Setup(0)
     each.use(3)
     blocks, of = each.pool.blocks, each.of
-    each.pool.enter_block(some, {of[0], of[1]})
+    each.pool.enter_scope(some, {of[0], of[1]})
     assert each.held == [0, 1, 3] and each.pool.moved_bytes == 3 * NBYTES
     assert blocks.any_open and not blocks.all_held and blocks.holds(of[1]) and not blocks.holds(of[3])
     each.pool.drop_idle()
     assert each.held == [0, 1]
-    each.pool.enter_block(whole)
+    each.pool.enter_scope(whole)
     assert each.held == [0, 1, 2, 3, 4] and blocks.all_held and each.pool.moved_bytes == 6 * NBYTES
-    each.pool.leave_block(some)
+    each.pool.leave_scope(some)
     each.pool.drop_idle({of[0], of[1]})
     assert each.held == [0, 1, 2, 3, 4], "the other one has them"
-    each.pool.leave_block(whole)
+    each.pool.leave_scope(whole)
     each.pool.drop_changed({of[0], of[1]})
     assert each.held == [2, 3, 4] and not blocks.any_open
-    each.pool.enter_block(some, each.of)
+    each.pool.enter_scope(some, each.of)
     assert blocks.all_held, "all units are the whole"
-    each.pool.leave_block(some)
+    each.pool.leave_scope(some)
 
 
 def test_a_block_ends_with_its_holder() -> None:
     each = Setup(0)
-    each.pool.enter_block(Setup(0), {each.of[0]})
+    each.pool.enter_scope(Setup(0), {each.of[0]})
     assert not each.pool.blocks.any_open
     each.use(1)
     assert each.held == [1]
@@ -204,7 +204,7 @@ def test_evaluation_has_an_order_of_its_own() -> None:
     assert not each.pool.in_training
     each.use(3, 4)
     each.pool.end_forward()
-    assert each.pool.in_training and [each.of[i] for i in (0, 1, 2)] == list(each.pool.expected_order)
+    assert each.pool.in_training and [each.of[i] for i in (0, 1, 2)] == list(each.pool.training.recorded)
     each.use(0, 1, 2)
     each.pool.invalidate()
     assert each.pool.followed

@@ -8,7 +8,7 @@ import statistics
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.core.shards.search import search_chunk_numel, waste_numel
+from shardwise.core.shards.layout import search_chunk_numel, waste_numel
 from shardwise.plan import BySearch
 
 

@@ -12,8 +12,8 @@ from program_setup import forked_python, python, surroundings
 from sets import campaign, full
 
 from shardwise.cli import run
-from shardwise.cli.launch import status_of
 from shardwise.cli.main import _parser, main
+from shardwise.cli.run import status_of
 
 BAD_RUN = [
     ("--nproc 0 SCRIPT", "--nproc 0"),

@@ -18,8 +18,8 @@ from sets import campaign, full
 
 from shardwise.cli import follow, run
 from shardwise.cli.errors import BadInput
-from shardwise.cli.launch import launch
 from shardwise.cli.main import _parser
+from shardwise.cli.run import launch
 from shardwise.core.comm.mapping import start_time
 
 TRAINING = """

@@ -23,7 +23,7 @@ from shardwise.plan import (
     TierPlan,
     on_device,
 )
-from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
+from shardwise.strategies.colossalai import ColossalAIArguments, to_plan, without_effect
 
 M = 2**20
 AUTO = TierPlan(

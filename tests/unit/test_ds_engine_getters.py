@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed.facts import ABSENT
+from shardwise.deepspeed.engine import ABSENT
 
 GETTERS: dict[str, Any] = {
     "bfloat16_enabled": False,

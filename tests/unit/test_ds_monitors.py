@@ -36,7 +36,7 @@ def test_a_configuration_by_attributes() -> None:
     assert config.float16_config.loss_scale_window == 7 and not config.bfloat16_config.enabled
     assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == ("AdamW", {"lr": 1e-3}, None)
     assert config.gradient_clipping == 1.0 and config.steps_per_print is None
-    with pytest.raises(AttributeError, match="'stagge' is no key of 'zero_optimization'"):
+    with pytest.raises(AttributeError, match="'stagge' is not a key of 'zero_optimization'"):
         _ = zero.stagge
     with pytest.raises(AttributeError, match="has no attribute 'train_batch'"):
         _ = config.train_batch

@@ -63,7 +63,7 @@ def trace() -> tuple[MemStats, list[int], int]:
         assert meter.margin_bytes() == 0
         step(session)
         assert meter.stats is not None
-        return meter.stats, list(session.engine.pool.expected_order), meter.budget_bytes()
+        return meter.stats, list(session.engine.pool.training.recorded), meter.budget_bytes()
 
 
 def test_the_trace_of_a_chain() -> None:

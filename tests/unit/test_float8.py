@@ -16,8 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.parallel.float8 import linear, multiply_in_8_bits
-from shardwise.core.parallel.float8.product import GRADIENTS, VALUES, Scaled, product, scaled
+from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
 
 SIZES = ((7, 5, 3), (1, 1, 1), (16, 32, 48), (33, 17, 40))
 RELATIVE = {VALUES: (2.0**-4, 2.0**-17), GRADIENTS: (2.0**-3, 2.0**-31)}

@@ -11,7 +11,6 @@ import torch
 from formats_setup import differing, odd_source, optimizer_facts, tensor
 
 from shardwise.cli.main import main
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import (
     detect_format,
     open_checkpoint,
@@ -25,7 +24,7 @@ from shardwise.core.checkpoint.formats import (
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 
 def _run(*arguments: object) -> int:

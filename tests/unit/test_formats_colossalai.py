@@ -12,7 +12,6 @@ from formats_setup import TRAINED, differing, odd_source, optimizer_facts, same_
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import (
     open_checkpoint,
     open_colossalai,
@@ -20,7 +19,7 @@ from shardwise.core.checkpoint.formats import (
     write_colossalai_optimizer,
 )
 from shardwise.core.checkpoint.formats.lazy import LazySource
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 
 def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path:

@@ -18,8 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_dcp, write_dcp
-from shardwise.core.checkpoint.formats.dcp import _Chunks
-from shardwise.core.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
+from shardwise.core.checkpoint.formats.dcp import Chunk, DcpItem, _Chunks, read_dcp_index
 from shardwise.core.checkpoint.source import CheckpointDamage
 
 

@@ -11,10 +11,9 @@ import torch
 from formats_setup import same_bits, tensor
 from safetensors.torch import load_file
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_deepspeed
-from shardwise.core.checkpoint.formats.deepspeed_flat import Flat, Place, sharded_entry
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.formats.deepspeed import Flat, Place, sharded_entry
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 CASES = [f"zero{stage}-{kind}" for stage in (1, 2, 3) for kind in ("1ranks-fp32", "2ranks-fp32", "2ranks-bf16")]
 

@@ -12,10 +12,9 @@ import torch
 from formats_setup import tensor
 from safetensors.torch import load_file
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint
-from shardwise.core.checkpoint.formats.deepspeed_flat import sub_groups
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.formats.deepspeed import sub_groups
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 CASES = ("zero1-2ranks-bf16", "zero2-2ranks-fp16", "zero3-2ranks-fp16")
 DATA = Path(__file__).parent.parent / "data"

@@ -11,10 +11,9 @@ import torch
 from formats_setup import differing, odd_source, same_bits
 from safetensors import safe_open
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 transformers = pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {"vocab_size": 64}

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shardwise.core.comm import NativeGroup
 from shardwise.core.comm.control import Operation
-from shardwise.core.engine.not_finite import first_non_finite
+from shardwise.core.engine.optimizer import first_non_finite
 from shardwise.core.grads import norm
 from shardwise.core.shards.layout import make_layout
 from shardwise.plan import Plan, zero
@@ -215,7 +215,8 @@ def test_a_skipped_step_grows_with_the_logarithm() -> None:
             session.backward(session.module(torch.full((2, WIDTH), math.inf)).square().mean())
             engine, names = session.engine, list[str]()
             asked.reset()
-            instructions = work(lambda: names.append(first_non_finite(engine, engine.grads.values())))
+            given = engine.grads.values(), engine.layout.facts, engine.mesh
+            instructions = work(lambda given=given: names.append(first_non_finite(*given)))
             assert names == ["blocks.0.up.weight"]
             found = dict(asked.calls)
             session.close()
@@ -271,7 +272,7 @@ def test_layout_has_no_table_of_ranks() -> None:
     with alike_mesh(PLANS["zero3"], 0, 16384) as (mesh, _):
         session = made(PLANS["zero3"], mesh, BLOCKS)
         for spec in session.engine.layout.chunks:
-            assert sys.getsizeof(spec.bounds) < 100 and spec.uneven is None
+            assert sys.getsizeof(spec.bounds) < 100 and spec.shard_offsets is None
             assert len(spec.bounds) == 16385 and spec.bounds[-1] == spec.padded_numel
         session.close()
 

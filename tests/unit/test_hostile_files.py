@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,11 @@ from sets import full
 
 from shardwise.cli.main import main
 from shardwise.core.checkpoint import format as native
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.formats.single import open_single, write_single
-from shardwise.core.checkpoint.formats.torch_file import load_value
+from shardwise.core.checkpoint.formats.single import write_single
 from shardwise.core.checkpoint.read import NativeSource, verify
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles
@@ -34,11 +29,6 @@ from tests.unit.formats_setup import odd_source
 
 def op_global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
-
-
-def nested_tuples(levels: int) -> bytes:
-    """A tuple that stands for 2**levels values, on the stack."""
-    return b")" + b"".join(b"\x94" + b"h" + bytes([level]) + b"\x86" for level in range(levels))
 
 
 def dcp(folder: Path, code: bytes) -> Path:
@@ -61,9 +51,9 @@ def test_an_index_changes_no_class_of_any_library(tmp_path: Path, module: str, n
 
 @pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
 def test_stand_ins_cannot_be_changed_either(tmp_path: Path, name: str) -> None:
-    from shardwise.core.checkpoint.formats import dcp_index
+    from shardwise.core.checkpoint.formats import dcp as format_dcp
 
-    stand_in = dcp_index.STAND_INS["torch.distributed.checkpoint.metadata", name]
+    stand_in = format_dcp.STAND_INS["torch.distributed.checkpoint.metadata", name]
     before = dict(vars(stand_in))
     code = op_global("torch.distributed.checkpoint.metadata", name) + b"N}\x8c\x04evilK\x01s\x86b"
     with pytest.raises(CheckpointError):
@@ -71,37 +61,6 @@ def test_stand_ins_cannot_be_changed_either(tmp_path: Path, name: str) -> None:
     assert dict(vars(stand_in)) == before
     with pytest.raises(TypeError, match=r"cannot be set"):
         stand_in.evil = 1
-
-
-def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path: Path) -> None:
-    code = b"}" + nested_tuples(200) + b"K\x01s"
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(dcp(tmp_path / "d", code))
-    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
-        archive.writestr("m/data.pkl", b"\x80\x02" + code + b".")
-        archive.writestr("m/version", "3\n")
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(tmp_path / "m.pt")
-
-
-def test_keys_that_have_one_hash_are_refused_before_they_are_compared(tmp_path: Path, saved: Path) -> None:
-    # Python's hash of an integer is its rest modulo 2^61 - 1.
-    keys = [(2**61 - 1) * number for number in range(1, 50_001)]
-    items = b"".join(b"\x8a\x0a" + key.to_bytes(10, "little") + b"K\x00" for key in keys)
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(dcp(tmp_path / "d", b"}(" + items + b"u"))
-    with pytest.raises(ValueError, match="bits"):
-        tree.decode({"$items": [[key, 0] for key in keys]}, {})
-    assert tree.decode({"$items": [[2**63, 0]]}, {}) == {2**63: 0}
-
-
-def test_a_value_in_a_dcp_file_is_looked_at_as_an_index_is(tmp_path: Path) -> None:
-    code = b"\x80\x02}" + nested_tuples(200) + b"K\x01s."
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        load_value(code * 5, "a piece")
-    buffer = io.BytesIO()
-    torch.save({"lr": (0.1, torch.ones(2))}, buffer)
-    assert load_value(buffer.getvalue(), "a piece")["lr"][0] == 0.1
 
 
 def test_an_index_that_is_a_hole_is_not_read(tmp_path: Path) -> None:
@@ -140,12 +99,6 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
         assert to == "huggingface" or not target.exists()
 
 
-def test_a_memo_larger_than_the_file_is_refused(tmp_path: Path) -> None:
-    code = b"}r" + struct.pack("<I", 0xFFFFFFF0)
-    with pytest.raises(CheckpointDamage, match="memo of 4294967280 places"):
-        open_checkpoint(dcp(tmp_path / "d", code))
-
-
 def test_values_that_share_their_parts_are_refused(tmp_path: Path) -> None:
     shared: Any = [0]
     for _ in range(60):
@@ -164,16 +117,6 @@ def test_an_expanded_tensor_is_not_read_for_ever(tmp_path: Path) -> None:
     source = open_checkpoint(tmp_path / "small.pt")
     assert torch.equal(source.read("model/w", 0, 1000), torch.zeros(1000))
     source.close()
-
-
-def test_a_compressed_torch_file_is_refused(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(4)}, tmp_path / "m.pt")
-    deflated = zipfile.ZipFile(tmp_path / "n.pt", "w", zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(tmp_path / "m.pt") as old, deflated as new:
-        for record in old.infolist():
-            new.writestr(record.filename, old.read(record))
-    with pytest.raises(CheckpointDamage, match="compressed"):
-        open_checkpoint(tmp_path / "n.pt")
 
 
 def test_the_older_format_is_still_read(tmp_path: Path) -> None:
@@ -299,7 +242,7 @@ def test_pipes_are_refused_and_not_waited_for(saved: Path, tmp_path: Path) -> No
     piece = next(saved.glob("pieces-*"))
     piece.unlink()
     os.mkfifo(piece)
-    assert any("no regular file" in line for line in verify(saved))
+    assert any("not a regular file" in line for line in verify(saved))
     manifest = saved / native.MANIFEST
     manifest.unlink()
     os.mkfifo(manifest)
@@ -437,13 +380,3 @@ def test_any_changed_byte_is_read_or_named(tmp_path: Path, kind: str) -> None:
                 tried += 1
         source.close()
     assert tried  # some of them were noticed
-
-
-def test_pickles_of_ours_are_within_the_bounds(tmp_path: Path) -> None:
-    many = {f"layer.{i}.weight": torch.ones(1) for i in range(800)}
-    optimizer = {"state": {i: {"step": torch.tensor(1.0), "exp_avg": torch.ones(1)} for i in range(800)}}
-    optimizer["param_groups"] = [{"params": list(range(800)), "lr": 0.1, "betas": (0.9, 0.99)}]  # type: ignore[assignment]
-    torch.save({"model": many, "optimizer": optimizer}, tmp_path / "m.pt")
-    source = open_single(tmp_path / "m.pt")
-    assert len(source.tensors()) >= 800
-    source.close()

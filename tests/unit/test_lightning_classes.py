@@ -16,11 +16,18 @@ import shardwise.lightning
 import shardwise.pytorch_lightning
 from shardwise.core.shards.layout import ParamFact, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor
-from shardwise.strategies.fully_sharded import FullyShardedArguments, to_plan
-from shardwise.strategies.lightning_precision import PRECISIONS, format_of
+from shardwise.strategies.base import REFUSED, check_callbacks
+from shardwise.strategies.fully_sharded import (
+    FullyShardedArguments,
+    auto_wrap,
+    default_auto_wrap_policy,
+    enable_wrap,
+    to_plan,
+    unit_names,
+    wrap,
+)
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
-from shardwise.strategies.refusals import REFUSED, check_callbacks
-from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, unit_names, wrap
+from shardwise.strategies.precision import PRECISIONS, format_of
 
 PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}
 NAMES = {ns.pytorch: ns for ns in PACKAGES}

@@ -15,7 +15,6 @@ from program_setup import python
 from shardwise.core.base.sizes import parse_size, size_text
 from shardwise.core.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase
-from shardwise.core.shards.replay import simulate
 
 
 def moment(unit: int, non_model: int, model: int = 0, phase: Phase = "forward", name: str = "m") -> Moment:
@@ -190,56 +189,6 @@ def test_a_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"bad\.bin: .*no text"):
         MemStats.load(tmp_path / "bad.bin")
-
-
-SIZES = {0: 10, 1: 10, 2: 10, 3: 10}
-PALINDROME = [0, 1, 2, 3, 2, 1, 0]
-
-
-def test_simulate_by_hand() -> None:
-    # Room for two: LRU has always just dropped what backward wants next but one.
-    assert simulate(PALINDROME, SIZES, 20, "belady") == 10 * 6
-    assert simulate(PALINDROME, SIZES, 20, "lru") == 10 * 6
-    # A cycle: LRU misses everything, the other keeps what comes back soonest.
-    cycle = [0, 1, 2, 0, 1, 2, 0, 1, 2]
-    assert simulate(cycle, SIZES, 20, "lru") == 90 and simulate(cycle, SIZES, 20, "belady") == 60
-    assert simulate(cycle, SIZES, 30, "lru") == simulate(cycle, SIZES, 10**6, "belady") == 30
-    assert simulate(cycle, SIZES, 0, "belady") == 90  # what is used is gathered all the same
-    assert simulate([0, 1, 0, 1], SIZES, [20, 20, 10, 20], "lru") == 30  # the budget falls: 1 has to go, and comes back
-    with pytest.raises(ValueError, match="2 budgets for 4"):
-        simulate([0, 1, 0, 1], SIZES, [1, 2], "lru")
-    with pytest.raises(ValueError, match="'fifo'"):
-        simulate([0], SIZES, 1, "fifo")  # type: ignore[arg-type]
-
-
-def fewest(order: list[int], room: int) -> int:
-    """By trying everything: the fewest fetches with room for so many units."""
-    states = {frozenset[int](): 0}
-    for unit in order:
-        after: dict[frozenset[int], int] = {}
-        for held, cost in states.items():
-            options = [held] if unit in held else [held | {unit}] if len(held) < room else []
-            price = cost + (unit not in held)
-            if unit not in held and len(held) >= room:
-                options = [(held - {victim}) | {unit} for victim in held]
-            for option in options:
-                after[option] = min(after.get(option, 10**9), price)
-        states = after
-    return min(states.values())
-
-
-def test_belady_is_optimal_and_never_worse_than_lru() -> None:
-    rng = random.Random(5)
-    better = 0
-    for _ in range(60):
-        order = [rng.randrange(5) for _ in range(14)]
-        order = [u for i, u in enumerate(order) if i == 0 or order[i - 1] != u]
-        sizes = dict.fromkeys(range(5), 1)
-        for room in (2, 3):
-            best, lru = (simulate(order, sizes, room, policy) for policy in ("belady", "lru"))
-            assert best == fewest(order, room) <= lru
-            better += best < lru
-    assert better > 20
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.memory.trace.tracing import storage_bytes, trace_memory
-from shardwise.testing.models import MODELS
+from tests.support.models import MODELS
 
 CPU = torch.device("cpu")
 F32 = 4

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.memory.trace.tracker import AllocatorTracker, TensorTracker, make_tracker, storages
-from shardwise.testing.models import MODELS
+from tests.support.models import MODELS
 
 CPU = torch.device("cpu")
 F32 = 4

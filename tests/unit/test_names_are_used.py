@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compat import Here, World, all_worlds
+from shardwise.compat import Alias, AliasTable, all_worlds
 
 TESTS = Path(__file__).parents[1]
 OF_TABLES = (
-    *("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_tables.py", "test_worlds.py"),
+    *("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_tables.py", "test_aliases.py"),
     Path(__file__).name,
 )
 """These import, list and inspect names, which is no use of them."""
@@ -44,11 +44,11 @@ def texts() -> tuple[str, ...]:
     return tuple(path.read_text("utf-8") for path in paths if "upstream" not in path.relative_to(TESTS).parts)
 
 
-def unused(world: World) -> set[str]:
+def unused(table: AliasTable) -> set[str]:
     """Names of the table, under none of which a test uses what they stand for."""
     called: dict[tuple[str, str], set[str]] = {}
-    for _, name, entry in world.entries():
-        if isinstance(entry, Here):
+    for _, name, entry in table.entries():
+        if isinstance(entry, Alias):
             called.setdefault((entry.module, entry.name), {entry.name}).add(name)
     left = list(called.values())
     for text in texts():  # a file is parsed if a name that is left may be in it
@@ -63,6 +63,6 @@ def test_an_import_is_no_use() -> None:
     assert set(read(text)) == {"b", "g", "h", "i", "j"}
 
 
-@pytest.mark.parametrize("world", all_worlds(), ids=lambda world: world.foreign)
-def test_each_name_that_works_is_used(world: World) -> None:
-    assert unused(world) == set(), f"write tests that use these names of {world.foreign}"
+@pytest.mark.parametrize("table", all_worlds(), ids=lambda table: table.foreign)
+def test_each_name_that_works_is_used(table: AliasTable) -> None:
+    assert unused(table) == set(), f"write tests that use these names of {table.foreign}"

@@ -13,7 +13,7 @@ from shardwise.core.checks.overlaps import check_apart
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import replicated
 from shardwise.session import build
-from shardwise.testing import MODELS
+from tests.support.models import MODELS
 
 
 class Two(nn.Module):

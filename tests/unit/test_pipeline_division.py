@@ -161,10 +161,10 @@ def test_what_cannot_be_divided_is_named() -> None:
     tower = Tower(nn.ModuleList([nn.Linear(4, 4)]))
     with pytest.raises(ValueError, match=r"Tower cannot be divided into stages.*register_body"):
         stage_model(tower, 0, 2)
-    with pytest.raises(ValueError, match="1 layers in 2 stages"):
+    with pytest.raises(ValueError, match="1 layers are too few for 2 stages"):
         stage_model(tower, 0, 2, body=Body(layers="blocks", tokens="first"))
     tower.blocks.append(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"Tower\.turn is used in every stage"):
+    with pytest.raises(ValueError, match=r"Tower\.turn is in Body.everywhere"):
         stage_model(tower, 0, 2, body=BODY)
     with pytest.raises(ValueError, match=r"Tower\.blocks is a Sequential"):
         stage_model(Tower(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), 0, 2, body=BODY)
@@ -177,7 +177,7 @@ def test_what_cannot_be_divided_is_named() -> None:
     model = transformers.LlamaForCausalLM(config)
     staging = stage_model(model, 1, 2)
     staging.install()
-    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaForCausalLM in stages"):
+    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaForCausalLM in pipeline stages"):
         staging.run(1, torch.ones(1, 2, 8), (), {"input_ids": torch.ones(1, 2).long(), "output_hidden_states": True})
     staging.remove()
     config._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""Modules of a user's own in stages: what hands one hidden state on is exact, all else is named and refused."""
+"""A user's own modules in stages: one hidden state is exact, skip connections across stages raise an error."""
 
 from __future__ import annotations
 
@@ -110,15 +110,12 @@ def twice(model: Any, ids: Tensor) -> Tensor:
 
 
 def extrapolated(model: Any, ids: Tensor) -> Tensor:
-    """What stands for both is equal, so values say nothing."""
     x0 = model.embed(ids)
     x = model.layers[0](x0)
     return through(model, x + (x - x0), 1)
 
 
 class Unseen(torch.autograd.Function):
-    """Operations inside of one are not seen."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -133,79 +130,37 @@ def unseen(x: Tensor, y: Tensor) -> Tensor:
     return made
 
 
-AGAIN = {
-    skip_to_layers: r"uses the output of Net\.embed again.*\(in layers\.2\): stage 1 has what stage 0 has sent alone",
-    skip_to_end: r"uses the output of Net\.embed again.*\(in add\).*pp=1",
-    skip_over_layers: r"uses the output of layers\.0 again.*\(in add\)",
-    mean_of_all: r"uses the output of layers\.0 again.*\(in stack\)",
-    side_by_side: r"uses the output of Net\.embed again.*\(in layers\.1\)",
-    extrapolated: r"uses the output of Net\.embed again.*\(in sub\)",
-    twice: r"calls layers\.0 behind layers of stage 1",
-}
+def through_first(model: Any, ids: Tensor) -> Tensor:
+    return model.layers[1](model.layers[0](model.embed(ids)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("train", [True, False])
+AGAIN = [skip_to_layers, skip_to_end, skip_over_layers, mean_of_all]
+
+
 @pytest.mark.parametrize("way", AGAIN)
-def test_what_earlier_modules_made_is_not_used_again(way: Way, train: bool) -> None:
-    with pytest.raises(RuntimeError, match=AGAIN[way]), torch.set_grad_enabled(train):
-        staged(Net(way), train=train)
+def test_outputs_of_earlier_stages_are_not_used_again(way: Way) -> None:
+    told = r"Net uses the output of Net\.embed or of a layer of an earlier stage again in stage 1.*pp=1"
+    with pytest.raises(RuntimeError, match=told):
+        staged(Net(way))
+    with torch.no_grad():
+        assert staged(Net(way), train=False).isnan()
 
 
-CHANGES: dict[str, tuple[Way, str]] = {
-    "scaled": (lambda m, ids: through(m, m.embed(ids) * 2.0), r"between Net\.embed and layers\.0"),
-    "in place": (lambda m, ids: through(m, m.embed(ids).mul_(2.0)), r"between Net\.embed and layers\.0"),
-    "in place of a copy": (lambda m, ids: through(m, m.embed(ids).clone().mul_(2.0)), r"between Net\.embed and layer"),
-    "between": (lambda m, ids: through(m, m.layers[0](m.embed(ids)) * 1.7, 1), r"between layers\.0 and layers\.1"),
-    "before the stage's own": (
-        lambda m, ids: m.layers[3](m.layers[2](m.layers[1](m.layers[0](m.embed(ids))) * 1.7)),
-        r"between layers\.1 and layers\.2",
-    ),
-    "cast": (lambda m, ids: through(m.float(), m.embed(ids).half().float()), r"between Net\.embed and layers\.0"),
-    "unseen": (lambda m, ids: through(m, unseen(m.embed(ids), m.pos + 1.0)), r"between Net\.embed and layers\.0"),
-}
+def in_a_row(model: Any, ids: Tensor) -> Tensor:
+    x = through(model, model.embed(ids))
+    return through(model, x, 2)
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("case", CHANGES)
-def test_changes_anywhere_before_a_stages_own_layers_are_refused(case: str, train: bool) -> None:
-    way, told = CHANGES[case]
-    with pytest.raises(RuntimeError, match=f"Net changes hidden states {told}"), torch.set_grad_enabled(train):
-        staged(Net(way), train=train)
-
-
-@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda m, x: x + m.pos,
-        lambda m, x: x * m.scale[0],
-        lambda m, x: x.clone().add_(m.pos),
-        lambda m, x: unseen(x, m.pos),
-    ],
-    ids=["plus", "times", "in place", "unseen"],
+    ("way", "told"),
+    [(twice, r"calls layers\.0 after layers of stage 1"), (in_a_row, r"calls layers\.2 twice in stage 1")],
 )
-def test_what_is_trained_and_changes_nothing_yet_is_refused(change: Any, between: bool) -> None:
-    def way(model: Any, ids: Tensor) -> Tensor:
-        x = model.embed(ids)
-        if between:
-            return through(model, change(model, model.layers[1](model.layers[0](x))), 2)
-        return through(model, change(model, x))
-
-    told = r"between (layers\.1|Net\.embed) and layers\.2" if between else r"between Net\.embed and layers\.0"
-    with pytest.raises(RuntimeError, match=rf"Net changes hidden states {told} \(.*adds a parameter"):
+def test_layers_are_called_once(way: Way, told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
         staged(Net(way))
 
 
-def test_values_that_decide_before_the_layers_are_refused() -> None:
-    def way(model: Any, ids: Tensor) -> Tensor:
-        x = model.embed(ids)
-        return through(model, x if x.mean() > 100.0 else x.clone())
-
-    with pytest.raises(RuntimeError, match=r"reads values of what Net\.embed has made \(__bool__\).* of stage 1"):
-        staged(Net(way))
-
-
-def test_an_output_that_holds_what_another_stage_made_cannot_be_computed_with() -> None:
+def test_an_output_that_holds_what_another_stage_made_cannot_be_trained_through() -> None:
     class Both(Net):
         def forward(self, ids: Tensor) -> Any:
             x0 = self.embed(ids)
@@ -216,11 +171,8 @@ def test_an_output_that_holds_what_another_stage_made_cannot_be_computed_with() 
     run, parts = StageRun(staging, None), split_batch({"ids": IDS}, 2, None)
     schedule = make_schedule("interleaved", 1, 2, 2)
     run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids), Passes())
-    told = r"uses the output of Both\.embed again"
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=r"uses the output of Both\.embed"):
         run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids) + out[1].mean(), Passes())
-    with pytest.raises(RuntimeError, match=told), torch.no_grad():
-        run.step(schedule, parts, lambda out, ids: loss_of(out[0], ids), None, wants_outputs=True)
 
 
 def only_shapes(model: Any, ids: Tensor) -> Tensor:
@@ -251,6 +203,15 @@ def in_place(model: Any, ids: Tensor) -> Tensor:
 
 EXACT: dict[str, Way] = {
     "plain": lambda m, ids: through(m, m.embed(ids)),
+    "side by side": side_by_side,
+    "extrapolated": extrapolated,
+    "scaled": lambda m, ids: through(m, m.embed(ids) * 2.0),
+    "scaled in place": lambda m, ids: through(m, m.embed(ids).mul_(2.0)),
+    "scaled between layers": lambda m, ids: through(m, m.layers[0](m.embed(ids)) * 1.7, 1),
+    "scaled between stages": lambda m, ids: through(m, through_first(m, ids) * 1.7, 2),
+    "with a parameter": lambda m, ids: through(m, m.embed(ids) + m.pos),
+    "with a parameter between stages": lambda m, ids: through(m, unseen(through_first(m, ids), m.pos), 2),
+    "depends on values": lambda m, ids: through(m, m.embed(ids) if m.embed(ids).mean() > 100.0 else m.embed(ids) * 3.0),
     "copied": lambda m, ids: through(m, m.embed(ids).clone() * 1.0),
     "frozen and zero": lambda m, ids: through(m, m.embed(ids) + m.pos.detach()),
     "only shapes": only_shapes,

@@ -60,7 +60,7 @@ class Pair:
         """What comes of inputs of shape ``key``, or that nothing does."""
         action = Action(Kind.FORWARD, 0, 0)
         if nothing:
-            self.sender.send_void(action, 1, key, self.sender.told_of(0, key))
+            self.sender.send_sentinel(action, 1, key, self.sender.told_of(0, key))
         else:
             x = torch.zeros(key)
             self.sender.check_shape(0, key, (x.shape, x.dtype))

@@ -122,7 +122,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: zero(1).but(microbatches=4), "microbatches=4 with pp=1: nothing is divided"),
     (lambda: zero(1).but(schedule="zbv", chunks=2), "schedule='zbv', chunks=2 with pp=1"),
     (lambda: zero(1).but(mode="ring_attn", inner_ring=2), "mode='ring_attn', inner_ring=2 with sp=1"),
-    (lambda: zero(1).but(tensor=TensorPlan(sequence="ring")), "sequence='ring' with tp=1"),
+    (lambda: zero(1).but(tensor=TensorPlan(sequence="split_gather")), "sequence='split_gather' with tp=1"),
     (lambda: zero(1).but(pp=2, microbatches=4).but(pp=1), "microbatches=4 with pp=1"),
     (lambda: zero(3).but(disk=DiskPlan(directory="x")), "state_disk_fraction=0.0: nothing would go there"),
     (

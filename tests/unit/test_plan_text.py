@@ -21,7 +21,7 @@ PLANS = {
     "fp16": zero(2, torch.float16),
     "offload": Settings(stage=3, precision="bf16", offload="host", device_memory="1GiB").plan(),
     "disk": Settings(stage=3, offload='/a "quoted" \\ path\x7f\t\U0001f600').plan(),
-    "parts": Settings(stage=1, tp=2, pp=2, microbatches=4, sequence="ring").plan(),
+    "parts": Settings(stage=1, tp=2, pp=2, microbatches=4, sequence="split_gather").plan(),
     "search": zero(3).but(packing=BySearch(search_range_numel=4096, interval_numel=64, min_chunk_numel=128)),
     "tensor": zero(3).but(
         packing=ByTensor(persist_numel=10),

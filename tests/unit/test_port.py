@@ -13,12 +13,10 @@ from program_setup import forked_python
 
 from shardwise.cli.main import main
 from shardwise.compat import all_worlds
-from shardwise.compat.findings import findings
-from shardwise.compat.page import markdown
-from shardwise.compat.rewrite import rewritten
-from shardwise.compat.table import parse_world
+from shardwise.compat.port import findings, markdown, rewritten
+from shardwise.compat.table import parse_table
 
-WHOLE = parse_world(
+WHOLE = parse_table(
     "foreignlib",
     "ours.foreignlib",
     """
@@ -52,7 +50,7 @@ parts = ["Other"]
 "nn:Linear" = ["magic"]
 """,
 )
-PARTIAL = parse_world(
+PARTIAL = parse_table(
     "stays.inner",
     "ours.stays",
     """
@@ -73,7 +71,7 @@ unless = "{home}"
 ":Trainer(file=)" = ["*"]
 """,
 )
-WORLDS = (WHOLE, PARTIAL)
+TABLES = (WHOLE, PARTIAL)
 
 REWRITTEN = [
     ("import foreignlib\n", "import ours.foreignlib as foreignlib\n"),
@@ -102,10 +100,10 @@ REWRITTEN = [
 @pytest.mark.parametrize(("old", "new"), REWRITTEN, ids=[repr(old)[:50] for old, _ in REWRITTEN])
 def test_imports_are_ours_and_all_else_stays(old: str, new: str | None) -> None:
     expected = old if new is None else new
-    got = rewritten(old, WORLDS)
+    got = rewritten(old, TABLES)
     assert got == expected
     ast.parse(got)
-    assert rewritten(got, WORLDS) == got  # a second time there is nothing to do
+    assert rewritten(got, TABLES) == got  # a second time there is nothing to do
 
 
 JUDGED = [
@@ -115,7 +113,7 @@ JUDGED = [
     ("from foreignlib import nn as n\nn.old.Odd()", [("foreignlib.nn.old.Odd", "missing", "use Linear")]),
     ("from foreignlib.tracing.deep import T", [("foreignlib.tracing.deep.T", "missing", "trace with torch.fx")]),
     ("import foreignlib.tracing", [("foreignlib.tracing", "missing", "trace with torch.fx")]),
-    ("from foreignlib.nn import Linaer", [("foreignlib.nn.Linaer", "missing", "nothing of that name here; 'Linear'")]),
+    ("from foreignlib.nn import Linaer", [("foreignlib.nn.Linaer", "missing", "there is no such name; did you mean")]),
     ("from foreignlib import Linear", [("foreignlib.Linear", "missing", "import it from foreignlib.nn")]),
     ("from foreignlib.nn import *", [("foreignlib.nn.*", "differs", "import names one by one")]),
     (
@@ -159,7 +157,7 @@ JUDGED = [
 
 @pytest.mark.parametrize(("text", "expected"), JUDGED, ids=[text[:50] for text, _ in JUDGED])
 def test_each_name_is_judged(text: str, expected: list[tuple[str, str, str]]) -> None:
-    got = findings(text, WORLDS)
+    got = findings(text, TABLES)
     assert [(each.name, each.verdict) for each in got] == [(name, verdict) for name, verdict, _ in expected]
     for each, (_, _, start) in zip(got, expected, strict=True):
         assert each.text.startswith(start) and bool(each.text) == bool(start)
@@ -177,7 +175,7 @@ def test_the_table_of_a_page_has_every_name() -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.compat.all_worlds", lambda: WORLDS)
+    monkeypatch.setattr("shardwise.compat.all_worlds", lambda: TABLES)
 
 
 def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +189,7 @@ def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytes
 
     assert main(["port", "--diff", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "train.py" in shown and "foreignlib.nn.Odd" in shown and "missing: nothing of that name" in shown
+    assert "train.py" in shown and "foreignlib.nn.Odd" in shown and "missing: there is no such name" in shown
     assert "+from ours.foreignlib.nn import Linear, Odd" in shown
     assert "2 names and arguments: 1 same, 1 missing; 1 of 2 files to change" in shown
     assert program.read_bytes() == old
@@ -255,16 +253,16 @@ def test_every_library_has_its_version() -> None:
 def test_names_of_strategies_that_are_advised_are_registered() -> None:
     """After the import that is advised with them."""
     advised = 0
-    for world in all_worlds():
-        for values in world.values.values():
+    for table in all_worlds():
+        for values in table.values.values():
             for value, said in values.items():
                 match = re.match(r"write strategy='(\w+)', after `import ([\w.]+)`", said.instead)
-                if match or said.unless == world.home:
+                if match or said.unless == table.home:
                     name = match[1] if match else value
-                    package = import_module(match[2] if match else world.home)
-                    assert package.__name__ == world.home
-                    registry = import_module(f"{world.foreign}.strategies")
+                    package = import_module(match[2] if match else table.home)
+                    assert package.__name__ == table.home
+                    registry = import_module(f"{table.foreign}.strategies")
                     known = getattr(registry, "StrategyRegistry", None) or registry.STRATEGY_REGISTRY
-                    assert name in known.available_strategies(), (world.foreign, value)
+                    assert name in known.available_strategies(), (table.foreign, value)
                     advised += 1
     assert advised > 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.shards.readers import is_read, python_holders
+from shardwise.core.shards.chunk import is_read, python_holders
 
 WARM = 3000
 """Calls after which an interpreter that specialises code while it runs has done so."""

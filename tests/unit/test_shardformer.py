@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM, L
 from transformers import T5ForConditionalGeneration as T5
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.parallel.tensor import Axis, Cutting
+from shardwise.core.parallel.tensor import Axis, TPPlan
 from shardwise.plan import TensorPlan
 from shardwise.shardformer import (
     GradientCheckpointConfig,
@@ -142,18 +142,18 @@ class ToyPolicy(Policy):
         return self.model
 
 
-def collected(model: nn.Module, policy: Policy, ranks: int = 2, rank: int = 1) -> Cutting:
-    cutting = Cutting(Axis(SimpleNamespace(rank=rank, size=ranks)))  # type: ignore[arg-type]
-    PolicyArchitecture(policy, TensorPlan(vocabulary_multiple=4)).collect(model, cutting)
-    return cutting
+def collected(model: nn.Module, policy: Policy, ranks: int = 2, rank: int = 1) -> TPPlan:
+    tp_plan = TPPlan(Axis(SimpleNamespace(rank=rank, size=ranks)))  # type: ignore[arg-type]
+    PolicyArchitecture(policy, TensorPlan(vocabulary_multiple=4)).collect(model, tp_plan)
+    return tp_plan
 
 
 def of_toy(*replacements: SubModuleReplacementDescription, **more: Any) -> ToyPolicy:
     return ToyPolicy({Toy: ModulePolicyDescription(sub_module_replacement=list(replacements), **more)})
 
 
-def shape(cutting: Cutting, param: Any) -> tuple[int, ...] | None:
-    part = cutting.part_of(param)
+def shape(tp_plan: TPPlan, param: Any) -> tuple[int, ...] | None:
+    part = tp_plan.part_of(param)
     return None if part is None else tuple(part.shape)
 
 
@@ -189,20 +189,20 @@ def test_a_policy_becomes_cuts() -> None:
     )
     policy.append_or_create_method_replacement({"forward": lambda self: self.num_heads}, policy.descriptions, Inner)
     before = {name: param.shape for name, param in model.named_parameters()}
-    cutting = collected(model, policy)
+    tp_plan = collected(model, policy)
     assert {name: param.shape for name, param in model.named_parameters()} == before  # nothing is done yet
     inner = model.blocks[1]
-    assert [shape(cutting, p) for p in inner.layers.parameters()] == [(6, 8), (6,), (8, 6), None]
-    assert shape(cutting, model.head.weight) == (8, 8)  # 10 rows, padded to 16
-    fused = cutting.part_of(model.fused.weight)
+    assert [shape(tp_plan, p) for p in inner.layers.parameters()] == [(6, 8), (6,), (8, 6), None]
+    assert shape(tp_plan, model.head.weight) == (8, 8)  # 10 rows, padded to 16
+    fused = tp_plan.part_of(model.fused.weight)
     assert fused is not None and fused.cut.ranges == (((0, 4), (8, 16)), ((4, 8), (16, 24)))
-    assert shape(cutting, model.fused.bias) == (12,) and shape(cutting, model.back.weight) == (12, 8)
-    assert shape(cutting, model.norm.weight) is None and shape(cutting, model.back.bias) is None
+    assert shape(tp_plan, model.fused.bias) == (12,) and shape(tp_plan, model.back.weight) == (12, 8)
+    assert shape(tp_plan, model.norm.weight) is None and shape(tp_plan, model.back.bias) is None
     assert policy.model is model and policy.shard_config is not None
     assert policy.shard_config.tensor_parallel_size == 2 and policy.shard_config.make_vocab_size_divisible_by == 4
-    cutting.install()
+    tp_plan.install()
     assert inner() == 2 and inner.layers.training == "said"
-    cutting.remove()
+    tp_plan.remove()
     assert inner.num_heads == 4 and inner.layers.training is True and "forward" not in vars(inner)
 
 

@@ -159,7 +159,7 @@ def test_the_same_state_goes_on(saved: str, here: str, engine: bool, tmp_path: P
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader.load(tmp_path)
-    told = [each for each in caught if "goes on with the state of" in str(each.message)]
+    told = [each for each in caught if "continues with the state of" in str(each.message)]
     assert len(told) == ((saved, here) in WITH_A_WORD)
     expected, found = first.state_dict()["state"], second.state_dict()["state"]
     assert found.keys() == expected.keys()
@@ -181,16 +181,16 @@ def test_another_classes_state_is_refused(saved: str, here: str, engine: bool, t
     loader, model, second = trained(here, engine)
     before = copy.deepcopy((dict(model.state_dict()), second.state_dict()["state"]))
     theirs, own = (type(MAKERS[kind](net().parameters())).__name__ for kind in (saved, here))
-    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, and its state there is of {theirs}"):
+    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, but the checkpoint has the state of {theirs}"):
         loader.load(tmp_path / "one")
-    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, and its state there is of a class that"):
+    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, but the checkpoint has the state of a class that"):
         loader.load(tmp_path / "dcp")
-    with pytest.raises(ValueError, match=f"not one of {own}"):
+    with pytest.raises(ValueError, match=f"not a state of {own}"):
         second.load_state_dict(first.state_dict())
     after = dict(model.state_dict()), second.state_dict()["state"]
     assert str(after) == str(before)
     with pytest.warns(
-        UserWarning, match=rf"optimizer 0 is {own}, and the state there is of {theirs}.*these start anew"
+        UserWarning, match=rf"optimizer 0 is {own}, but the checkpoint has the state of {theirs}.*start without state"
     ):
         loader.load(tmp_path / "one", strict=False)
     step(model, second)
@@ -208,13 +208,13 @@ def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
     booster.save_optimizer(optimizer, tmp_path / "o", shard=shard)
     other = net()
     other, wrong, *_ = booster.boost(other, O.RMSprop(other.parameters()))
-    with pytest.raises(ValueError, match="optimizer 0 is RMSprop, and its state there is of AdamW"):
+    with pytest.raises(ValueError, match="optimizer 0 is RMSprop, but the checkpoint has the state of AdamW"):
         booster.load_optimizer(wrong, tmp_path / "o")
     longer = nn.Sequential(*net(), nn.Linear(2, 2))
     longer, fresh, *_ = booster.boost(longer, O.AdamW(longer.parameters(), lr=0.5))
     with pytest.raises(ValueError, match="4 parameters in the checkpoint, 6 in the optimizer"):
         booster.load_optimizer(fresh, tmp_path / "o")
-    with pytest.warns(UserWarning, match=r"these parameters start anew: 3\.weight, 3\.bias"):
+    with pytest.warns(UserWarning, match=r"these parameters start without state: 3\.weight, 3\.bias"):
         booster.load_optimizer(fresh, tmp_path / "o", strict=False)
     assert sorted(fresh.state_dict()["state"]) == [0, 1, 2, 3] and fresh.param_groups[0]["lr"] == 0.01
 
@@ -365,7 +365,7 @@ def test_schedules_follow_their_groups(tmp_path: Path) -> None:
     later = [group["lr"] for group in optimizer.param_groups]
 
     session, optimizer, cycle = start((2, 1, 0), {0: 0.7, 1: 0.8, 2: 0.9})
-    with pytest.warns(UserWarning, match="these parameters start anew"):
+    with pytest.warns(UserWarning, match="these parameters start without state"):
         session.checkpoints.load(tmp_path, strict=False, lr_schedulers=[cycle])
     assert [group["lr"] for group in optimizer.param_groups][:0:-1] == expected
     step(session.module, optimizer)

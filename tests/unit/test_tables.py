@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import shardwise.compat
 from shardwise.cli.main import main
-from shardwise.compat import Absent, Here, NotHere, read_world
+from shardwise.compat import Alias, NotHere, Unsupported, read_world
 from shardwise.compat.table import HOMES, REST
 
 FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
@@ -50,20 +50,20 @@ def test_a_file_is_in_order(file: Path) -> None:
 
 @pytest.mark.parametrize("foreign", HOMES)
 def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> None:
-    world = read_world(foreign)
-    for path, name, entry in world.entries():
-        if isinstance(entry, Here):
+    table = read_world(foreign)
+    for path, name, entry in table.entries():
+        if isinstance(entry, Alias):
             ours = getattr(import_module(entry.module), entry.name)
-            if world.partial and name not in OLDER:  # which stays beside us
-                assert hasattr(import_module(world.full_name(path)), name), (path, name)
-        if world.home == "shardwise.huggingface":  # whose modules nobody imports under ours
+            if table.partial and name not in OLDER:  # which stays beside us
+                assert hasattr(import_module(table.full_name(path)), name), (path, name)
+        if table.home == "shardwise.huggingface":  # whose modules nobody imports under ours
             continue
-        module: Any = import_module(f"{world.home}.{path}".rstrip("."))
+        module: Any = import_module(f"{table.home}.{path}".rstrip("."))
         found = getattr(module, "anything" if name == REST else name)
-        if isinstance(entry, Here):
+        if isinstance(entry, Alias):
             assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
             continue
-        assert isinstance(entry, Absent) and not isinstance(object(), found)
+        assert isinstance(entry, Unsupported) and not isinstance(object(), found)
         with pytest.raises(NotHere) as caught:
             found(1, key=2)
         assert str(caught.value).startswith(f"{foreign}.") and entry.instead in str(caught.value)
@@ -71,13 +71,13 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
 
 @pytest.mark.parametrize("foreign", HOMES)
 def test_arguments_and_values_are_of_names_that_work(foreign: str) -> None:
-    world = read_world(foreign)
-    for place in {*world.ignored, *world.refused}:
+    table = read_world(foreign)
+    for place in {*table.ignored, *table.refused}:
         path, name = place.split(":")
-        assert isinstance(world.find(path, name.split(".")[0]), Here), place
-    for place in world.values:
+        assert isinstance(table.find(path, name.split(".")[0]), Alias), place
+    for place in table.values:
         path, name = place.partition("(")[0].split(":")
-        assert hasattr(import_module(world.full_name(path)), name), place
+        assert hasattr(import_module(table.full_name(path)), name), place
 
 
 PAGES = {

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise.core.parallel.tensor.order as order
-from shardwise.core.parallel.tensor.cut import Cut, Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part, whole_runs
+from shardwise.core.parallel.tensor.shard_spec import Part, ShardSpec
 
 
 @st.composite
-def cuts(draw: Any, ranks: int = 3, shapes: Any = None) -> tuple[tuple[int, ...], Cut]:
+def cuts(draw: Any, ranks: int = 3, shapes: Any = None) -> tuple[tuple[int, ...], ShardSpec]:
     """Any cut: blocks side by side, uneven or empty, held by one rank or several, in any order, perhaps padded."""
     shape = list(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) if shapes is None else draw(shapes))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -28,7 +28,7 @@ def cuts(draw: Any, ranks: int = 3, shapes: Any = None) -> tuple[tuple[int, ...]
             ranges[holder].insert(draw(st.integers(0, len(ranges[holder]))), (at, at + size))
         at += size
     shape[dim] = draw(st.integers(max(at - 2, 0), at))  # what is beyond is padding
-    return tuple(shape), Cut(dim, at, tuple(tuple(each) or ((0, 0),) for each in ranges))
+    return tuple(shape), ShardSpec(dim, at, tuple(tuple(each) or ((0, 0),) for each in ranges))
 
 
 def stored_by_definition(whole: torch.Tensor, stored: StoredCut | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ def reader(flat: torch.Tensor, asked: list[tuple[int, int]] | None = None) -> or
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(), st.data())
-def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[int, ...], Cut], data: Any) -> None:
+def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[int, ...], ShardSpec], data: Any) -> None:
     shape, cut = given_cut
     whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
     stored = StoredCut.of(shape, cut)
@@ -83,7 +83,11 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[in
 @settings(max_examples=60, deadline=None)
 @given(cuts(), cuts(), st.data(), st.integers(1, 40), st.sampled_from([2, 1 << 15]))
 def test_ranges_of_the_whole_and_of_other_parts_are_read(
-    written: tuple[tuple[int, ...], Cut], here: tuple[tuple[int, ...], Cut], data: Any, block: int, wide: int
+    written: tuple[tuple[int, ...], ShardSpec],
+    here: tuple[tuple[int, ...], ShardSpec],
+    data: Any,
+    block: int,
+    wide: int,
 ) -> None:
     """Of a tensor stored under one cut: by itself, and under the same, another or no cut; in blocks of any size."""
     shape, cut = written
@@ -116,9 +120,9 @@ def test_ranges_of_the_whole_and_of_other_parts_are_read(
 def test_a_cut_of_another_dimension_is_read(data: Any) -> None:
     shape = (4, 6, 2)
     first, second = data.draw(st.permutations([0, 1, 2]))[:2]
-    stored = StoredCut.of(shape, Cut.even(first, shape[first], 2))
+    stored = StoredCut.of(shape, ShardSpec.even(first, shape[first], 2))
     whole = torch.randn(shape)
-    part = Part(torch.Size(shape), Cut.even(second, shape[second], 2), data.draw(st.integers(0, 1)))
+    part = Part(torch.Size(shape), ShardSpec.even(second, shape[second], 2), data.draw(st.integers(0, 1)))
     expected = part.of(whole).reshape(-1)
     start = data.draw(st.integers(0, expected.numel()))
     out = torch.empty(expected.numel() - start)
@@ -129,7 +133,7 @@ def test_a_cut_of_another_dimension_is_read(data: Any) -> None:
 
 def test_what_lies_as_it_is_wanted_is_one_range() -> None:
     """A row-parallel weight under the cut that it was stored with: one range of the file, however many rows."""
-    shape, cut = (1000, 64), Cut.even(1, 64, 4)
+    shape, cut = (1000, 64), ShardSpec.even(1, 64, 4)
     stored = StoredCut.of(shape, cut)
     part = Part(torch.Size(shape), cut, 2)
     assert own_runs(part, 100, 9000) == [(2 * 16000 + 100, 100, 8900)]
@@ -139,7 +143,7 @@ def test_what_lies_as_it_is_wanted_is_one_range() -> None:
     assert sum(numel for _, numel in asked) == 8900 and len(asked) <= 3
     # Under another cut: only of the parts that have some of it, and few reads.
     asked.clear()
-    half = Part(torch.Size(shape), Cut.even(1, 64, 2), 0)
+    half = Part(torch.Size(shape), ShardSpec.even(1, 64, 2), 0)
     read_part(reader(stored_by_definition(whole, stored), asked), stored, half, 0, torch.empty(32000))
     assert len(asked) == 2 and sum(numel for _, numel in asked) == 32000
     asked.clear()
@@ -148,10 +152,10 @@ def test_what_lies_as_it_is_wanted_is_one_range() -> None:
 
 
 def test_a_cut_of_the_first_dimension_stays_in_the_tensors_own_order() -> None:
-    assert StoredCut.of((12, 5), Cut.even(0, 12, 2, blocks=3)) is None
-    assert StoredCut.of((1, 12), Cut.even(1, 12, 2)) is None  # one row
-    assert StoredCut.of((3, 4), Cut.of_sizes(1, [[4, 0]])) is None  # one part
-    part = Part(torch.Size((12, 5)), Cut.even(0, 12, 2, blocks=3), 1)
+    assert StoredCut.of((12, 5), ShardSpec.even(0, 12, 2, blocks=3)) is None
+    assert StoredCut.of((1, 12), ShardSpec.even(1, 12, 2)) is None  # one row
+    assert StoredCut.of((3, 4), ShardSpec.of_sizes(1, [[4, 0]])) is None  # one part
+    part = Part(torch.Size((12, 5)), ShardSpec.even(0, 12, 2, blocks=3), 1)
     assert own_runs(part, 0, 30) == [(10, 0, 10), (30, 10, 10), (50, 20, 10)]
 
 

@@ -16,18 +16,18 @@ from torch import nn
 from shardwise.core.parallel.tensor import (
     Architecture,
     Axis,
-    Cut,
     Embedding,
     Head,
     Mlp,
-    Site,
+    ModuleRules,
+    ShardSpec,
     cut_model,
     known_architectures,
     propose_architecture,
     register_architecture,
 )
-from shardwise.core.parallel.tensor.heads import Heads
 from shardwise.core.parallel.tensor.rules import _is_causal
+from shardwise.core.parallel.tensor.shard_spec import Heads
 from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.plan import TensorPlan
 
@@ -75,7 +75,7 @@ def test_an_unknown_model_names_the_known_architectures_and_how_to_add_one() -> 
 def test_an_architecture_that_is_not_the_models() -> None:
     plan = TensorPlan(architecture=Architecture("mine", {"Other": (Mlp(columns=("up",), rows=("down",)),)}))
     found = message(transformers.LlamaForCausalLM(decoder("Llama")), 2, plan)
-    assert "no module that architecture 'mine' has rules for (Other)" in found
+    assert "architecture 'mine' has rules for Other, and" in found
 
 
 def test_an_attribute_that_says_other_heads_than_the_layers_have() -> None:
@@ -108,8 +108,8 @@ def test_an_embedding_that_finds_its_rows_by_itself() -> None:
 
 def test_one_rank_pads_nothing() -> None:
     model = transformers.LlamaForCausalLM(decoder("Llama"))
-    cutting = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
-    found = [part for part in map(cutting.part_of, model.parameters()) if part is not None]
+    tp_plan = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
+    found = [part for part in map(tp_plan.part_of, model.parameters()) if part is not None]
     assert found and all(part.shape == part.whole for part in found)
 
 
@@ -141,11 +141,11 @@ class Ours(transformers.LlamaModel):
 
 def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> None:
     model = Ours(decoder("Llama"))
-    assert "head.weight would be a part, tied to a layer that is cut" in message(model, 2)
+    assert "head.weight are tied to sharded layers" in message(model, 2)
     named = Architecture("ours", {"Ours": (Embedding("embed_tokens"), Head("head"))})
-    cutting = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
-    part = cutting.part_of(model.head.weight)
-    assert part is not None and part.shape == (16, 24) and part is cutting.part_of(model.embed_tokens.weight)
+    tp_plan = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
+    part = tp_plan.part_of(model.head.weight)
+    assert part is not None and part.shape == (16, 24) and part is tp_plan.part_of(model.embed_tokens.weight)
 
 
 class Gated(nn.Module):
@@ -168,20 +168,20 @@ def test_what_is_trained_among_cut_layers_and_no_rule_names() -> None:
     names = ("self_attn.heads", "mlp.gate.weight")
     assert all(f"model.layers.0.{name}" in found for name in names) and "norm" not in found
     assert ".gate.bias" not in found  # as wide as what all have
-    assert "gradients might be sums" in found and "`beside`" in found
+    assert "gradients might be sums" in found and "`replicated`" in found
     layer.self_attn.heads.requires_grad_(False)
-    beside = replace(rules["Gated"][0], beside=("gate",))  # type: ignore[type-var]
-    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (beside,)})))
+    replicated = replace(rules["Gated"][0], replicated=("gate",))  # type: ignore[type-var]
+    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (replicated,)})))
     layer.mlp.act_fn = nn.PReLU(24)
     assert "act_fn.weight of (24,) stands between layers that are cut" in message(model, 2, plan)
 
 
 def test_two_architectures_of_one_name_or_with_one_class() -> None:
     before = known_architectures()
-    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, as 'llama' has"):
+    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, and so does 'llama'"):
         register_architecture(Architecture("mine", {"LlamaMLP": ()}))
     take_back = register_architecture(Architecture("mine", {"Mine": ()}))
-    with pytest.raises(ValueError, match="there is an architecture 'mine' already"):
+    with pytest.raises(ValueError, match="architecture 'mine' is registered already"):
         register_architecture(Architecture("mine", {"Another": ()}))
     take_back()
     take_back()
@@ -218,10 +218,10 @@ def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
     """Of a llama with as many heads: everything but norms is divided, the vocabulary with its padding."""
     config = decoder("Llama", num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, hidden_size=32)
     model = transformers.LlamaForCausalLM(config)
-    cutting = cut_model(model, axis(ranks), PLAN)
+    tp_plan = cut_model(model, axis(ranks), PLAN)
     held = 0
     for param in model.parameters():
-        part = cutting.part_of(param)
+        part = tp_plan.part_of(param)
         held += (part.shape if part is not None else param.shape).numel()
     rows = 29 + -29 % (4 * ranks)
     norms = 5 * 32
@@ -249,7 +249,7 @@ def test_an_unknown_model_with_a_plan_is_told_of_it() -> None:
 
 
 def test_plans_that_no_rule_says() -> None:
-    with pytest.raises(ValueError, match="StableLmForCausalLM brings no plan of its own"):
+    with pytest.raises(ValueError, match="StableLmForCausalLM has no tensor-parallel plan of its own"):
         propose_architecture(transformers.StableLmForCausalLM(decoder("StableLm")))
     model = transformers.LlamaForCausalLM(decoder("Llama"))
     model._tp_plan = {"model.layers.*.mlp.up_proj": "something"}
@@ -257,7 +257,7 @@ def test_plans_that_no_rule_says() -> None:
         propose_architecture(model)
     model = transformers.Qwen3ForCausalLM(decoder("Qwen3"))
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
-    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, beside layers that it cuts"):
+    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, next to layers"):
         propose_architecture(model)
 
 
@@ -285,7 +285,7 @@ def test_an_adapter_that_cannot_be_cut_is_named(config: Any, text: str) -> None:
 class _Says:
     """An architecture that is no set of rules."""
 
-    def collect(self, model: nn.Module, cutting: object) -> None:
+    def collect(self, model: nn.Module, tp_plan: object) -> None:
         raise AssertionError("not asked")
 
 
@@ -301,8 +301,8 @@ class _Alone(nn.Module):
 class _OwnRule:
     """Cuts a layer of which it does not say where its block begins."""
 
-    def collect(self, site: Site) -> None:
-        site.columns("gate_proj", Cut.even(0, 22, site.ranks).ranges)
+    def collect(self, rules: ModuleRules) -> None:
+        rules.columns("gate_proj", ShardSpec.even(0, 22, rules.ranks).ranges)
 
 
 def test_sequences_that_cannot_be_divided() -> None:
@@ -311,7 +311,7 @@ def test_sequences_that_cannot_be_divided() -> None:
     found = message(llama, 2, replace(divided, architecture=_Says()))
     assert "sequence='split_gather' with" in found and "only an Architecture of rules" in found
     found = message(_Alone(), 2, divided)
-    assert "_Alone has no list of layers (nn.ModuleList) that all hold attention which is cut" in found
+    assert "_Alone has no list of layers (nn.ModuleList) that all hold sharded attention" in found
     rules = {"LlamaAttention": TABLES["llama"]["LlamaAttention"], "LlamaMLP": (_OwnRule(),)}
     found = message(llama, 2, replace(divided, architecture=Architecture("own", rules)))
     assert "model.layers.0: no rule says where the block of a Linear begins" in found and "Site.block" in found

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
+import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.testing import (
-    MODELS,
-    PlainRecipe,
-    RankPool,
-    assert_close,
-    compare,
-    live_tensor_bytes,
-    make_batches,
-    train_plain,
-)
-from shardwise.testing.counters import live_tensors
-from shardwise.testing.transport import Source, dump, find_function, load, load_module, make_task
+from shardwise.testing import PlainRecipe, RankPool, assert_close, compare, train_plain
+from shardwise.testing.worker import dump, load, make_task
+from tests.support.counters import live_tensor_bytes, live_tensors
+from tests.support.models import MODELS, make_batches
 
 
 def double(x: int) -> int:
     return 2 * x
 
 
-class Holder:
-    @staticmethod
-    def method(x: int) -> int:
-        return x
-
-
-def test_task_finds_its_function() -> None:
+def test_tasks_carry_functions_by_name_and_arguments_by_value() -> None:
     task = make_task(double, (4,))
-    assert find_function(task) is double
+    assert pickle.loads(task.function) is double
     assert load(task.arguments) == (4,)
     assert task.label.endswith(":double")
-    assert find_function(make_task(Holder.method, ())) is Holder.method
 
 
 def test_functions_without_a_name_are_refused() -> None:
@@ -49,8 +32,6 @@ def test_functions_without_a_name_are_refused() -> None:
     for fn in (lambda: None, nested):
         with pytest.raises(ValueError, match="top level of a module"):
             make_task(fn, ())
-    with pytest.raises(ValueError, match="no qualified name"):
-        make_task(Holder().__reduce__, ())
 
 
 def test_pool_refuses_nonsense() -> None:
@@ -60,34 +41,11 @@ def test_pool_refuses_nonsense() -> None:
         RankPool(1).run(double, 1, timeout=0)
 
 
-def test_modules_are_found_by_file_when_the_name_cannot_be_imported(tmp_path: Path) -> None:
-    path = tmp_path / "odd_place_module.py"
-    path.write_text("value = 3\n")
-    source = Source("odd.place.module", "odd.place.module", str(path))
-    try:
-        assert load_module(source).value == 3
-        other = tmp_path / "other.py"
-        other.write_text("value = 4\n")
-        assert load_module(Source(source.name, source.name, str(other))).value == 4, "the caller's file wins"
-    finally:
-        sys.modules.pop(source.name, None)
-
-
-def test_a_failing_import_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "failing_module.py").write_text("import a_module_that_does_not_exist\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_does_not_exist"):
-        load_module(Source("failing_module", "failing_module", str(tmp_path / "failing_module.py")))
-    assert importlib.util.find_spec("failing_module") is not None
-
-
 def test_tied_parameters_stay_tied_and_modules_travel() -> None:
     model = MODELS["tied"].factory()
-    data, modules = dump(model)
-    copy = load(data)
+    copy = load(dump(model))
     assert copy.head.weight is copy.embedding.weight
     assert torch.equal(copy.head.weight, model.head.weight)
-    assert "shardwise.testing.modules" in modules
 
 
 def test_close_passes_and_returns_the_error() -> None:

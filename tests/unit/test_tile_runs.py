@@ -186,7 +186,7 @@ def test_tiles_of_other_dtypes_are_stepped_apart() -> None:
 
 def tiles_of(model: nn.Module, plan: Plan) -> list[Tile]:
     session = build(model, torch.optim.AdamW(model.parameters()), plan)
-    found = session.optimizer._updates.tiles  # type: ignore[union-attr]
+    found = session.optimizer.updates.tiles  # type: ignore[union-attr]
     session.close()
     return list(found)
 

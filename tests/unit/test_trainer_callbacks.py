@@ -37,7 +37,7 @@ class Sharded:
 
 
 def gather_in(callback: Any, session_of: Any) -> None:
-    from shardwise.huggingface.callbacks import gather_for_references
+    from shardwise.huggingface.trainer import gather_for_references
 
     gather_for_references([callback], session_of)
 

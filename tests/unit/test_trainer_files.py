@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from shardwise.core.checkpoint import CheckpointError, tree
+from shardwise.core.base import tree
+from shardwise.core.checkpoint import CheckpointError
 from shardwise.core.checkpoint.formats import RefusedPickle, detect_format, open_checkpoint
 from shardwise.core.checkpoint.schedulers import read_lr_scheduler
 from shardwise.core.checkpoint.source import CheckpointDamage, StateTensors

@@ -23,8 +23,8 @@ def trained(make: Any, away_before: int | None) -> dict[str, torch.Tensor]:
     for step in range(3):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         if step == away_before:
-            session.set_aside()
-            session.bring_back()
+            session.offload_states()
+            session.reload_states()
         session.backward(session.module(x).float().square().mean())
         assert session.optimizer is not None
         session.optimizer.step()

@@ -99,7 +99,7 @@ def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors,
 
 
 def test_ranks_with_fewer_batches_are_told_what_to_do(doors: Doors) -> None:
-    with pytest.raises(AttributeError, match=r"'join_hook'.*all ranks make as many passes"):
+    with pytest.raises(AttributeError, match=r"'join_hook'.*all ranks have to run the same number of passes"):
         Join([doors.session.module])
     assert not hasattr(doors.session.module, "join")
 
@@ -111,5 +111,7 @@ def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> N
         doors.initialize(model=doors.engine)
     with pytest.raises(TypeError, match="client_state=3: give a dict"):
         doors.engine.save_checkpoint(str(tmp_path), client_state=3)
-    with pytest.raises(ValueError, match=r"state_dict with \['step'\]: an optimizer's has 'state' and 'param_groups'"):
+    with pytest.raises(
+        ValueError, match=r"state_dict has \['step'\]: an optimizer's state needs 'state' and 'param_groups'"
+    ):
         doors.session.optimizers[0].load_state_dict({"step": 1})

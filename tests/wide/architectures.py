@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, on_device, replicated, zero
-from shardwise.testing import PlainRun, assert_close, make_batches, train_plain
+from shardwise.testing import PlainRun, assert_close, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs, train_case
 from tests.parity.tiers import tier_plan
+from tests.support.models import make_batches
 from tests.wide.zoo import case_of
 
 __all__ = ["PLANS", "Oracle", "check_kind", "oracle", "plan_of", "train_kind"]

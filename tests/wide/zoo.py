@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.testing import ModelCase
+from tests.support.models import ModelCase
 
 __all__ = ["TYPES", "case_of", "every_type"]
 

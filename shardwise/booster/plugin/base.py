@@ -1,4 +1,4 @@
-"""What every plugin offers the Booster, and the base of the plugins that run on shardwise's engine."""
+"""The interface between plugins and the Booster, and the base of the plugins that use shardwise's engine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from shardwise.booster.dataloader import (
     distributed_sampler,
     require_map_style,
 )
+from shardwise.booster.interface import give_names
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
 from shardwise.core.base.checked import refuse, share
@@ -63,7 +64,7 @@ def all_ranks() -> tuple[int, int]:
 
 
 def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1, sp_size: int = 1) -> int:
-    """How many of ``ranks`` see different data.
+    """Return the number of data-parallel ranks.
 
     Raises:
         ValueError: the product of the sizes does not divide them.
@@ -209,11 +210,11 @@ class Plugin(ABC):
 
 
 class DPPluginBase(Plugin):
-    """What plugins are whose ranks differ in their data alone: all but HybridParallelPlugin."""
+    """Base of the plugins with data parallelism only, and of GeminiPlugin."""
 
 
 class ShardedPlugin(Plugin):
-    """A plugin that is a :class:`~shardwise.plan.Plan` for the engine and nothing else."""
+    """A plugin that translates its arguments into a :class:`~shardwise.plan.Plan` for the engine."""
 
     _mesh: Any = None
 
@@ -223,32 +224,31 @@ class ShardedPlugin(Plugin):
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
-        """The plan for that many ranks, those included that hold parts of the same layers."""
+        """Return the plan for that many ranks, model-parallel ones included."""
 
     def check_device(self, device: torch.device) -> None:
-        """Raise where an argument does not go with ``device``."""
+        """Raise if an argument does not fit ``device``."""
 
     def prepare(self, session: Any) -> None:
-        """Tell a new :class:`~shardwise.session.Session` what is no part of a plan. Called once, before it is used."""
+        """Set up a new :class:`~shardwise.session.Session` with settings that are not in a plan. Called once."""
 
     def data_parallel(self) -> tuple[int, int]:
-        """(this rank's index, number) among the ranks that see different data, as the plan has them."""
+        """Return (index of this rank, number of ranks) among the data-parallel ranks of the plan."""
         rank, ranks = all_ranks()
         return self.plan(ranks).mesh.data_parallel(rank, ranks)
 
     def mesh(self) -> Any:
-        """The ranks' mesh, made at first use and shared by every model boosted with this plugin. Collective."""
+        """Return the device mesh, made at first use and shared by all models of this plugin. Collective."""
         if self._mesh is None:
             from shardwise.core.mesh import Mesh
 
             device = start_ranks()
             self.check_device(device)
             plan = self.plan(all_ranks()[1])
-            self._mesh = Mesh.create(plan.mesh, device, plan.comm)
+            vars(self)["_mesh"] = Mesh.create(plan.mesh, device, plan.comm)  # the arguments are frozen
         return self._mesh
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        from shardwise.booster.boosted import give_names
         from shardwise.session import build
 
         mesh = self.mesh()
@@ -272,10 +272,10 @@ class ShardedPlugin(Plugin):
         return session.module, session.optimizer
 
     def session(self, model: nn.Module) -> Session:
-        """What is under a model that boost returned: its plan, ``memory()``, ``traffic()``, ``full_gradients()``.
+        """Return the session of a boosted model, which has its plan, ``memory()``, ``traffic()``, ``full_gradients()``.
 
         Raises:
-            ValueError: boost did not return it, or a plugin of torch made it.
+            ValueError: the model was not boosted, or not by a plugin on the engine.
         """
         session: Session | None = vars(model).get(SESSION)
         if session is None:

@@ -12,42 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
-from shardwise.booster.plugin.argument_types import check_types
+from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
 from shardwise.core.base.checked import MOST_BYTES, refuse, whole
 
-__all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
+__all__ = ["TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 
 
-@dataclass(frozen=True, eq=False)
-class TorchDDPArguments:
-    """The published arguments, as data. All but the last are torch's own; see its documentation.
-
-    Attributes:
-        broadcast_buffers: every forward starts with rank 0's buffers.
-        bucket_cap_mb: gradients reduced together, in MiB.
-        find_unused_parameters: look for parameters without a gradient after every forward.
-        check_reduction: torch ignores it (a deprecated argument of DDP), so True is refused.
-        gradient_as_bucket_view: gradients are views of the buckets.
-        static_graph: the same parameters are used in every step.
-        fp8_communication: gradients travel in 8 bits.
-    """
-
-    broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
-    find_unused_parameters: bool = False
-    check_reduction: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    fp8_communication: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(TorchDDPArguments, self)
-        ddp_arguments(self)
-
-
-def ddp_arguments(arguments: TorchDDPArguments) -> dict[str, Any]:
+def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
     """The keyword arguments of ``DistributedDataParallel`` that the published ones mean.
 
     Raises:
@@ -91,11 +64,33 @@ class TorchDDPModel(ModelWrapper):
         return nullcontext()
 
 
-class TorchDDPPlugin(DPPluginBase, TorchDDPArguments):
-    """Plain data parallelism by torch; the arguments are those of :class:`TorchDDPArguments`.
+@dataclass(frozen=True, eq=False)
+class TorchDDPPlugin(DPPluginBase):
+    """Plain data parallelism by torch's ``DistributedDataParallel``.
 
     Precision is left to the Booster. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).
+
+    Args:
+        broadcast_buffers: every forward starts with rank 0's buffers.
+        bucket_cap_mb: gradients reduced together, in MiB.
+        find_unused_parameters: look for parameters without a gradient after every forward.
+        check_reduction: torch ignores it (a deprecated argument of DDP), so True is refused.
+        gradient_as_bucket_view: gradients are views of the buckets.
+        static_graph: the same parameters are used in every step.
+        fp8_communication: gradients travel in 8 bits.
     """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        ddp_arguments(self)
 
     def control_precision(self) -> bool:
         return False

@@ -27,55 +27,14 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.booster.interface import ModelWrapper
-from shardwise.booster.plugin.argument_types import check_types
+from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
 from shardwise.core.base.checked import refuse
 
-__all__ = ["FSDPPlan", "TorchFSDPArguments", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
-
-
-@dataclass(frozen=True, eq=False)
-class TorchFSDPArguments:
-    """The published arguments (those of FSDP1), as data.
-
-    Attributes:
-        process_group: ranks to shard over; for a hybrid strategy a pair (shard group, replicate group).
-            ``None``: all ranks.
-        sharding_strategy: ``None`` is FULL_SHARD.
-        cpu_offload: keep parameters, gradients and optimizer state on the host.
-        auto_wrap_policy: which submodules are gathered on their own: a torch policy or ``f(module, recurse,
-            nonwrapped_numel) -> bool``. ``None``: the model is one unit.
-        backward_prefetch: ``None`` and BACKWARD_PRE are what fully_shard does.
-        mixed_precision: dtypes.
-        ignored_modules: left as they are, on every rank.
-        param_init_fn: called on each module that holds meta parameters of its own.
-        sync_module_states: start from the first rank's parameters and buffers.
-        fp8_communication: parameters and gradients travel in 8 bits, where there are no replicas.
-    """
-
-    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    sharding_strategy: ShardingStrategy | None = None
-    cpu_offload: CPUOffload | None = None
-    auto_wrap_policy: Callable[..., Any] | None = None
-    backward_prefetch: BackwardPrefetch | None = None
-    mixed_precision: MixedPrecision | None = None
-    ignored_modules: Iterable[nn.Module] | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    sync_module_states: bool = False
-    fp8_communication: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(TorchFSDPArguments, self, own=("auto_wrap_policy",))
-        policy = self.auto_wrap_policy
-        if policy is not None and not callable(policy) and not hasattr(policy, "_run_policy"):
-            raise TypeError(
-                f"auto_wrap_policy={policy!r:.80}: give a policy of torch.distributed.fsdp.wrap, a function of "
-                "(module, recurse, nonwrapped_numel), or None"
-            )
-        to_plan(self)
+__all__ = ["FSDPPlan", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +69,7 @@ _STRATEGIES: dict[ShardingStrategy, tuple[Literal["shard", "hybrid", "replicate"
 }
 
 
-def to_plan(arguments: TorchFSDPArguments) -> FSDPPlan:
+def to_plan(arguments: TorchFSDPPlugin) -> FSDPPlan:
     """The ``fully_shard`` arguments that the published ones mean.
 
     Raises:
@@ -180,8 +139,45 @@ class TorchFSDPModel(ModelWrapper):
         return load_full_model_state(self.module, state_dict, strict)
 
 
-class TorchFSDPPlugin(DPPluginBase, TorchFSDPArguments):
-    """Sharding by torch's ``fully_shard``; the arguments are those of :class:`TorchFSDPArguments`."""
+@dataclass(frozen=True, eq=False)
+class TorchFSDPPlugin(DPPluginBase):
+    """Sharding by torch's ``fully_shard``, with the published arguments of FSDP1.
+
+    Args:
+        process_group: ranks to shard over; for a hybrid strategy a pair (shard group, replicate group).
+            ``None``: all ranks.
+        sharding_strategy: ``None`` is FULL_SHARD.
+        cpu_offload: keep parameters, gradients and optimizer state on the host.
+        auto_wrap_policy: which submodules are gathered on their own: a torch policy or ``f(module, recurse,
+            nonwrapped_numel) -> bool``. ``None``: the model is one unit.
+        backward_prefetch: ``None`` and BACKWARD_PRE are what fully_shard does.
+        mixed_precision: dtypes.
+        ignored_modules: left as they are, on every rank.
+        param_init_fn: called on each module that holds meta parameters of its own.
+        sync_module_states: start from the first rank's parameters and buffers.
+        fp8_communication: parameters and gradients travel in 8 bits, where there are no replicas.
+    """
+
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    auto_wrap_policy: Callable[..., Any] | None = None
+    backward_prefetch: BackwardPrefetch | None = None
+    mixed_precision: MixedPrecision | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self, own=("auto_wrap_policy",))
+        policy = self.auto_wrap_policy
+        if policy is not None and not callable(policy) and not hasattr(policy, "_run_policy"):
+            raise TypeError(
+                f"auto_wrap_policy={policy!r:.80}: give a policy of torch.distributed.fsdp.wrap, a function of "
+                "(module, recurse, nonwrapped_numel), or None"
+            )
+        to_plan(self)
 
     def data_parallel(self) -> tuple[int, int]:
         """The ranks of ``process_group``, or all."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types, fits, two_orders
+from shardwise.booster.plugin.arguments import (
+    SequenceArguments,
+    check_types,
+    check_update,
+    fits,
+    precision_plan,
+    warn_unused,
+)
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
-from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
-from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.compat.published import documented, given_in_vain
 from shardwise.core.base.checked import MOST_NUMEL, number, refuse, share, whole
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.plan import (
@@ -27,6 +30,7 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     BySearch,
+    GradPlan,
     MeshPlan,
     Packing,
     Plan,
@@ -38,7 +42,7 @@ from shardwise.plan import (
 from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
 
-__all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
+__all__ = ["GeminiPlugin", "to_plan"]
 
 DEFAULT_HIDDEN_DIM = 1024
 STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
@@ -50,8 +54,70 @@ OLD_POLICIES = {
 
 
 @dataclass(frozen=True, eq=False)
-class _First:
-    """What is published before the loss scale's: the fields of the last base come first."""
+class GeminiPlugin(ShardedPlugin, DPPluginBase):
+    """Chunked ZeRO-3, and everything between it and ZeRO-2.
+
+    Args:
+        chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
+            It is only read, so one dict serves any number of models.
+        chunk_init_device: ``None`` or a device where the placement keeps chunks: they are allocated there. The CPU is
+            refused in a run that keeps all parameters on GPUs.
+        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: all starts on the host; the first
+            step is traced, and later steps keep as much on the device as its memory allows at each moment.
+        enable_gradient_accumulation: no effect: backward passes before a step always accumulate. True is refused with
+            ``update="backward"``, where each step is one backward pass.
+        max_prefetch: chunks gathered ahead of their use, once the order is known. No effect if no chunk is gathered
+            (``shard_param_frac=0.0``) or with ``enable_async_reduce=False``.
+        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
+            ``"static"`` only, as the two after it.
+        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
+        offload_param_frac: share of parameters that is on the host between uses, and therefore not gathered, whatever
+            ``shard_param_frac`` is. It goes with every ``offload_optim_frac``.
+        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
+            model data.
+        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
+        precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
+        master_weights: keep fp32 copies of 16-bit parameters.
+        pin_memory: page-locked host memory for offloaded state; ``enable_async_reduce`` implies it.
+        force_outputs_fp32: cast floating outputs of the model to fp32.
+        strict_ddp_mode: refuse every parallelism but data parallelism.
+        search_range_m: chunk sizes are searched over this many units of 2**20 elements.
+        hidden_dim: step of the search in elements; ``None``: 1024.
+        min_chunk_size_m: smallest chunk, in units of 2**20 elements.
+        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
+            ``MemStats``, or the path of a saved one), instead of a traced first step.
+        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
+            moves into after the first step.
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        norm_type: any p > 0, ``math.inf`` included.
+        tp_size: consecutive ranks that share the layers (tensor parallelism).
+        extra_dp_size: number of replicas of the sharded model.
+        enable_all_optimization: fused normalization and flash attention.
+        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
+        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
+            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_sequence_parallelism: between sharded layers each rank of ``tp_size`` has a part of every sequence
+            (``"split_gather"`` of HybridParallelPlugin).
+        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
+        enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
+        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
+        verbose: report the chunk search, and say when a step is skipped.
+        fp8_communication: parameters, gradients and activations between sharded layers travel in 8 bits.
+        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: all of it, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
+            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
+            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
+            is in host memory or on a disk.
+    """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
     chunk_init_device: torch.device | None = None
@@ -73,60 +139,15 @@ class _First:
     min_chunk_size_m: float = 32
     memstats: MemStats | str | os.PathLike[str] | None = None
     gpu_margin_mem_ratio: float = 0.0
-
-
-@documented()
-@dataclass(frozen=True, eq=False)
-class GeminiArguments(EngineArguments, _First):
-    """The published arguments, as data.
-
-    Attributes:
-        chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
-            It is only read, so one dict serves any number of models.
-        chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
-            on GPUs: the same, and a run whose parameters are all at home on the GPUs is refused.
-        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
-            step is traced, and from then on as much is on the device as its memory allows at each moment.
-        enable_gradient_accumulation: both values work: backward passes before a step always add up. True does not go
-            with ``update="backward"``, where each step is one backward pass.
-        max_prefetch: chunks gathered ahead of their use, once the order is known; none where none is gathered
-            (``shard_param_frac=0.0``), or with ``enable_async_reduce=False``.
-        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
-            ``"static"`` only, as the two after it.
-        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
-        offload_param_frac: share of parameters that is on the host between uses, and so not gathered then, whatever
-            ``shard_param_frac`` says. It goes with every ``offload_optim_frac``.
-        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
-            model data.
-        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
-        precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
-        master_weights: keep fp32 copies of 16-bit parameters.
-        pin_memory: page-locked host memory, where something is on the host; ``enable_async_reduce`` implies it.
-        force_outputs_fp32: cast floating outputs of the model to fp32.
-        strict_ddp_mode: refuse every parallelism but data parallelism.
-        search_range_m: chunk sizes are searched over this many units of 2**20 elements.
-        hidden_dim: step of the search in elements; ``None``: 1024.
-        min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
-            ``MemStats``, or the path of a saved one), instead of a traced first step.
-        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
-            moves into after the first step.
-        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
-        extra_dp_size: number of replicas of the sharded model.
-        enable_all_optimization: fused normalization and flash attention.
-        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
-        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
-            kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
-            (HybridParallelPlugin's ``"split_gather"``).
-        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
-        enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
-        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
-        verbose: report the chunk search, and say when a step is skipped.
-        fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
-    """
-
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = False
@@ -139,18 +160,18 @@ class GeminiArguments(EngineArguments, _First):
     use_fp8: bool = False
     verbose: bool = False
     fp8_communication: bool = False
+    device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
+        check_types(self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
-        scaler_plan(self)  # also where the precision is another
+        scaler_plan(self)  # checked for every precision
         shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
         ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
         _check_accumulation(self, to_plan(self, ranks))
-        _ = self._stats  # a file that is none is an error here, not at the first boost
-        for reason, names in _without_effect(self).items():
-            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warn_user(f"{given} without effect: {reason}")
+        _ = self._stats  # an unreadable file is an error now, not at the first boost
+        warn_unused(self, _unused(self))
 
     @cached_property
     def _stats(self) -> MemStats | None:
@@ -164,14 +185,46 @@ class GeminiArguments(EngineArguments, _First):
         if stats is None or isinstance(stats, MemStats):
             return stats
         if not isinstance(stats, str | os.PathLike):
-            raise TypeError(
-                f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one"
-            )
+            raise TypeError(f"memstats={stats!r:.80}: give a shardwise.MemStats, or the path of a saved one")
         return MemStats.load(Path(stats))
 
+    def plan(self, world_size: int) -> Plan:
+        """Raises:
+        ValueError: ``tp_size`` does not divide the ranks, or what is left of them has no such plan.
+        """
+        data_parallel_size(world_size, self.tp_size)
+        return to_plan(self, world_size)
 
-def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
-    """The arguments that were given and mean nothing beside the others, by reason."""
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        with changed_model(model, kernels_of(self), None):
+            return super().configure(model, optimizer)
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp16", "bf16", "fp32"]
+
+    def support_no_sync(self) -> bool:
+        """False: chunks are reduced as soon as they are full, so that full gradients are never kept."""
+        return False
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises:
+        NotImplementedError: ``chunk_init_device`` is no device where chunks of this run are at home.
+        """
+        if self.chunk_init_device is None:
+            return
+        tiers = _tiers(self)
+        homes = {device.type} | ({"cpu"} if tiers.auto is not None or tiers.param_host_fraction > 0 else set())
+        if torch.device(self.chunk_init_device).type not in homes:
+            instead = f"leave it None: chunks are made where they are at home, here {device}"
+            refuse("chunk_init_device", self.chunk_init_device, f"{instead}; offload_param_frac puts some on the host")
+
+    def prepare(self, session: Any) -> None:
+        if self.placement_policy == "auto" and self._stats is not None:
+            session.use_memory_stats(self._stats)
+
+
+def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
+    """Return the arguments without effect, by reason."""
     a = arguments
     if a.placement_policy == "auto":
         kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
@@ -186,11 +239,11 @@ def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
     reason = _nothing_ahead(a)
     if reason is not None:
         found[reason] = ("max_prefetch",)
-    return given_in_vain(a, found)
+    return found
 
 
-def _nothing_ahead(arguments: GeminiArguments) -> str | None:
-    """Why no chunk is gathered ahead, whatever ``max_prefetch`` is; ``None``: they are."""
+def _nothing_ahead(arguments: GeminiPlugin) -> str | None:
+    """Return why chunks are not prefetched, whatever ``max_prefetch`` is; ``None``: they are."""
     a = arguments
     if not a.enable_async_reduce:
         return "nothing is gathered ahead with enable_async_reduce=False"
@@ -199,7 +252,7 @@ def _nothing_ahead(arguments: GeminiArguments) -> str | None:
     return None
 
 
-def _check(arguments: GeminiArguments) -> None:
+def _check(arguments: GeminiPlugin) -> None:
     a = arguments
     if a.strict_ddp_mode and (a.tp_size > 1 or a.enable_sequence_parallelism):
         raise ValueError(
@@ -223,7 +276,7 @@ def _check(arguments: GeminiArguments) -> None:
     check_update(a, tp_size=a.tp_size)
 
 
-def _check_search(arguments: GeminiArguments) -> None:
+def _check_search(arguments: GeminiPlugin) -> None:
     a, most = arguments, MOST_NUMEL // 2**20
     times = f"at most {most} (times 2**20 elements)"
     number("search_range_m", a.search_range_m, f"[0, {most}]", f"a range >= 0 and {times}")
@@ -240,7 +293,7 @@ def _check_search(arguments: GeminiArguments) -> None:
 
 def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
     """Raises:
-    ValueError: no entries, or one that is none; all are looked at, since another number of ranks takes another.
+    ValueError: there are no entries, or an invalid one. All are checked: the number of ranks selects one.
     """
     if not config:
         raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
@@ -256,7 +309,7 @@ def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}: give True or False as 'keep_gathered'")
 
 
-def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
+def _check_accumulation(arguments: GeminiPlugin, plan: Plan) -> None:
     if arguments.enable_gradient_accumulation and plan.grad.update == "backward":
         raise ValueError(
             f"update={arguments.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is "
@@ -264,8 +317,8 @@ def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
         )
 
 
-def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packing, float]:
-    """How parameters are packed, and which share of them may stay gathered, if nothing else is in the way."""
+def _packing(arguments: GeminiPlugin, shard_ranks: int | None) -> tuple[Packing, float]:
+    """Return the packing and the share of parameters that may stay gathered."""
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
@@ -284,7 +337,7 @@ def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packi
     return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
 
 
-def _tiers(arguments: GeminiArguments) -> TierPlan:
+def _tiers(arguments: GeminiPlugin) -> TierPlan:
     a = arguments
     auto = None
     if a.placement_policy == "auto":
@@ -307,8 +360,8 @@ def _tiers(arguments: GeminiArguments) -> TierPlan:
     )
 
 
-def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
-    """The plan that the arguments mean.
+def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
+    """Translate the arguments into a plan.
 
     Args:
         arguments: already checked by their own constructor.
@@ -324,7 +377,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
     shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
     tiers = _tiers(a)
     packing, gathered_fraction = _packing(a, shard_ranks)
-    # What is on the host between uses is not on the device then, so it cannot count to what stays gathered.
+    # Offloaded parameters leave the device between uses, so they cannot stay gathered.
     gathered_fraction = 0.0 if tiers.auto is not None else min(gathered_fraction, 1.0 - tiers.param_host_fraction)
     return Plan(
         mesh=mesh,
@@ -341,7 +394,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             master_weights=a.master_weights,
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
-        grad=grad_plan(a),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
         comm=replace(usual_exchange(), overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
         tiers=tiers,
         verbose=a.verbose,
@@ -349,47 +402,8 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
     )
 
 
-def _sequence_arguments(arguments: GeminiArguments) -> SequenceArguments:
+def _sequence_arguments(arguments: GeminiPlugin) -> SequenceArguments:
     a = arguments
     return SequenceArguments(
         enabled=a.enable_sequence_parallelism, overlap=a.enable_sequence_overlap, tp_size=a.tp_size
     )
-
-
-@two_orders("enable_sequence_overlap")
-class GeminiPlugin(ShardedPlugin, DPPluginBase, GeminiArguments):
-    """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
-
-    def plan(self, world_size: int) -> Plan:
-        """Raises:
-        ValueError: ``tp_size`` does not divide the ranks, or what is left of them has no such plan.
-        """
-        data_parallel_size(world_size, self.tp_size)
-        return to_plan(self, world_size)
-
-    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        with changed_model(model, kernels_of(self), None):
-            return super().configure(model, optimizer)
-
-    def supported_precisions(self) -> list[str]:
-        return ["fp16", "bf16", "fp32"]
-
-    def support_no_sync(self) -> bool:
-        """Chunks are reduced as soon as they are full, so there is never a whole gradient to keep."""
-        return False
-
-    def check_device(self, device: torch.device) -> None:
-        """Raises:
-        NotImplementedError: ``chunk_init_device`` is no device where chunks of this run are at home.
-        """
-        if self.chunk_init_device is None:
-            return
-        tiers = _tiers(self)
-        homes = {device.type} | ({"cpu"} if tiers.auto is not None or tiers.param_host_fraction > 0 else set())
-        if torch.device(self.chunk_init_device).type not in homes:
-            instead = f"leave it None: chunks are made where they are at home, here {device}"
-            refuse("chunk_init_device", self.chunk_init_device, f"{instead}; offload_param_frac puts some on the host")
-
-    def prepare(self, session: Any) -> None:
-        if self.placement_policy == "auto" and self._stats is not None:
-            session.use_memory_stats(self._stats)

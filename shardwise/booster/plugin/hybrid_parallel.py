@@ -9,28 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types, two_orders
-from shardwise.booster.plugin.axes import RankAxes
-from shardwise.booster.plugin.base import (
-    Boosted,
-    ShardedPlugin,
-    data_parallel_size,
-)
-from shardwise.booster.plugin.engine_arguments import (
+from shardwise.booster.plugin.arguments import (
     DTYPES,
-    EngineArguments,
+    SequenceArguments,
+    check_types,
     check_update,
-    grad_plan,
     precision_plan,
+    warn_unused,
 )
-from shardwise.booster.plugin.scheduler_nodes import orders_of
-from shardwise.booster.plugin.sequence_arguments import SequenceArguments
-from shardwise.compat.published import documented, given_in_vain
+from shardwise.booster.plugin.axes import RankAxes
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
 from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import device_bytes
 from shardwise.plan import (
     ByNumel,
+    GradPlan,
     MeshPlan,
     PipelinePlan,
     Plan,
@@ -44,7 +37,7 @@ from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
 
-__all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
+__all__ = ["HybridParallelPlugin", "to_plan"]
 
 STYLES: tuple[Literal["1f1b", "interleaved", "zbv"], ...] = ("1f1b", "interleaved", "zbv")
 PIPELINE = (
@@ -55,7 +48,6 @@ PIPELINE = (
     "num_layers_per_stage",
     "enable_metadata_cache",
     "overlap_p2p",
-    "scheduler_nodes",
 )
 DDP = (
     "broadcast_buffers",
@@ -68,8 +60,81 @@ DDP = (
 
 
 @dataclass(frozen=True, eq=False)
-class _First:
-    """What is published before the loss scale's: the fields of the last base come first."""
+class HybridParallelPlugin(ShardedPlugin, RankAxes):
+    """Tensor parallelism, pipeline parallelism, and data parallelism or ZeRO over the other ranks.
+
+    Args:
+        tp_size: consecutive ranks that share the layers (tensor parallelism).
+        pp_size: ranks with the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
+        sp_size: consecutive data-parallel ranks that share sequences, for ``"all_to_all"`` and ``"ring_attn"``. Other
+            modes use the ranks of ``tp_size``.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+        zero_stage: 0 replicates masters and optimizer state over the data-parallel ranks; 1 shards them; 2 also shards
+            gradients as soon as they are computed.
+        enable_all_optimization: fused normalization and flash attention.
+        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
+        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
+            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
+        enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
+        sequence_parallelism_mode: ``"split_gather"``, or ``"ring"`` with the same meaning: between tensor-parallel
+            layers, over the ranks of ``tp_size``. ``"all_to_all"`` (attention over full sequences for a part of the
+            heads) or ``"ring_attn"`` (keys and values travel from rank to rank): over the ranks of ``sp_size``,
+            everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``, otherwise ``"split_gather"``.
+        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
+        parallel_output: logits stay sharded by vocabulary if the model's own loss allows it; the loss is the same.
+        num_microbatches: micro-batches of a batch, evenly divided; fewer if the batch has fewer rows.
+        microbatch_size: rows of a micro-batch (the last may be smaller), for ``num_microbatches=None``. Without either
+            there is one micro-batch a stage.
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        broadcast_buffers: only True: all ranks start with the buffers of rank 0. For ``zero_stage=0`` only, as the next
+            five.
+        ddp_bucket_cap_mb: gradients reduced together, in MiB.
+        find_unused_parameters: no effect: a parameter without a gradient is not an error.
+        check_reduction: no effect: ranks always compare the reduced parameters at the end of a pass.
+        gradient_as_bucket_view: no effect: gradients are always views of the buckets.
+        static_graph: no effect.
+        zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
+        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
+        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
+        overlap_communication: reduce gradients while backward still runs.
+        custom_policy: which layers are sharded, instead of the built-in rules for the model's classes.
+        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` (zero bubble) with two, from the
+            first rank to the last and back, so that the loss is on the first; gradients of weights are computed when a
+            rank would wait.
+        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
+        num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
+            rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: evenly divided, with
+            more in the middle.
+        gradient_checkpoint_config: layers of a model of transformers that are recomputed in backward: a share, or a
+            number for each stage.
+        enable_metadata_cache: stages exchange the shapes of their activations once for each input shape, not for every
+            message.
+        make_vocab_size_divisible_by: the vocabulary rows of each rank are padded to a multiple of it. Files have the
+            original number of rows.
+        dp_outside: the stages of one model are on consecutive ranks; False: the ranks with the same stage are. No
+            effect without a pipeline. Tensor-parallel ranks are always innermost.
+        overlap_p2p: no effect: sends are always asynchronous.
+        overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
+        fp8_communication: parameters, gradients and activations between layers and stages travel in 8 bits.
+        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
+        inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
+        norm_type: an extension: any p > 0, ``math.inf`` included.
+        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: all of it, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
+            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
+            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
+            is in host memory or on a disk.
+        scheduler_nodes: only ``None``: ``pp_style="zbv"`` makes its own schedule.
+    """
 
     tp_size: int
     pp_size: int
@@ -86,74 +151,14 @@ class _First:
     parallel_output: bool = True
     num_microbatches: int | None = None
     microbatch_size: int | None = None
-
-
-@documented()
-@dataclass(frozen=True, eq=False)
-class HybridParallelArguments(EngineArguments, _First):
-    """The published arguments, as data.
-
-    Attributes:
-        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
-        pp_size: ranks that hold the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
-        sp_size: ranks that see parts of the same sequences, for ``"all_to_all"`` and ``"ring_attn"``: neighbours among
-            the data-parallel ranks. In the other modes those of ``tp_size`` do.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
-            the data-parallel ranks; 2 also shards gradients as soon as they are computed.
-        enable_all_optimization: fused normalization and flash attention.
-        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
-        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
-            kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
-        sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
-            are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
-            from rank to rank), over those of ``sp_size``: everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``,
-            otherwise ``"split_gather"``.
-        enable_sequence_overlap: ``"split_gather"`` multiplies what has come while the rest travels, as ``"ring"`` does.
-        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
-            one either way.
-        num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.
-        microbatch_size: rows of each part, the last may be smaller; for ``num_microbatches=None``. Where neither is
-            given there is a part a stage.
-        norm_type: an extension: any p > 0, ``math.inf`` included.
-        broadcast_buffers: all ranks start with rank 0's buffers; False is not there. For ``zero_stage=0`` only, as the
-            five after it.
-        ddp_bucket_cap_mb: gradients reduced together, in MiB.
-        find_unused_parameters: both values work: a parameter without a gradient is no error.
-        check_reduction: both values work: the ranks always tell each other what was reduced, at the end of a pass.
-        gradient_as_bucket_view: both values work: gradients are always where they are reduced.
-        static_graph: both values work: nothing is gained by the promise, nor lost without it.
-        zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
-        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
-        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
-        overlap_communication: reduce gradients while backward still runs.
-        custom_policy: what is cut, instead of what is known of the model's classes.
-        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, down the ranks and back
-            up, so that the loss is on the first, and with gradients of weights made where a rank would wait.
-        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
-        num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
-            rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: as even as can be, with
-            more in the middle.
-        gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers; a share,
-            or numbers, of each stage's.
-        enable_metadata_cache: what passes between stages is described once for each shape of the inputs, not each
-            time.
-        make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it. Files have the
-            model's own number of rows.
-        dp_outside: the stages of one model are on neighbouring ranks; False: ranks with the same stage are neighbours.
-            Both values are the same without a pipeline. Ranks with parts of the same layers are the closest.
-        overlap_p2p: both values are the same: a rank never waits until what it sends has arrived.
-        overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
-        fp8_communication: parameters, gradients and what passes between layers and stages travel in 8 bits.
-        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
-        inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
-        scheduler_nodes: for ``pp_style="zbv"``: by rank the nodes of a computed schedule, for steps of as many
-            micro-batches as it has; ``None``, and in other steps: that of the paper.
-    """
-
-    norm_type: float = field(default=2.0, kw_only=True)
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
     broadcast_buffers: bool = True
     ddp_bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
@@ -177,19 +182,37 @@ class HybridParallelArguments(EngineArguments, _First):
     fp8_communication: bool = False
     use_fp8: bool = False
     inner_ring_size: int | None = None
+    norm_type: float = field(default=2.0, kw_only=True)
+    device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
     scheduler_nodes: list[Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_types(HybridParallelArguments, self, fractions=("zero_bucket_size_in_m",))
+        check_types(self, fractions=("zero_bucket_size_in_m",))
         _check(self)
-        scaler_plan(self)  # also where the precision is another
+        scaler_plan(self)  # checked for every precision
         to_plan(self)
-        for reason, names in given_in_vain(self, _vain(self)).items():
-            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warn_user(f"{given} without effect: {reason}")
+        warn_unused(self, _unused(self))
+
+    def plan(self, world_size: int) -> Plan:
+        """Raises:
+        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
+        """
+        data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
+        return to_plan(self)
+
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
+        division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
+        with changed_model(model, kernels_of(self), self.gradient_checkpoint_config, division):
+            return super().configure(model, optimizer)
+
+    def support_no_sync(self) -> bool:
+        """True at stages 0 and 1, which keep full gradients; stage 2 keeps only the shard after each backward pass."""
+        return self.zero_stage < 2
 
 
-def _check(arguments: HybridParallelArguments) -> None:
+def _check(arguments: HybridParallelPlugin) -> None:
     a = arguments
     for name in ("tp_size", "pp_size"):
         whole(name, getattr(a, name), 1, what="a number of ranks")
@@ -208,11 +231,13 @@ def _check(arguments: HybridParallelArguments) -> None:
     if a.pp_size > 1:
         _check_pipeline(a)
     check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
+    if a.scheduler_nodes is not None:
+        refuse("scheduler_nodes", a.scheduler_nodes, "leave it None: pp_style='zbv' makes its own schedule")
     if a.zero_stage == 0 and not a.broadcast_buffers:
         refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
 
 
-def _check_pipeline(arguments: HybridParallelArguments) -> None:
+def _check_pipeline(arguments: HybridParallelPlugin) -> None:
     a = arguments
     chunks = a.num_model_chunks
     if chunks < 2 if a.pp_style == "interleaved" else chunks != (1 if a.pp_style == "1f1b" else 2):
@@ -220,12 +245,6 @@ def _check_pipeline(arguments: HybridParallelArguments) -> None:
             f"num_model_chunks={chunks} with pp_style={a.pp_style!r}: give 1 for '1f1b', 2 for 'zbv', and at least 2 "
             "for 'interleaved'"
         )
-    if a.scheduler_nodes is not None:
-        if a.pp_style != "zbv":
-            raise ValueError(
-                f"scheduler_nodes={shown(a.scheduler_nodes)} with pp_style={a.pp_style!r}: give None, or pp_style='zbv'"
-            )
-        orders_of(a.scheduler_nodes, a.pp_size)
     layers, stages = a.num_layers_per_stage, a.pp_size * a.num_model_chunks
     if layers is not None:
         for index, count in enumerate(layers):
@@ -237,10 +256,10 @@ def _check_pipeline(arguments: HybridParallelArguments) -> None:
             )
 
 
-def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
-    """The arguments that mean nothing beside the others, by reason."""
+def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
+    """Return the arguments without effect, by reason."""
     a = arguments
-    found: dict[str, Iterable[str]] = sequence_arguments(a).vain()
+    found: dict[str, Iterable[str]] = sequence_arguments(a).unused()
     if a.pp_size == 1:
         found["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
@@ -254,7 +273,7 @@ def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
     return found
 
 
-def sequence_arguments(arguments: HybridParallelArguments) -> SequenceArguments:
+def sequence_arguments(arguments: HybridParallelPlugin) -> SequenceArguments:
     """Those of sequence parallelism.
 
     Raises:
@@ -272,7 +291,7 @@ def sequence_arguments(arguments: HybridParallelArguments) -> SequenceArguments:
     )
 
 
-def _bucket_numel(arguments: HybridParallelArguments) -> int:
+def _bucket_numel(arguments: HybridParallelPlugin) -> int:
     """Elements that are reduced together."""
     a = arguments
     if a.zero_stage == 0:
@@ -284,8 +303,8 @@ def _bucket_numel(arguments: HybridParallelArguments) -> int:
     return max(1, int(a.zero_bucket_size_in_m * 2**20))
 
 
-def to_plan(arguments: HybridParallelArguments) -> Plan:
-    """The plan that the arguments mean.
+def to_plan(arguments: HybridParallelPlugin) -> Plan:
+    """Translate the arguments into a plan.
 
     Args:
         arguments: already checked by their own constructor.
@@ -324,7 +343,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
             reduce="every" if a.zero_stage == 2 else "last",
         ),
         precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=dtype),
-        grad=grad_plan(a),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
         comm=replace(
             usual_exchange(),
             overlap=a.overlap_communication,
@@ -344,40 +363,16 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
     )
 
 
-def _pipeline_plan(arguments: HybridParallelArguments) -> PipelinePlan:
+def _pipeline_plan(arguments: HybridParallelPlugin) -> PipelinePlan:
     a = arguments
     if a.pp_size == 1:
         return PipelinePlan()
     style: Literal["1f1b", "interleaved", "zbv"] = next(each for each in STYLES if each == a.pp_style)
     return PipelinePlan(
         schedule=style,
-        orders=None if a.scheduler_nodes is None else orders_of(a.scheduler_nodes, a.pp_size),
         chunks=a.num_model_chunks,
         microbatches=a.num_microbatches,
         microbatch_rows=a.microbatch_size if a.num_microbatches is None else None,
         layers=None if a.num_layers_per_stage is None else tuple(a.num_layers_per_stage),
         cache_shapes=a.enable_metadata_cache,
     )
-
-
-@two_orders("enable_sequence_overlap")
-class HybridParallelPlugin(ShardedPlugin, RankAxes, HybridParallelArguments):
-    """Layers cut over ``tp_size`` ranks, stages of the model on ``pp_size`` sets of these, and data parallelism or ZeRO
-    over the others; the arguments are those of :class:`HybridParallelArguments`."""
-
-    def plan(self, world_size: int) -> Plan:
-        """Raises:
-        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
-        """
-        data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
-        return to_plan(self)
-
-    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
-        division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
-        with changed_model(model, kernels_of(self), self.gradient_checkpoint_config, division):
-            return super().configure(model, optimizer)
-
-    def support_no_sync(self) -> bool:
-        """Stages 0 and 1 keep whole gradients; stage 2 has only the shard after each backward pass."""
-        return self.zero_stage < 2

@@ -1,24 +1,30 @@
-"""Checkpoints: directories that all ranks write together, and files of other libraries as views of the same stream.
+"""Checkpoints: directories that all ranks write together, and the files of other libraries.
 
-:class:`Checkpointer` saves and restores everything of a run in the format of docs/checkpoint-format.md.
-:class:`PortableFiles` saves and loads a model or an optimizer alone, in formats that other libraries read
+:class:`Checkpointer` saves and restores a whole run in the format of docs/checkpoint-format.md. :class:`PortableFiles`
+saves and loads a model or an optimizer alone in formats that other libraries read
 (:mod:`shardwise.core.checkpoint.formats`).
 
-Tensors are global here, by name. Which part of one a rank holds, in which tier, and how it is put back is asked of
-:mod:`shardwise.core.engine.fragments`; beside that only ``run``, ``frozen`` and ``dcp_state`` look into an engine.
+Tensors are global and have names. :class:`~shardwise.core.engine.fragments.EngineLocalState` says which part of a
+tensor this rank holds, in which tier, and loads it. Only ``run`` and ``dcp_state`` look further into an engine.
+
+* ``session``, ``portable``: the public operations; ``snapshot``: asynchronous saves.
+* ``write``: what a rank saves, and the steps of a save. ``format``: the manifest and the files of pieces.
+  ``directory``, ``atomic``: the directories on the disk.
+* ``restore``: the steps of a load. ``match``, ``options``, ``schedulers``: the load plan: how a checkpoint fits a run.
+  ``fitting``: other names and numbers of rows. ``read``: reads the native format.
+* ``run``, ``torch_run``: what a checkpoint needs to know of a run. ``source``, ``bounds``: what every reader has in
+  common.
 """
 
 from __future__ import annotations
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.ranks import Ranks
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.restore import Restored
-from shardwise.core.checkpoint.run import EngineRun, Run
+from shardwise.core.checkpoint.run import EngineRun, Ranks, Run
 from shardwise.core.checkpoint.schedulers import SavedScheduler, read_lr_scheduler, write_lr_scheduler
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 from shardwise.core.checkpoint.torch_run import TorchRun
 
 __all__ = [
@@ -33,7 +39,7 @@ __all__ = [
     "Restored",
     "Run",
     "SavedScheduler",
-    "TensorFact",
+    "TensorInfo",
     "TorchRun",
     "read_lr_scheduler",
     "verify",

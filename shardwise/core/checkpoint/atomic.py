@@ -1,48 +1,252 @@
-"""Directories that appear whole: written under a hidden name beside their place, which they take in one step.
+"""Directories that appear complete: written under a hidden name next to their place, which they take in one step.
 
 ``.<name>.saving-<hex>`` is being written (or was exchanged for its successor), ``.<name>.replaced-<hex>`` stepped aside
-where the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. Directories of other formats
-have ``output-saving`` and ``output-replaced``: they may stand among the checkpoints of a run, whose saves leave them
-alone. A killed process may leave any of these; the next writer calls :func:`settle_leftovers`. Files of
-another origin in a directory that is replaced are taken along: see :mod:`shardwise.core.checkpoint.foreign`.
+if the system cannot exchange names, and ``.<name>.purged-<hex>`` is being deleted. Directories of other formats use
+``output-saving`` and ``output-replaced``: they may be in a run's root directory, whose saves ignore them. A killed
+process may leave any of these; the next writer calls :func:`settle_leftovers`.
+
+Foreign files (a tokenizer, notes, results) in a directory that is replaced are kept. :func:`take_along` links them
+into the new directory before it takes the place of the old one. :func:`settle` moves files that were created or
+replaced in the old directory meanwhile, and then removes it.
+
+All calls that change a file system go through :class:`FileSystem`, so that tests can make each of them fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno as codes
+import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.checkpoint.file_system import DISK, sync_tree
-from shardwise.core.checkpoint.foreign import settle, take_along
+from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.memory.disk.errors import explain
 
-__all__ = ["HIDDEN", "AtomicDirectory", "Owned", "atomic_directory", "hidden_name", "settle_leftovers"]
+__all__ = [
+    "DISK",
+    "HIDDEN",
+    "AtomicDirectory",
+    "FileSystem",
+    "atomic_directory",
+    "hidden_name",
+    "settle_leftovers",
+    "sync_path",
+    "sync_tree",
+]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_REFUSED = (codes.ENOSYS, codes.EINVAL, codes.EOPNOTSUPP, codes.EPERM)
+
+
+def _c_function(name: str) -> Callable[..., int] | None:
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)  # type: ignore[no-any-return]
+    except (AttributeError, OSError):
+        return None
+
+
+class FileSystem:
+    """The operating system's own. All methods raise ``OSError``."""
+
+    def __init__(self) -> None:
+        self._renameat2 = _c_function("renameat2")
+        self._sync_file_range = _c_function("sync_file_range")
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def create(self, path: str) -> int:
+        """Return a descriptor of a new, empty file; anything of that name (a link, for example) is removed first."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o644)
+        except FileExistsError:
+            self.remove(path)
+            return os.open(path, flags, 0o644)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve the space, so that a full disk is an error before anything is written."""
+        if nbytes:
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` (bytes) at ``offset``."""
+        while len(data):
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """Start to write back while the next bytes are prepared; a hint."""
+        if self._sync_file_range is not None:
+            place = (ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+            self._sync_file_range(*place, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Make names in it survive a power failure, if the file system can."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Exchange the names of two directories in one step; return False if the system cannot."""
+        if self._renameat2 is None:
+            return False
+        done = self._renameat2(
+            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+        )
+        if done == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in _REFUSED:
+            return False
+        raise OSError(number, os.strerror(number), one)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def lock_directory(self, path: str) -> int | None:
+        """Return a descriptor that locks it until it is closed, or ``None`` if another process has the lock."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            pass  # no locks there (some network file systems)
+        return fd
+
+    def write_file(self, path: str, content: bytes) -> None:
+        """Write a new file, and flush it to the disk."""
+        fd = self.create(path)
+        try:
+            self.write(fd, memoryview(content), 0)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def list_directory(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def link(self, path: str, place: str) -> None:
+        """Make ``place`` a hard link to ``path``, or a copy if the file system has no hard links."""
+        try:
+            os.link(path, place, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copy2(path, place, follow_symlinks=False)
+
+    def copy_attributes(self, path: str, place: str) -> None:
+        """Copy mode, times and owner of a directory, as far as permitted."""
+        with contextlib.suppress(OSError):
+            shutil.copystat(path, place)
+            there = os.lstat(path)
+            os.chown(place, there.st_uid, there.st_gid)
+
+    def open_up(self, path: str) -> None:
+        """Make the content of a directory removable, as far as permitted."""
+        with contextlib.suppress(OSError):
+            if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                os.chmod(path, 0o700)
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a file or a directory with its content as far as possible; of a link, only the link."""
+        with contextlib.suppress(OSError):
+            if os.path.islink(path) or not os.path.isdir(path):
+                self.remove(path)
+                return
+            self.open_up(path)
+            for name in os.listdir(path):
+                self.remove_tree(os.path.join(path, name))
+            self.remove_directory(path)
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory if it is empty."""
+        with contextlib.suppress(OSError):
+            self.remove_directory(path)
+
+
+DISK: Any = FileSystem()
+"""The file system that is used outside tests."""
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Flush a file or a directory, if the file system can.
+
+    Raises:
+        OSError: what was written may not survive a power failure.
+    """
+    if os.path.isdir(path):
+        DISK.sync_directory(os.fspath(path))
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        DISK.sync(handle)
+    finally:
+        DISK.close(handle)
+
+
+def sync_tree(directory: str | os.PathLike[str]) -> None:
+    """Flush a directory and its content."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for file in (os.path.join(place, name) for name in names):
+            if not os.path.islink(file):
+                sync_path(file)
+        sync_path(place)
+
 
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{16}")
-"""What belongs to checkpoints of a run."""
+"""Hidden names of checkpoints of a run."""
 OUTPUT = "output-"
-"""Begins the kind of what belongs to other directories."""
+"""Prefix of the kind in hidden names of other directories."""
 Owned = Callable[[str], bool]
-"""Says of a file name whether a save writes it: such files of an earlier save are not kept."""
+"""Whether a save writes a file of this name; such files of an earlier save are not kept."""
 
 
 def hidden_name(path: str, kind: str) -> str:
-    """A fresh name beside ``path``; ``kind`` is one of those in :data:`HIDDEN`, perhaps after :data:`OUTPUT`."""
+    """Return a new name next to ``path``; ``kind`` is one of :data:`HIDDEN`, perhaps with the prefix :data:`OUTPUT`."""
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{name}.{kind}-{secrets.token_hex(8)}")
 
 
 class AtomicDirectory:
-    """One that is being written. Nothing is visible before :meth:`commit`, and all of it afterwards.
+    """A directory that is being written. It is invisible before :meth:`commit` and complete afterwards.
 
     Args:
-        path: the directory to make or replace.
-        owned: which files in it a save writes.
+        path: the directory to create or replace.
+        owned: whether a save writes a file of that name.
         files: the file system.
         prefix: of the kind in hidden names.
 
@@ -50,7 +254,7 @@ class AtomicDirectory:
         hidden: where to write.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
 
     def __init__(self, path: str, owned: Owned, files: Any = DISK, prefix: str = "") -> None:
@@ -58,13 +262,13 @@ class AtomicDirectory:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.hidden = hidden_name(path, f"{prefix}saving")
         files.make_directory(self.hidden)
-        # It tells others that this is no leftover; the system drops it when the process ends.
+        # The lock tells other processes that this is no leftover; the system drops it when the process ends.
         self._lock: int | None = files.lock_directory(self.hidden)
         self._committed = False
         self._replaced: str | None = None
 
     def take_along(self) -> None:
-        """Files of another origin that stand at the path are in the new directory too.
+        """Link foreign files of the existing directory into the new one.
 
         Raises:
             CheckpointError: one can be neither linked nor copied.
@@ -73,11 +277,11 @@ class AtomicDirectory:
             take_along(self._files, self.path, self.hidden, _by_path(self._owned))
 
     def commit(self) -> None:
-        """Give the directory its name in one step (two renames where the system cannot exchange names). Call
-        :meth:`finish` then, or :meth:`discard` where this raises.
+        """Give the directory its name in one step (two renames if the system cannot exchange names). Call
+        :meth:`finish` afterwards, or :meth:`discard` if this raises.
 
         Raises:
-            OSError: what stood there is still there.
+            OSError: an existing directory is unchanged.
         """
         files, path, parent = self._files, self.path, os.path.dirname(self.path)
         aside = hidden_name(path, f"{self._prefix}replaced")
@@ -94,7 +298,7 @@ class AtomicDirectory:
                 raise
         try:
             files.sync_directory(parent)
-        except BaseException:  # the new name may not survive a power failure: what was there before is put back
+        except BaseException:  # the new name may not survive a power failure: restore the old directory
             if exchanged:
                 files.exchange(self.hidden, path)
             else:
@@ -102,23 +306,23 @@ class AtomicDirectory:
                 if replaces:
                     files.rename(aside, path)
             raise
-        self._committed = True  # what has the hidden name now is what was replaced
+        self._committed = True  # the hidden name is now that of the replaced directory
         self._unlock()
         if replaces:
             self._replaced = self.hidden if exchanged else aside
 
     def finish(self) -> None:
-        """Remove what :meth:`commit` replaced.
+        """Remove the directory that :meth:`commit` replaced.
 
         Raises:
-            CheckpointError: something in it that a save did not write could not be moved over; it is still there.
+            CheckpointError: a foreign file in it could not be moved; it is still there.
         """
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
             _settle(self._files, replaced, self.path, self._owned)
 
     def discard(self) -> None:
-        """Remove what was written, unless it was committed."""
+        """Remove the directory unless it was committed."""
         if not self._committed:
             self._files.remove_tree(self.hidden)
         self._unlock()
@@ -132,12 +336,11 @@ class AtomicDirectory:
 
 @contextmanager
 def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
-    """A fresh directory to write into; when the block ends without an error it is flushed and takes the place of
-    ``path``.
+    """Yield a new directory to write into; at the end of the block it is flushed and replaces ``path``.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
-        OSError: nothing can be written there; what stood at ``path`` is still there.
+        OSError: it cannot be written; an existing ``path`` is unchanged.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give a directory to write to")
@@ -163,15 +366,15 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
 def settle_leftovers(
     root: str, owned: Owned, files: Any = DISK, hidden: re.Pattern[str] = HIDDEN, last: str | None = None
 ) -> list[str]:
-    """Finish or undo what killed processes left in ``root``.
+    """Finish or undo the unfinished saves of killed processes in ``root``.
 
     Args:
         root: the directory.
-        owned: which files in what they left a save writes.
+        owned: whether a save writes a file of that name.
         files: the file system.
-        hidden: the names it has.
-        last: the file that is written last. A directory that has it is whole, and may have been exchanged for its
-            successor: what is in it and not a save's moves over.
+        hidden: pattern of hidden names.
+        last: the file that is written last. A directory that has it is complete and may have been exchanged for its
+            successor: foreign files in it are moved.
 
     Returns:
         The directories that other processes (or threads) are writing there now.
@@ -209,7 +412,7 @@ def _is_being_written(files: Any, path: str) -> bool:
 
 
 def _settle(files: Any, replaced: str, final: str, owned: Owned) -> None:
-    """Remove a directory that ``final`` has replaced; what appeared in it meanwhile moves over."""
+    """Remove a directory that ``final`` has replaced; foreign files in it are moved."""
     if os.path.islink(replaced) or not os.path.isdir(replaced):  # of a link only the name is ours
         files.remove_tree(replaced)
     elif os.path.isdir(final):
@@ -217,5 +420,116 @@ def _settle(files: Any, replaced: str, final: str, owned: Owned) -> None:
 
 
 def _by_path(owned: Owned) -> Callable[[str], bool]:
-    """The same of a path; a folder of such a name is somebody else's."""
+    """Apply ``owned`` to paths; a folder of such a name is foreign."""
     return lambda path: owned(os.path.basename(path)) and (os.path.islink(path) or not os.path.isdir(path))
+
+
+Ours = Callable[[str], bool]
+"""Whether a path (directly in the directory) belongs to the checkpoint."""
+
+
+def take_along(files: Any, old: str, fresh: str, ours: Ours) -> None:
+    """Add all foreign files of ``old`` to ``fresh``: files and links as hard links (or copies), folders as new folders.
+    Existing files of ``fresh`` are kept.
+
+    Raises:
+        CheckpointError: a file can be neither linked nor copied, or a folder has the name of a new file. ``old`` is
+            unchanged.
+    """
+    for name in sorted(files.list_directory(old)):
+        path, place = os.path.join(old, name), os.path.join(fresh, name)
+        if ours(path):
+            continue
+        try:
+            _take(files, path, place)
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                raise
+        except OSError as error:
+            where = error.filename or path
+            raise CheckpointError(
+                f"{where} does not belong to the checkpoint and cannot be kept: {explain(error.errno or 0)}. Move "
+                "it out "
+                f"of {old}, or save elsewhere"
+            ) from error
+
+
+def _take(files: Any, path: str, place: str) -> None:
+    folder = _is_folder(path)
+    if os.path.lexists(place):
+        if folder and not _is_folder(place):
+            raise CheckpointError(f"{path} is a folder where the checkpoint has its own file; rename the folder")
+        return
+    if not folder:
+        files.link(path, place)
+        return
+    files.make_directory(place)
+    for name in sorted(files.list_directory(path)):
+        inner = os.path.join(path, name)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            _take(files, inner, os.path.join(place, name))
+    files.copy_attributes(path, place)
+    files.sync_directory(place)
+
+
+def settle(files: Any, old: str, new: str, ours: Ours) -> None:
+    """Move foreign files from ``old``, which ``new`` has replaced, unless ``new`` has the same or a newer one; then
+    remove ``old``. Files that cannot be removed stay for the next save.
+
+    Raises:
+        CheckpointError: a file could not be moved; it is still there.
+    """
+    try:
+        # Ours last: a directory that has them is known as one that was replaced, should this be interrupted.
+        names = sorted(files.list_directory(old), key=lambda name: (ours(os.path.join(old, name)), name))
+    except OSError:
+        return
+    files.open_up(old)
+    moved = False
+    for name in names:
+        path, place = os.path.join(old, name), os.path.join(new, name)
+        if ours(path):
+            files.remove_tree(path)
+        elif _is_folder(path) and _is_folder(place):
+            settle(files, path, place, lambda _: False)
+        elif not os.path.lexists(place):
+            moved = _move(files, path, place) or moved
+        elif _is_folder(path) or _is_folder(place):
+            continue  # another process has just created it
+        elif _is_known(path, place):
+            files.remove_tree(path)
+        else:
+            moved = _move(files, path, place) or moved
+    if moved:
+        files.sync_directory(new)
+    files.remove_empty(old)
+
+
+def _move(files: Any, path: str, place: str) -> bool:
+    try:
+        files.rename(path, place)
+    except FileNotFoundError:
+        if os.path.lexists(path):
+            raise
+        return False
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} does not belong to the checkpoint and could not be moved to {place}: "
+            f"{explain(error.errno or 0)}. Move it "
+            "yourself"
+        ) from error
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _is_known(path: str, place: str) -> bool:
+    """Whether ``place`` is the same file as ``path``, an unchanged copy of it, or newer."""
+    try:
+        mine, there = os.lstat(path), os.lstat(place)
+    except OSError:
+        return False
+    unchanged = (mine.st_mtime_ns, mine.st_size) == (there.st_mtime_ns, there.st_size)
+    return os.path.samestat(mine, there) or unchanged or there.st_mtime_ns > mine.st_mtime_ns

@@ -1,9 +1,8 @@
-"""What a file from anywhere may make its reader do: checks that every reader makes before it believes a file.
+"""Checks that every reader makes before it uses a file.
 
-A checkpoint may come from anyone. None of it is executed; besides, no name in it leads out of its directory, no size or
-shape in it is believed before it was compared with the files, nothing makes a reader wait for a pipe, and time and
-memory are bounded by the bytes that are there. Whatever else is wrong with a file is a :class:`CheckpointError` that
-names it.
+A checkpoint may come from anyone. Nothing in it is executed. Names do not lead out of its directory, sizes and shapes
+are compared with the files before they are used, only regular files are opened, and memory is bounded by the bytes
+that are there (pickles excepted). Any other invalid content is a :class:`CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from shardwise.core.base.printable import printable
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
 __all__ = [
+    "check_state",
     "checked_name",
     "checked_names",
     "checked_shape",
@@ -39,16 +38,15 @@ __all__ = [
 MAX_SIZE = 2**63 - 1
 MAX_DIMENSIONS = 64
 MAX_DEPTH = 100
-"""Of nested values. What encodes and decodes them calls itself twice a level, well within Python's own limit."""
+"""Levels of nested values. Encoding and decoding recurse twice a level, well within Python's limit."""
 SPARE_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
-"""Of a file that describes others and is read whole. It may have holes, which cost nothing to send, so its own size is
-no bound."""
+"""Largest index file, which is read at once. A sparse file may be large at no cost, so its size is no bound."""
 MOST_MANIFEST_BYTES = 2 << 30
 """The same of a native manifest, which has some 57 bytes a piece: 0.7 GB where 16384 ranks have shards of 256 layers
 and their two moments. Reading it takes ten times as much memory on each rank: with 2 GiB, 160 GiB on a host of 8 ranks.
-Making it takes rank 0 a little more, so whoever could save can load. What is no manifest fails by its checksum, before
-it is parsed."""
+Writing it takes rank 0 a little more, so a run that could save can load. Other content fails the checksum before it is
+parsed."""
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 1024
 """Of each part of a file's name, as on every system, and of all parts of one that a file names."""
 MOST_TIMES = 4
@@ -58,11 +56,11 @@ PARSING = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, 
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Whatever the content of ``what`` makes its parser trip over becomes an error that names the file.
+    """Turn errors of a parser into errors that name the file ``what``.
 
     Raises:
-        CheckpointDamage: the content is not what it should be.
-        CheckpointError: it may not be read.
+        CheckpointDamage: the content is invalid.
+        CheckpointError: the file cannot be read (permissions).
     """
     try:
         yield
@@ -84,33 +82,33 @@ def reading(what: object) -> Iterator[None]:
 
 @contextmanager
 def saving(what: object) -> Iterator[None]:
-    """Around a reader's own checks of what is to be saved as ``what``: what no load would take is not written.
+    """Context of a reader's checks at a save: values that no load would accept are not written as ``what``.
 
     Raises:
-        CheckpointError: it would not take it.
+        CheckpointError: a check failed.
     """
     try:
         yield
     except PARSING as error:
         if isinstance(error, MemoryError):
             raise
-        told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
-        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", told)
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
+        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", text)
         raise CheckpointError(f"{what} is not saved, since no load would take it: {why}") from error
 
 
 def _short(error: BaseException) -> str:
-    """The error's text; not its values, whose text may be endless where they refer to each other."""
+    """Return the error's text without values, whose text may be endless."""
     texts = [each if isinstance(each, str) else type(each).__name__ for each in error.args]
     return printable(", ".join(text[:200] for text in texts[:3])) or "no text"
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a regular file with; a pipe, device or directory is refused without waiting for it.
+    """Open a regular file for reading; a pipe, device or directory is an error and does not block.
 
     Raises:
-        CheckpointDamage: it is something else than a file.
-        CheckpointError: it may not be read.
+        CheckpointDamage: it is not a regular file.
+        CheckpointError: it cannot be read (permissions).
         OSError: it cannot be opened.
     """
     try:
@@ -121,20 +119,20 @@ def open_regular(path: str | os.PathLike[str]) -> int:
                 f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged: ask for access to it"
             ) from error
         if error.errno == errno.ENXIO:  # a socket
-            raise CheckpointDamage(f"{os.fspath(path)} is no regular file; load another copy") from error
+            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file; load another copy") from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise CheckpointDamage(f"{os.fspath(path)} is no regular file (its mode is {mode:o}); load another copy")
+        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o}); load another copy")
     return fd
 
 
 def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) -> bytes:
-    """All of a file that describes others, if it has at most so many bytes.
+    """Read an index file of at most ``most`` bytes.
 
     Raises:
-        CheckpointDamage: it is no regular file, or larger than any such file.
+        CheckpointDamage: it is not a regular file, or larger than any such file.
         CheckpointError: it may not be read.
         OSError: it cannot be read.
     """
@@ -142,16 +140,16 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
             raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
-        if nbytes:  # a file that was made longer, and not written to, would take memory for all of its hole
+        if nbytes:  # a sparse file would take memory for all of its hole
             file.seek(nbytes - 1)
             if file.read(1) == b"\0":
-                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which are no text; it is not read")
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text; it is not read")
             file.seek(0)
         return file.read()
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Raises:
         CheckpointError: it is not JSON, no regular file, or may not be read.
@@ -166,7 +164,7 @@ def read_json(path: Path) -> Any:
 
 
 def checked_name(name: object, where: object) -> str:
-    """``name``, a file's, relative to the directory that ``where`` describes and inside it.
+    """Return ``name``, that of a file inside the directory that ``where`` describes.
 
     Raises:
         CheckpointDamage: it is something else.
@@ -180,7 +178,7 @@ def checked_name(name: object, where: object) -> str:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether ``name`` can be that of a file in some directory or below it, and can be shown."""
+    """Whether ``name`` is a printable relative path that stays in its directory."""
     if not isinstance(name, str) or not name or not name.isprintable():
         return False
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
@@ -190,10 +188,10 @@ def _is_plain(name: object) -> bool:
 
 
 def read_name(path: Path) -> str:
-    """The name that is all of a file, as of DeepSpeed's ``latest``; empty where there is no such file or name.
+    """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if there is none.
 
     Raises:
-        CheckpointDamage: what is in it is no name of something beside it or below.
+        CheckpointDamage: its content is not a name inside its directory.
         CheckpointError: it may not be read.
     """
     if not path.is_file():
@@ -206,7 +204,7 @@ def read_name(path: Path) -> str:
 
 
 def checked_names(names: Mapping[str, Any], where: object) -> None:
-    """Names of tensors are text that can be shown: control characters could rewrite a terminal.
+    """Check that names of tensors are printable: control characters could rewrite a terminal.
 
     Raises:
         CheckpointDamage: one is not.
@@ -218,7 +216,7 @@ def checked_names(names: Mapping[str, Any], where: object) -> None:
 
 
 def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
-    """``sizes`` as a shape of whole numbers whose product fits into 63 bits, even without its zeros.
+    """Return ``sizes`` as a shape of integers whose product, zeros aside, fits into 63 bits.
 
     Raises:
         CheckpointDamage: it is something else.
@@ -239,11 +237,11 @@ def _number(value: object) -> str:
     return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def checked_total(facts: Mapping[str, TensorFact], there: int, where: object) -> None:
-    """The tensors of ``facts`` may need little more than the ``there`` bytes of the files that they are in.
+def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) -> None:
+    """Check that the tensors of ``facts`` need little more than the ``there`` bytes of their files.
 
     Raises:
-        CheckpointDamage: they need more, so reading them would take time and memory without end.
+        CheckpointDamage: they need more.
     """
     needed = sum(fact.nbytes for fact in facts.values())
     if needed > MOST_TIMES * there + SPARE_BYTES:
@@ -255,11 +253,11 @@ def checked_total(facts: Mapping[str, TensorFact], there: int, where: object) ->
 
 
 def checked_tree(value: object, most: int, where: object) -> None:
-    """Nested containers end: at most :data:`MAX_DEPTH` levels, and ``most`` values when all that is shared is told
-    again wherever it stands.
+    """Check that nested containers have at most :data:`MAX_DEPTH` levels and ``most`` values; shared values count each
+    time.
 
     Raises:
-        CheckpointDamage: they do not.
+        CheckpointDamage: they have more.
     """
     left = most
     stack: list[tuple[object, int]] = [(value, 0)]
@@ -273,3 +271,111 @@ def checked_tree(value: object, most: int, where: object) -> None:
             stack.extend((each, depth + 1) for each in item.values())
         elif isinstance(item, list | tuple):
             stack.extend((each, depth + 1) for each in item)
+
+
+MOST_VALUES = 1 << 26
+
+
+def check_state(state: object, where: object) -> None:
+    """Whether ``state`` is the state of a checkpoint, as far as it says anything.
+
+    Raises:
+        CheckpointDamage: an entry has another form; it is named.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object; load another copy")
+    checked_tree(state, MOST_VALUES, f"{where}: its state")
+    for key, value in state.items():
+        if not _is_text(key):
+            raise CheckpointDamage(f"{where}: its state has the key {key!r:.80}; load another copy")
+        test = _FORMS.get(key)
+        if test is not None and not test(value):
+            raise CheckpointDamage(f"{where}: {key} of its state is {_shown(value)}; load another copy")
+
+
+def _shown(value: object) -> str:
+    plain = value is None or isinstance(value, str | int | float)
+    return f"{value!r:.80}" if plain else f"a {type(value).__name__} of another form"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**63)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(key) and _is_text(each) for key, each in value.items())
+
+
+def _by_name(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(key) for key in value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_places(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
+
+
+def _scaler(value: object) -> bool:
+    if value is None:
+        return True
+    keys = ("scale", "overflows", "good_steps")
+    numbers = _by_name(value) and all(type(value.get(key)) in (int, float) for key in keys)  # type: ignore[attr-defined]
+    return numbers and 0 < value["scale"] < float("inf") and all(0 <= value[k] < 2**63 for k in keys[1:])  # type: ignore[index]
+
+
+def _optimizer(value: object) -> bool:
+    if not _by_name(value):
+        return False
+    entry: Mapping[str, Any] = value  # type: ignore[assignment]
+    groups, keys, small = entry.get("groups", []), entry.get("keys", []), entry.get("small", {})
+    return (
+        _is_text(entry.get("class", ""))
+        and isinstance(groups, list)
+        and all(_group(group) for group in groups)
+        and isinstance(keys, list)
+        and all(_is_text(key) for key in keys)
+        and _by_name(small)
+        and all(_by_name(each) for each in small.values())
+    )
+
+
+def _group(value: object) -> bool:
+    if not _by_name(value):
+        return False
+    entry: Mapping[str, Any] = value  # type: ignore[assignment]
+    params = entry.get("params")
+    return isinstance(params, list) and all(_is_text(name) for name in params)
+
+
+_FORMS: dict[str, Callable[[object], bool]] = {
+    "step": _is_count,
+    "updates": _is_count,
+    "aliases": _texts,
+    "compute_dtype": _texts,
+    "optimizers": lambda value: isinstance(value, list) and all(_optimizer(each) for each in value),
+    "scaler": _scaler,
+    "lr_schedulers": _is_list,
+    "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "rng": _is_list,
+    "data_position": _is_list,
+    "data_rank": _is_places,
+    "world": _by_name,
+    "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
+    "extra": _by_name,
+    "config": _by_name,
+    "generation_config": _by_name,
+    "vocabulary": lambda value: (
+        _by_name(value)
+        and _is_count(value.get("size"))  # type: ignore[attr-defined]
+        and isinstance(names := value.get("embeddings"), list)  # type: ignore[attr-defined]
+        and all(map(_is_text, names))
+    ),
+    "adapters": lambda value: _by_name(value) and all(_by_name(each) for each in value.values()),  # type: ignore[attr-defined]
+}

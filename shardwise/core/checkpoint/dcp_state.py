@@ -1,7 +1,7 @@
 """The functions of ``torch.distributed.checkpoint.state_dict`` for models and optimizers that are sharded here.
 
-They give and take what torch's give and take for ``fully_shard``: names, whole tensors or ``DTensor``s, so that
-``torch.distributed.checkpoint.save`` and ``load`` write and read them. Torch's own functions look for its wrappers.
+They return and accept what torch's functions do for ``fully_shard``: names with full tensors or ``DTensor``s, which
+``torch.distributed.checkpoint.save`` and ``load`` write and read. Torch's own functions only know its wrappers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.base.checked import as_mapping
 from shardwise.core.comm import collectively
-from shardwise.core.engine.fragments import Held
+from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 
@@ -38,13 +38,13 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 def get_model_state_dict(
     model: torch.nn.Module, *, submodules: Any = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Weights (fp32 masters where there are some) and buffers by name. Collective.
+    """Return weights (fp32 masters if they exist) and buffers by name. Collective.
 
     Args:
         model: ``session.module``.
-        submodules: refused.
-        options: ``full_state_dict``: whole tensors, with ``cpu_offload`` on the host of rank 0 and nothing elsewhere.
-            Otherwise this rank's rows of each parameter, as a ``DTensor`` over all ranks; buffers are whole.
+        submodules: not supported.
+        options: ``full_state_dict`` returns full tensors; with ``cpu_offload`` only on rank 0, in host memory.
+            Otherwise this rank's rows of each parameter as a ``DTensor`` over all ranks, and full buffers.
 
     Raises:
         TypeError: ``model`` is not sharded here.
@@ -68,7 +68,7 @@ def get_optimizer_state_dict(
     submodules: Any = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """State and param groups of all ``optimizers`` by the parameters' names. Collective. The loss scale is not in it.
+    """Return state and param groups of all ``optimizers`` by parameter names, without loss scale. Collective.
 
     Raises:
         RuntimeError: an optimizer has no state yet.
@@ -91,7 +91,7 @@ def get_optimizer_state_dict(
         for number, values in whole[STATE].items():
             shape = shapes[flat[number]].shape
             state[flat[number]] = {key: form(each, divided=_like(each, shape)) for key, each in values.items()}
-        # What was never stepped (unused, or without elements) has none, which is told from one that is missing.
+        # A parameter that was never stepped (unused, or empty) gets an empty entry, so that it is not missing.
         state |= {name: {} for name in flat if name in trained and name not in state}
         for group, own in zip(whole[GROUPS], names, strict=True):
             groups.append({**group, PARAMS: list(own)})
@@ -102,7 +102,7 @@ def get_optimizer_state_dict(
 def get_state_dict(
     model: torch.nn.Module, optimizers: Optimizers, *, submodules: Any = None, options: StateDictOptions | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both of the above. Collective."""
+    """Return the state of model and optimizers. Collective."""
     weights = get_model_state_dict(model, submodules=submodules, options=options)
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
@@ -110,10 +110,10 @@ def get_state_dict(
 def set_model_state_dict(
     model: torch.nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
-    """Take weights over, whole tensors or ``DTensor``s, into shards and masters. Collective.
+    """Load weights, full tensors or ``DTensor``s, into shards and masters. Collective.
 
     Raises:
-        RuntimeError: names or shapes do not fit; nothing is changed then.
+        RuntimeError: names or shapes do not fit; nothing was changed.
     """
     chosen, module = _options(options), _module(model)
     given = _broadcast(module, model_state_dict, "the model") if chosen.broadcast_from_rank0 else model_state_dict
@@ -127,10 +127,10 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Take state and options of groups over, nested or flattened. Collective.
+    """Load state and options of groups, nested or flattened. Collective.
 
     Raises:
-        RuntimeError: a trained parameter has no state there (``strict``), not even an empty one, or a group no options.
+        RuntimeError: a trained parameter has no entry (``strict``), or a group has no options.
     """
     chosen, module = _options(options), _module(model)
     given = _broadcast(module, optim_state_dict, "the optimizers") if chosen.broadcast_from_rank0 else optim_state_dict
@@ -167,7 +167,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Both of the above. Collective."""
+    """Load the state of model and optimizers. Collective."""
     outcome = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return outcome
@@ -194,18 +194,18 @@ def _module(model: torch.nn.Module) -> ShardedModule:
 
 
 def _with_names(module: ShardedModule, given: Optimizers) -> list[tuple[ShardedOptimizer, list[list[str]]]]:
-    """Each optimizer with the names of its parameters, by group."""
+    """Return each optimizer with the names of its parameters by group."""
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     for each in optimizers:
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(f"an optimizer is a {type(each).__name__}: give session.optimizer, or session.optimizers")
     own = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
-    held = Held(module.engine, own)
+    held = EngineLocalState(module.engine, own)
     return [(each, held.group_names(each)) for each in own]
 
 
 class _Form:
-    """What becomes of whole tensors: kept, on the host, or this rank's rows of them."""
+    """Converts full tensors: unchanged, on the host, or this rank's rows."""
 
     def __init__(self, module: ShardedModule, options: StateDictOptions) -> None:
         self._whole, self._host = options.full_state_dict, options.cpu_offload
@@ -231,12 +231,12 @@ class _Form:
         return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
 
     def given(self, found: dict[str, Any]) -> dict[str, Any]:
-        """On ranks that are given nothing, nothing."""
+        """Return ``found``, or nothing on ranks that get no state."""
         return {} if self._whole and self._host and not self._first else found
 
 
 def _check_everybody(module: ShardedModule) -> None:
-    """Torch's functions take all ranks of the job for those of the model."""
+    """Raise if the model does not use all ranks of the job, as torch's functions assume."""
     ranks, job = module.engine.mesh.everyone.size, dist.get_world_size() if dist.is_initialized() else 1
     if ranks != job:
         raise NotImplementedError(
@@ -246,7 +246,7 @@ def _check_everybody(module: ShardedModule) -> None:
 
 
 def _row_ends(rows: int, parts: int) -> list[int]:
-    """Where the parts that ``torch.chunk`` makes end; those behind the last row are empty."""
+    """Return the ends of the parts of ``torch.chunk``; parts after the last row are empty."""
     each = -(-rows // parts)
     return [min(each * part, rows) for part in range(1, parts)]
 
@@ -260,11 +260,11 @@ def _whole(value: Any) -> Any:
 
 
 def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Mapping[str, Any]:
-    """Rank 0's, on all ranks.
+    """Return rank 0's state on all ranks.
 
     Raises:
-        TypeError: rank 0 has none.
-        PeerError: the same, on the others.
+        TypeError: the state on rank 0 is not a mapping.
+        PeerError: the same, on other ranks.
     """
     _check_everybody(module)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -281,7 +281,7 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
 
 
 def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """As torch flattens it: an entry for each value of each parameter."""
+    """Flatten like torch: an entry for each value of each parameter."""
     flat = {f"{STATE}.{name}.{key}": x for name, own in nested[STATE].items() for key, x in own.items()}
     for group in nested[GROUPS]:
         flat |= {f"{GROUPS}.{name}.{key}": x for name in group[PARAMS] for key, x in group.items() if key != PARAMS}

@@ -1,6 +1,6 @@
-"""The directory that holds a run's checkpoints: which are there, and how one is added, replaced and removed.
+"""The root directory of a run's checkpoints: find them; add, replace and remove one.
 
-Whatever begins with a dot is not a checkpoint: see :mod:`shardwise.core.checkpoint.atomic`.
+Names that begin with a dot are not checkpoints: see :mod:`shardwise.core.checkpoint.atomic`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.core.checkpoint.atomic import HIDDEN, AtomicDirectory, hidden_name, settle_leftovers
-from shardwise.core.checkpoint.file_system import DISK
+from shardwise.core.checkpoint.atomic import DISK, HIDDEN, AtomicDirectory, hidden_name, settle_leftovers
 from shardwise.core.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.core.checkpoint.source import CheckpointDamage
 
-__all__ = ["LATEST", "CheckpointRoot", "Found", "check_tag", "scan"]
+__all__ = ["LATEST", "CheckpointRoot", "check_tag", "scan"]
 
 LATEST = "latest"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint; ``head`` is ``None`` (and ``damage`` says why) where its manifest is damaged or gone."""
+class CheckpointEntry:
+    """A checkpoint; ``head`` is ``None``, and ``damage`` the reason, if its manifest is damaged or missing."""
 
     tag: str
     path: str
@@ -30,27 +29,28 @@ class Found:
 
 
 def check_tag(tag: str) -> str:
-    """Raises ValueError for a name that cannot be a directory's or means something else."""
+    """Return ``tag``, or raise ValueError if it cannot name a directory or is reserved."""
     plain = isinstance(tag, str) and tag and not tag.startswith(".") and "/" not in tag and "\0" not in tag
     if not plain or tag in (LATEST, f"{LATEST}.partial", "auto"):
         raise ValueError(
-            f"tag {tag!r}: give a plain file name without '/', not starting with '.', not 'latest' or 'auto'"
+            f"tag={tag!r} is not a valid name; use a plain file name without '/' that does not start with '.' and is "
+            "not 'latest' or 'auto'"
         )
     return tag
 
 
-def scan(root: str) -> list[Found]:
-    """The checkpoints in ``root``, newest first. Reads the manifests only.
+def scan(root: str) -> list[CheckpointEntry]:
+    """Return the checkpoints in ``root``, newest first. Reads only the manifests.
 
-    Those whose manifest is damaged come before all others: each of them may be the newest. Of two with one number the
-    one that is not where it was saved comes first: a copy of the other, or its manifest is not its own.
+    Those with a damaged manifest are first, because each may be the newest. Of two with the same serial number the one
+    that is not where it was saved is first: it is a copy, or has the manifest of another.
     """
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
         return []
     places = {n: n for n in names if not n.startswith(".")}
-    for name in names:  # a kill between two renames: the one that stepped aside is still the checkpoint
+    for name in names:  # after a kill between two renames the directory that stepped aside is still the checkpoint
         match = HIDDEN.fullmatch(name)
         if match and match["kind"] == "replaced":
             places.setdefault(match["name"], name)
@@ -60,31 +60,31 @@ def scan(root: str) -> list[Found]:
         if not _is_ours(path):
             continue
         try:
-            found.append(Found(tag, path, read_head(path)))
+            found.append(CheckpointEntry(tag, path, read_head(path)))
         except CheckpointDamage as error:
-            found.append(Found(tag, path, None, str(error)))
+            found.append(CheckpointEntry(tag, path, None, str(error)))
         except FileNotFoundError:
             continue  # another process removed it meanwhile
     return sorted(found, key=_age, reverse=True)
 
 
-def _age(found: Found) -> tuple[bool, int, bool]:
+def _age(found: CheckpointEntry) -> tuple[bool, int, bool]:
     return (True, 0, False) if found.head is None else (False, found.head.serial, found.head.tag != found.tag)
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a checkpoint, or what is left of one, is at ``path``."""
+    """Whether a checkpoint, or a part of one, is at ``path``."""
     return os.path.isdir(path) and (os.path.exists(os.path.join(path, MANIFEST)) or has_pieces(path))
 
 
 class CheckpointRoot:
-    """Changes one directory of checkpoints; only one process of a run (rank 0) does.
+    """Changes a root directory of checkpoints; only rank 0 of a run does.
 
     Args:
-        path: made where it is missing.
+        path: created if it does not exist.
         files: the file system.
-        latest: whether a file ``latest`` names the newest checkpoint.
-        damaged: real paths of checkpoints that a load found damaged; those that are replaced are taken out.
+        latest: whether to write a file ``latest`` with the name of the newest checkpoint.
+        damaged: real paths of checkpoints that a load found damaged; a replaced one is removed from the set.
     """
 
     def __init__(self, path: str, files: Any = DISK, latest: bool = True, damaged: set[str] | None = None) -> None:
@@ -94,33 +94,33 @@ class CheckpointRoot:
 
     @property
     def hidden(self) -> str:
-        """What :meth:`prepare` made."""
+        """The directory that :meth:`prepare` created."""
         if self._directory is None:
             raise RuntimeError(f"nothing is being written into {self.path}; report this")
         return self._directory.hidden
 
     def prepare(self, tag: str) -> int:
-        """Finish or undo what killed processes left, and make a fresh :attr:`hidden` directory for ``tag``.
+        """Clean up after killed processes, and create a :attr:`hidden` directory for ``tag``.
 
         Returns:
             The serial number of the save.
 
         Raises:
-            OSError: it cannot be made.
-            ValueError: something that is not a checkpoint has that name, or somebody else is saving there now.
+            OSError: it cannot be created.
+            ValueError: something else has that name, or another process is saving there now.
         """
         final = os.path.join(self.path, check_tag(tag))
         os.makedirs(self.path, exist_ok=True)
         busy = settle_leftovers(self.path, is_file_name, self._files, last=MANIFEST)
         if busy:
             raise ValueError(
-                f"{busy[0]} is being written by another process, or for another model of this one: give each job and "
-                "each model a directory of its own, or wait for its save"
+                f"{busy[0]} is being written by another process, or for another model of this process; give each job "
+                "and each model its own directory, or wait until that save ends"
             )
         if os.path.lexists(final) and not _is_ours(final):
             raise ValueError(f"{final} exists and is not a checkpoint; choose another tag, or move it away")
         if os.path.isdir(os.path.join(final, MANIFEST)):
-            raise ValueError(f"{os.path.join(final, MANIFEST)} is a folder where the checkpoint has a file: rename it")
+            raise ValueError(f"{final}/{MANIFEST} is a folder, and the checkpoint needs a file of that name; rename it")
         there = scan(self.path)
         serials = [each.head.serial for each in there if each.head is not None]
         unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow
@@ -128,11 +128,11 @@ class CheckpointRoot:
         return max(serials, default=0) + unknown + 1
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest and show the directory: all else that belongs to it is on the disk.
+        """Write the manifest and make the directory visible; everything else must be on the disk.
 
         Raises:
             OSError: nothing is visible; call :meth:`discard`.
-            CheckpointError: the same; a file of another origin can be neither linked nor copied.
+            CheckpointError: the same, if a foreign file can be neither linked nor copied.
         """
         directory, hidden = self._directory, self.hidden
         if directory is None:
@@ -144,22 +144,22 @@ class CheckpointRoot:
         self._damaged.discard(os.path.realpath(directory.path))
 
     def finish(self) -> None:
-        """Remove what the last commit replaced.
+        """Remove the directory that the last commit replaced.
 
         Raises:
-            CheckpointError: something in it that is not ours could not be moved over; it is still there.
+            CheckpointError: a foreign file in it could not be moved; it is still there.
         """
         if self._directory is not None:
             self._directory.finish()
 
     def discard(self) -> None:
-        """Remove what :meth:`prepare` made, if it made anything and :meth:`commit` did not show it."""
+        """Remove the directory of :meth:`prepare` if it was not committed."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.discard()
 
     def point_latest(self, tag: str) -> None:
-        """``latest`` names ``tag``: for people and scripts; what is newest is found by :func:`scan`."""
+        """Write ``tag`` into ``latest``, for people and scripts; :func:`scan` does not read it."""
         if not self._latest:
             return
         partial = os.path.join(self.path, f".{LATEST}.partial")
@@ -168,15 +168,14 @@ class CheckpointRoot:
         self._files.sync_directory(self.path)
 
     def purge(self, keep: int) -> None:
-        """Remove what is older than the ``keep`` newest whole checkpoints, each by one rename before it is deleted.
+        """Remove checkpoints older than the ``keep`` newest complete ones; each is renamed before it is deleted.
 
-        Whole are those whose files are there and as long as they were written. What is in them is not read, but those
-        that a load found damaged do not count either.
+        A checkpoint is complete if its files have their sizes and no load found it damaged; contents are not read.
         """
         removed: list[str] = []
         whole = 0
         for each in scan(self.path):
-            if each.head is None:  # it may be the newest of all: somebody should look at it
+            if each.head is None:  # it may be the newest: keep it for inspection
                 continue
             if whole < keep:
                 whole += self._is_whole(each)
@@ -188,7 +187,7 @@ class CheckpointRoot:
         for gone in removed:
             self._files.remove_tree(gone)
 
-    def _is_whole(self, found: Found) -> bool:
+    def _is_whole(self, found: CheckpointEntry) -> bool:
         if os.path.realpath(found.path) in self._damaged:
             return False
         try:

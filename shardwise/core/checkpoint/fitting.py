@@ -1,20 +1,19 @@
-"""What a caller says of how the names and rows of a checkpoint become those of the model: renaming, and other numbers
-of rows, as of a vocabulary that grew."""
+"""Make a checkpoint fit a model that has other names, numbered parameters, or another number of rows (a vocabulary that
+grew)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of
-from shardwise.core.checkpoint.formats.renamed import renamed
-from shardwise.core.checkpoint.numbered import named_like
-from shardwise.core.checkpoint.run import Holding
-from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+from shardwise.core.base import tree
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of, renamed, with_names
+from shardwise.core.checkpoint.formats.optimizer_state import match_by_shape
+from shardwise.core.checkpoint.run import LocalState
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
 __all__ = ["Fit", "Rows"]
 
@@ -24,29 +23,29 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """How a checkpoint is made to fit.
+    """How the names and rows of a checkpoint are changed for a load.
 
     Attributes:
-        rename: see :func:`shardwise.core.checkpoint.formats.renamed.renamed`.
-        rows: by the name of a parameter here, what rows get that the checkpoint does not have: ``"keep"``: the values
-            that they have; ``"zero"``; ``"mean"``: the mean of the checkpoint's rows. Their optimizer state is zero;
-            where it is not by elements (Adafactor's factors) that of the whole parameter starts anew. Rows that are no
-            more are left out. Parameters that are not named must have the checkpoint's shape.
+        rename: see :func:`shardwise.core.checkpoint.formats.lazy.renamed`.
+        rows: by name of a parameter of the model, the values of rows that the checkpoint does not have: ``"keep"``
+            (unchanged), ``"zero"``, or ``"mean"`` (the mean of the checkpoint's rows). The optimizer state of new rows
+            is zero; state that is not element-wise (Adafactor's factors) is dropped for the whole parameter. Surplus
+            rows of the checkpoint are dropped. Other parameters must have the checkpoint's shape.
     """
 
     rename: Mapping[str, str] | None = None
     rows: Mapping[str, Rows] | None = None
 
-    def apply(self, source: CheckpointSource, held: Holding) -> CheckpointSource:
-        """``source`` as it is loaded into ``held``.
+    def apply(self, source: CheckpointSource, local_state: LocalState) -> CheckpointSource:
+        """Return ``source`` as it is loaded into ``local_state``.
 
         Raises:
-            ValueError: a rule that fits nothing, or rows of a parameter that differs in more than these.
+            ValueError: a rule that matches nothing, or a parameter that differs in more than the number of rows.
         """
         if self.rename:
             source = renamed(source, self.rename)
-        source = named_like(source, held)
-        return _with_rows(source, held, self.rows) if self.rows else source
+        source = named_like(source, local_state)
+        return _with_rows(source, local_state, self.rows) if self.rows else source
 
 
 @dataclass
@@ -61,7 +60,7 @@ class _Change:
     @property
     def row(self) -> int:
         """Elements of one row."""
-        return TensorFact(self.here[1:], torch.float32).numel
+        return TensorInfo(self.here[1:], torch.float32).numel
 
     def entry(self, entry: Entry, how: Rows) -> Entry:
         """The tensor with as many rows as there are here; those that are new zero, or the mean."""
@@ -77,7 +76,7 @@ class _Change:
                 out[old:] = mean[torch.arange(start + old, start + numel, device="cpu") % self.row].to(out.dtype)
             return out
 
-        return Entry(TensorFact(self.here, entry.fact.dtype), read)
+        return Entry(TensorInfo(self.here, entry.fact.dtype), read)
 
     def _mean(self, entry: Entry) -> torch.Tensor:
         """Of the checkpoint's rows, in fp64, block by block; once."""
@@ -91,18 +90,18 @@ class _Change:
 
 
 class _Resized(LazySource):
-    """``kept``: by tensor, elements from which on a load leaves what the model has."""
+    """``kept``: by tensor, the number of elements that a load replaces; the model keeps the others."""
 
     kept: Mapping[str, int]
     resized: tuple[str, ...]
 
 
-def _with_rows(source: CheckpointSource, held: Holding, rows: Mapping[str, Rows]) -> CheckpointSource:
+def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[str, Rows]) -> CheckpointSource:
     entries, state = entries_of(source), dict(source.state())
     records = [dict(record) for record in state.get("optimizers", [])]
     kept, said, done = dict[str, int](), list[str](), dict[str, str]()
     for name, how in rows.items():
-        names, stored, change = _change(source, held, name, how)
+        names, stored, change = _change(source, local_state, name, how)
         if rows[done.setdefault(stored, name)] != how:
             raise ValueError(f"rows={dict(rows)}: {name} and {done[stored]} are one parameter; name it once")
         if change.there == change.here or done[stored] != name:
@@ -146,10 +145,10 @@ def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
 def _sentence(name: str, change: _Change, by_rows: bool) -> str:
     there, here = change.there[0], change.here[0]
     what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
-    left = f"the last {there - here} are left out"
+    left = f"the last {there - here} are dropped"
     rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
     state = ", their optimizer state is zero" if here > there else ""
-    state = state if by_rows else ", its optimizer state, which is not by elements, starts anew"
+    state = state if by_rows else ", its optimizer state, which is not element-wise, is dropped"
     return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"
 
 
@@ -161,13 +160,15 @@ def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict
     return {**group, "shapes": shapes}
 
 
-def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tuple[tuple[str, ...], str, _Change]:
+def _change(
+    source: CheckpointSource, local_state: LocalState, name: str, how: Rows
+) -> tuple[tuple[str, ...], str, _Change]:
     """All names of the parameter here, that in the checkpoint, and what changes."""
     if how not in ("keep", "zero", "mean"):
         raise ValueError(f"rows={{{name!r}: {how!r}}}: known are 'keep', 'zero' and 'mean'")
-    names = next((each for each in held.names if name in each), None)
+    names = next((each for each in local_state.names if name in each), None)
     if names is None:
-        listed = ", ".join(each[0] for each in held.names[:SHOWN])
+        listed = ", ".join(each[0] for each in local_state.names[:SHOWN])
         raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
     aliases, facts = source.state().get("aliases", {}), source.tensors()
     # Of an optimizer alone, what is element-wise is the largest of its state.
@@ -175,7 +176,7 @@ def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tu
     there = {_parameter_of(full): facts[full].shape for _, full in states}
     there |= {full.removeprefix("model/"): fact.shape for full, fact in facts.items() if full.startswith("model/")}
     stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
-    here = tuple(held.model_shapes()[names[0]].shape)
+    here = tuple(local_state.model_shapes()[names[0]].shape)
     if stored is None:
         raise ValueError(f"rows={{{name!r}: {how!r}}}: the checkpoint has no {name}")
     if not here or len(there[stored]) != len(here) or there[stored][1:] != here[1:]:
@@ -184,3 +185,54 @@ def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tu
             "differ in more than the number of rows"
         )
     return names, stored, _Change(there[stored], here, how)
+
+
+Shape = tuple[int, ...]
+
+
+def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointSource:
+    """Return ``source`` with the names of ``local_state`` in place of numbers (``#0``, ``#1``, ...).
+
+    Like torch, this takes the n-th parameter of a group for the n-th of the same group in the run. If the groups
+    differ, shapes decide if only one assignment is possible; otherwise the numbers stay, and no parameter matches them.
+    """
+    saved, names = source.state().get("optimizers", []), dict[int, dict[str, str]]()
+    shapes = {name: tuple(each.shape) for name, each in local_state.model_shapes().items()}
+    for each in local_state.optimizers:
+        theirs = [list(group["params"]) for group in saved[each.index]["groups"]] if each.index < len(saved) else []
+        if not any(name.startswith("#") for group in theirs for name in group):
+            continue
+        ours = local_state.group_names(each)
+        # Of state in other shapes (rows and columns) none is known to be the parameter's; what fits is seen later.
+        whole = getattr(local_state, "other_shapes", False)
+        there = {} if whole else _shapes_of(source, each.index, [name for group in theirs for name in group])
+        found = _in_order(theirs, ours, there, shapes)
+        if not found:
+            trained = {name for group in ours for name in group}
+            in_model = {own[0]: shapes[own[0]] for own in local_state.names if own[0] in trained}
+            found = match_by_shape([[(name, there.get(name)) for name in group] for group in theirs], in_model)
+        if found:
+            names[each.index] = found
+    return with_names(source, names) if names else source
+
+
+def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
+    """Return the shapes of parameters whose state seems element-wise."""
+    found: dict[str, set[Shape]] = {name: set() for name in names}
+    start = f"optimizer/{index}/"
+    for full, fact in source.tensors().items():
+        if full.startswith(start):
+            found.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(fact.shape)
+    return {name: next(iter(shapes)) for name, shapes in found.items() if len(shapes) == 1}
+
+
+def _in_order(
+    theirs: Sequence[Sequence[str]],
+    ours: Sequence[Sequence[str]],
+    there: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+) -> dict[str, str]:
+    if [len(group) for group in theirs] != [len(group) for group in ours]:
+        return {}
+    pairs = [pair for their, our in zip(theirs, ours, strict=True) for pair in zip(their, our, strict=True)]
+    return {} if any(there.get(one, shapes[own]) != shapes[own] for one, own in pairs) else dict(pairs)

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint directory: what is where, and the checksum of each part; docs/checkpoint-format.md.
+"""The native format: the manifest of a directory, and one rank's file of pieces; docs/checkpoint-format.md.
 
-``manifest.json`` is one JSON object in three parts by line: the first line holds the head (version, tag, serial, step),
-so that a scan need not parse more; the last one holds the checksum of all bytes before it.
+``manifest.json`` is one JSON object. Its first line holds the head (version, tag, serial, step), so that a scan need
+not parse more; its last line holds the checksum of all bytes before it. Pieces are in safetensors files, written header
+first, then the data in large writes from the tensors' memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardwise.core.checkpoint.bounds import (
     MOST_MANIFEST_BYTES,
+    check_state,
     checked_name,
     checked_names,
     checked_shape,
@@ -26,9 +29,8 @@ from shardwise.core.checkpoint.bounds import (
     reading,
     saving,
 )
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
-from shardwise.core.checkpoint.state_check import check_state
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
+from shardwise.core.engine.fragments import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
 
@@ -37,10 +39,13 @@ __all__ = [
     "MANIFEST",
     "MAX_HEADER_BYTES",
     "PIECE_BYTES",
-    "FileFact",
+    "FileInfo",
     "Head",
     "Manifest",
-    "PieceFact",
+    "PieceFile",
+    "PieceInfo",
+    "PieceLayout",
+    "as_bytes",
     "decode_manifest",
     "digest_of",
     "encode_manifest",
@@ -48,7 +53,6 @@ __all__ = [
     "hexadecimal",
     "is_file_name",
     "merge_pieces",
-    "read_content",
     "read_files",
     "read_head",
     "read_manifest",
@@ -57,13 +61,13 @@ __all__ = [
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 VERSION_OF_CUTS = 2
-"""Of a checkpoint with tensors that do not lie in their own order: readers of the first version refuse it."""
+"""Version of checkpoints with tensors in another order than their own, which readers of version 1 refuse."""
 MOST_RANGES = 1 << 14
-"""Of a cut: a read asks for something of each."""
+"""Largest number of ranges of a cut; a read uses each."""
 MANIFEST = "manifest.json"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
-"""Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
+"""Largest piece. Each has its own checksum, so reading a range of a tensor reads at most two pieces too many."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -83,18 +87,18 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}
 _PIECES = re.compile(r"pieces-\d+(-\d+)?\.safetensors")
 
 
 def hexadecimal(data: bytes | memoryview) -> str:
-    """The checksum of bytes as the 16 digits that the manifest holds."""
+    """Return the checksum of bytes as 16 hexadecimal digits."""
     return f"{checksum(np.frombuffer(data, dtype=np.uint8)):016x}"
 
 
 @dataclass(frozen=True)
 class Head:
-    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory."""
+    """The first line of a manifest, to choose a checkpoint. ``serial`` counts the saves into one root directory."""
 
     tag: str
     serial: int
@@ -102,8 +106,8 @@ class Head:
 
 
 @dataclass(frozen=True)
-class FileFact:
-    """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
+class FileInfo:
+    """A safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
     nbytes: int
@@ -112,7 +116,7 @@ class FileFact:
 
 
 @dataclass(frozen=True)
-class PieceFact:
+class PieceInfo:
     """Elements ``[start, start + numel)`` of a flattened tensor, at byte ``offset`` of file number ``file``."""
 
     file: int
@@ -124,21 +128,21 @@ class PieceFact:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of it. Pieces are in the order of their start and cover each tensor exactly once.
+    """A manifest. Pieces are sorted by their start and cover each tensor exactly once.
 
-    ``cuts``: by name, the tensors that do not lie in their own order, and in which; see [Note: Stored order].
+    ``cuts``: by name, the order of tensors that are not stored in their own; see [Note: Stored order].
     """
 
     head: Head
-    files: tuple[FileFact, ...]
-    tensors: Mapping[str, TensorFact]
-    pieces: Mapping[str, tuple[PieceFact, ...]]
+    files: tuple[FileInfo, ...]
+    tensors: Mapping[str, TensorInfo]
+    pieces: Mapping[str, tuple[PieceInfo, ...]]
     state: dict[str, Any]
     cuts: Mapping[str, StoredCut] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ValueError where pieces of a tensor overlap, are too large, leave something out or lie outside their
-        file, or a cut does not fit its tensor."""
+        """Raise ValueError if pieces of a tensor overlap, are too large, do not cover it or are outside their file, or
+        a cut does not fit its tensor."""
         for name, cut in self.cuts.items():
             count = sum(map(len, cut.ranges)) + len(cut.ranges)
             if count > MOST_RANGES:
@@ -158,7 +162,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of ``manifest.json``, whether a load would take it or not."""
+    """Return the content of ``manifest.json`` without the checks of a load."""
     manifest.check()
     head, body = _fields(manifest)
     text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
@@ -167,10 +171,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def to_save(manifest: Manifest) -> bytes:
-    """The same of a manifest that a load takes: whatever bounds a reader, bounds what is written.
+    """Return the content of ``manifest.json`` after the checks of a load.
 
     Raises:
-        CheckpointError: none would take it; what is wrong is named.
+        CheckpointError: no load would accept it.
     """
     what = f"checkpoint {manifest.head.tag!r}"
     content = encode_manifest(manifest)  # which checks pieces as a reader does; there may be millions
@@ -188,11 +192,11 @@ def to_save(manifest: Manifest) -> bytes:
 
 
 def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The head, and what follows it."""
+    """Return the head and the rest of a manifest."""
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     tensors = {
         name: {
-            "dtype": str(fact.dtype).removeprefix("torch."),
+            "dtype": dtype_name(fact.dtype),
             "shape": list(fact.shape),
             "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
         }
@@ -208,7 +212,7 @@ def _last_line(content: bytes) -> bytes:
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """Raises CheckpointDamage naming ``path``, ValueError for a version that this one cannot read."""
+    """Decode a manifest; raise CheckpointDamage, or ValueError for an unknown version."""
     _check_last_line(content, path)
     with reading(path):
         data = json.loads(content)
@@ -230,10 +234,10 @@ def _manifest(data: dict[str, Any], path: str) -> Manifest:
 
 
 def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
-    """All that is bounded, but for pieces."""
+    """Decode and check everything but pieces."""
     checked_names(data["tensors"], path)
     tensors = {
-        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
+        n: TensorInfo(checked_shape(t["shape"], f"{path}: {n}"), _dtype(t["dtype"], f"{path}: {n}"))
         for n, t in data["tensors"].items()
     }
     cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
@@ -255,19 +259,19 @@ def _head(data: dict[str, Any]) -> Head:
 
 def _count(number: object) -> int:
     if type(number) is not int or not -(2**63) <= number < 2**63:
-        raise ValueError(f"a {type(number).__name__} where a whole number belongs")
+        raise ValueError(f"a {type(number).__name__} where an integer belongs")
     return number
 
 
-def _piece(fields: list[Any]) -> PieceFact:
+def _piece(fields: list[Any]) -> PieceInfo:
     file, offset, start, numel, digits = fields
-    return PieceFact(_count(file), _count(offset), _count(start), _count(numel), str(digits))
+    return PieceInfo(_count(file), _count(offset), _count(start), _count(numel), str(digits))
 
 
-def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
+def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
     facts = []
     for name, nbytes, header_bytes, digits in data["files"]:
-        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        fact = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
         if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
         facts.append(fact)
@@ -275,7 +279,7 @@ def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
 
 
 def digest_of(path: str) -> str:
-    """What the last line of a manifest says, unchecked: equal ones are of one save; empty where that cannot be read."""
+    """Return the last line of a manifest, unchecked; equal ones are of one save; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(-min(len(_last_line(b"")), os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -288,18 +292,18 @@ def _check_last_line(content: bytes, path: str) -> None:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
-            "checkpoint (resume='auto' finds the newest whole one)"
+            f"{path}: its {len(content)} bytes do not have the checksum that was written, so it is damaged; load "
+            "another checkpoint (tag='auto' finds the newest complete one)"
         )
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of this name in a checkpoint's directory is the checkpoint's own."""
+    """Whether a file of this name belongs to a checkpoint."""
     return name == MANIFEST or _PIECES.fullmatch(name) is not None
 
 
 def has_pieces(directory: str) -> bool:
-    """Whether files of a checkpoint lie there, even if its manifest is gone."""
+    """Whether a directory has files of pieces, even if the manifest is missing."""
     try:
         return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
     except OSError:
@@ -307,7 +311,7 @@ def has_pieces(directory: str) -> bool:
 
 
 def read_content(directory: str) -> tuple[bytes, str]:
-    """The bytes of its manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
+    """Return the bytes of the manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
     path = os.path.join(directory, MANIFEST)
     try:
         with reading(path):
@@ -315,27 +319,27 @@ def read_content(directory: str) -> tuple[bytes, str]:
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(
-                f"{path} is missing, the files that it describes are there: load another checkpoint"
+                f"{path} is missing, although the files that it describes are there; load another checkpoint"
             ) from None
         raise FileNotFoundError(
-            f"{directory} is no checkpoint directory: it has no {MANIFEST}; check the path"
+            f"{directory} is not a checkpoint directory: it has no {MANIFEST}; check the path"
         ) from None
     except OSError as error:
         raise CheckpointDamage(f"{path} cannot be read: {error}") from error
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The manifest of a checkpoint directory.
+    """Read the manifest of a checkpoint directory.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
+        FileNotFoundError: there is no checkpoint.
+        CheckpointDamage: the manifest is damaged, missing or cannot be read.
     """
     return decode_manifest(*read_content(directory))
 
 
-def read_files(directory: str) -> tuple[Head, tuple[FileFact, ...]]:
-    """What the first line of its manifest says, and the files that it names.
+def read_files(directory: str) -> tuple[Head, tuple[FileInfo, ...]]:
+    """Read the head and the files of a manifest.
 
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
@@ -348,7 +352,7 @@ def read_files(directory: str) -> tuple[Head, tuple[FileFact, ...]]:
 
 
 def read_head(directory: str) -> Head:
-    """What its first line says; a flipped digit there would make another checkpoint the newest, so all is checked.
+    """Read the head of a manifest; the checksum is verified, because a wrong digit could make it the newest.
 
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
@@ -360,10 +364,164 @@ def read_head(directory: str) -> Head:
         return _head(data)
 
 
-def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceFact]]]) -> dict[str, tuple[PieceFact, ...]]:
-    """All ranks' pieces, by tensor in the order of their start."""
-    merged: dict[str, list[PieceFact]] = {}
+def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceInfo]]]) -> dict[str, tuple[PieceInfo, ...]]:
+    """Merge all ranks' pieces by tensor, sorted by their start."""
+    merged: dict[str, list[PieceInfo]] = {}
     for part in parts:
         for name, pieces in part.items():
             merged.setdefault(name, []).extend(pieces)
     return {name: tuple(sorted(pieces, key=lambda piece: piece.start)) for name, pieces in merged.items()}
+
+
+ALIGN_BYTES = 4096  # the data begins on a page
+GATHER_BYTES = 1 << 20  # smaller pieces are put together before they are written
+WRITEBACK_BYTES = 16 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_bytes(tensor: torch.Tensor) -> Bytes:
+    """Return the memory of a contiguous 1-D CPU tensor."""
+    return tensor.view(torch.uint8).numpy()
+
+
+class PieceLayout:
+    """The offsets of fragments in a file. Wider dtypes are first, so that every tensor is aligned.
+
+    Attributes:
+        fragments: in the order of their values.
+        offsets: in the file, by fragment.
+        header: the bytes before the data.
+        nbytes: size of the file.
+
+    Raises:
+        ValueError: a dtype that safetensors does not have, or too many pieces for its header.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.fragments = tuple(fragments)
+        for fragment in self.fragments:
+            if fragment.dtype not in DTYPE_NAMES:
+                known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+                raise ValueError(f"{fragment.name} is {fragment.dtype}, which is not supported; use one of {known}")
+        order = sorted(range(len(self.fragments)), key=lambda i: -self.fragments[i].dtype.itemsize)
+        starts, at = [0] * len(order), 0
+        for index in order:
+            starts[index] = at
+            at += self.fragments[index].nbytes
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for index in order:
+            fragment = self.fragments[index]
+            start = starts[index]
+            entries[_key(fragment)] = {
+                "dtype": DTYPE_NAMES[fragment.dtype],
+                "shape": list(fragment.shape) if fragment.whole else [fragment.numel],
+                "data_offsets": [start, start + fragment.nbytes],
+            }
+        text = json.dumps(entries).encode()
+        text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
+        self.header = len(text).to_bytes(8, "little") + text
+        if len(self.header) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"a file of {len(order)} pieces has a header of {len(self.header)} bytes, and safetensors allows "
+                f"{MAX_HEADER_BYTES}: save from more ranks, which have fewer pieces each"
+            )
+        self.offsets = [len(self.header) + start for start in starts]
+        self.nbytes = len(self.header) + at
+
+
+def _key(fragment: Fragment) -> str:
+    return fragment.name if fragment.whole else f"{fragment.name}[{fragment.start}:{fragment.start + fragment.numel}]"
+
+
+class PieceFile:
+    """Writes one file. Values may come in any order; neighbours in the file are best written in sequence.
+
+    Args:
+        files: the file system.
+        path: of the new file.
+        layout: what will be written.
+
+    Raises:
+        OSError: from every method.
+    """
+
+    def __init__(self, files: Any, path: str, layout: PieceLayout) -> None:
+        self._files, self._path, self._layout = files, path, layout
+        self._checksums: list[str] = [""] * len(layout.fragments)
+        self._pending = np.empty(GATHER_BYTES, dtype=np.uint8)
+        self._pending_at, self._pending_bytes = 0, 0
+        self._handed_from, self._handed_to = 0, 0
+        self._fd: int | None = files.create(path)
+        try:
+            files.allocate(self._fd, layout.nbytes)
+            files.write(self._fd, memoryview(layout.header), 0)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Write fragment ``index``: 1-D, contiguous, on the host."""
+        fragment = self._layout.fragments[index]
+        if values.numel() != fragment.numel or values.dtype != fragment.dtype:
+            raise RuntimeError(f"{values.numel()} x {values.dtype} for {fragment}; report this")
+        self.write_bytes(index, as_bytes(values))
+
+    def write_bytes(self, index: int, data: Bytes) -> None:
+        """Write bytes (uint8) of fragment ``index``; computes the checksum while they are in cache."""
+        self._checksums[index] = f"{checksum(data):016x}"
+        offset = self._layout.offsets[index]
+        if data.nbytes >= GATHER_BYTES:
+            self._flush()
+            self._put(data, offset)
+            return
+        fits = self._pending_bytes + data.nbytes <= GATHER_BYTES
+        if self._pending_bytes and not (fits and offset == self._pending_at + self._pending_bytes):
+            self._flush()
+        if not self._pending_bytes:
+            self._pending_at = offset
+        self._pending[self._pending_bytes : self._pending_bytes + data.nbytes] = data
+        self._pending_bytes += data.nbytes
+
+    def _flush(self) -> None:
+        if self._pending_bytes:
+            self._put(self._pending[: self._pending_bytes], self._pending_at)
+            self._pending_bytes = 0
+
+    def _put(self, data: Bytes, offset: int) -> None:
+        if self._fd is None:
+            raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
+        self._files.write(self._fd, data.data, offset)
+        if offset != self._handed_to:
+            self._handed_from = offset
+        self._handed_to = offset + data.nbytes
+        if self._handed_to - self._handed_from >= WRITEBACK_BYTES:
+            self._files.start_writeback(self._fd, self._handed_from, self._handed_to - self._handed_from)
+            self._handed_from = self._handed_to
+
+    def finish(self) -> FileInfo:
+        """Flush and close the file; it is on the disk when this returns."""
+        if self._fd is None:
+            raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
+        try:
+            self._flush()
+            self._files.sync(self._fd)
+        finally:
+            fd, self._fd = self._fd, None
+            self._files.close(fd)
+        layout = self._layout
+        header_checksum = hexadecimal(layout.header)
+        return FileInfo(os.path.basename(self._path), layout.nbytes, len(layout.header), header_checksum)
+
+    def abandon(self) -> None:
+        """Close an unfinished file."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            self._files.close(fd)
+
+    def pieces(self, file: int) -> dict[str, list[PieceInfo]]:
+        """Return the written pieces by tensor; ``file`` is this file's number in the manifest."""
+        found: dict[str, list[PieceInfo]] = {}
+        for fragment, offset, digits in zip(self._layout.fragments, self._layout.offsets, self._checksums, strict=True):
+            found.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))
+        return found

@@ -1,31 +1,36 @@
-"""How the names, shapes and groups of a checkpoint fit a session."""
+"""The load plan: how the names, shapes, param groups and optimizer state of a checkpoint fit a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.names import is_one_kind
 from shardwise.core.base.printable import printable
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.match_optimizers import OptimizerMatch, Taken, shortened
+from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.read import NativeSource
-from shardwise.core.checkpoint.run import Holding
+from shardwise.core.checkpoint.run import LocalState, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.fragments import Stored
+from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import read_part, whole_runs
 
-__all__ = ["Match", "Wanted"]
+__all__ = ["Match", "Wanted", "shortened"]
 
 Wanted = Literal["all", "model", "optimizer"]
 
 
 class Match:
-    """How a checkpoint's names fit a run's.
+    """How the names of a checkpoint fit those of a run.
 
     Args:
         source: the checkpoint.
@@ -34,34 +39,34 @@ class Match:
         wanted: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
-        ValueError: names or shapes do not fit; all of them are listed.
+        ValueError: names or shapes do not fit; the message lists all of them.
     """
 
-    def __init__(self, source: CheckpointSource, held: Holding, strict: bool, wanted: Wanted = "all") -> None:
-        self.source, self.held, self.state = source, held, source.state()
+    def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, wanted: Wanted = "all") -> None:
+        self.source, self.local_state, self.state = source, local_state, source.state()
         self.wanted = wanted
         self.facts = source.tensors()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._wrong: list[str] = []
         self._aliases: dict[str, str] = self.state.get("aliases", {})
-        shapes = held.model_shapes()
+        shapes = local_state.model_shapes()
         self._shapes = {name: shape.shape for name, shape in shapes.items()}
-        self._dtypes = {names[0]: shapes[names[0]].dtype for names in held.names}
+        self._dtypes = {names[0]: shapes[names[0]].dtype for names in local_state.names}
         self._known = self._names_in_source()
-        self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in held.names}
-        """By the name of a parameter here, that in the checkpoint."""
-        self.taken: dict[int, Taken] = {}
-        """By index, what optimizers take over; the state of the others stays as it is."""
+        self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in local_state.names}
+        """By name of a parameter in the run, its name in the checkpoint."""
+        self.taken: dict[int, AdoptedState] = {}
+        """By index, the state that optimizers load; the state of other optimizers is unchanged."""
         self.notes: list[str] = []
-        """What optimizers do not take over, or start anew with; and that no name fits."""
+        """Sentences about optimizer state that is ignored or missing, or that no name fits."""
         others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
-        # Otherwise a model's weights: the optimizers stay. What is renamed or has other rows still has its format.
+        # Other formats without optimizers hold weights only, and optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
-        if wanted != "model" and held.optimizers and saved:
-            found = OptimizerMatch(source, held, self.stored_name, strict, self._fitting)
+        if wanted != "model" and local_state.optimizers and saved:
+            found = OptimizerMatch(source, local_state, self.stored_name, strict, self._fitting)
             self.taken, others = found.taken, found.others
             self.notes += found.notes
             self.missing += found.missing
@@ -84,34 +89,36 @@ class Match:
         return sorted(self.taken)
 
     @property
-    def gives_parameters(self) -> bool:
-        """Whether a load replaces any."""
+    def replaces_parameters(self) -> bool:
+        """Whether a load replaces any parameter."""
         return any(self.tensor_of(name) is not None for name in self.stored_name)
 
     @property
     def staying_parameters(self) -> list[str]:
-        """Those that a load leaves as they are, as a whole or in part."""
+        """Parameters of which a load leaves some values unchanged."""
         kept = (None, *getattr(self.source, "kept", ()))
         return [name for name in self.stored_name if self.tensor_of(name) in kept]
 
     @property
     def staying(self) -> list[str]:
-        """These and optimizers."""
-        optimizers = [f"optimizer {each.index}" for each in self.held.optimizers if each.index not in self.taken]
+        """Parameters and optimizers of which a load leaves some values unchanged."""
+        optimizers = [f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.taken]
         return self.staying_parameters + optimizers
 
     def tell(self, where: str) -> None:
-        """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""
+        """Warn of optimizer state that was ignored or is missing, and of weights that no parameter has."""
         if self.notes:
             listed = "\n  ".join(self.notes)
-            warn_user(printable(f"{where} was loaded as far as it fits:\n  {listed}"))
+            warn_user(printable(f"{where} was loaded partially:\n  {listed}"))
 
     def _names_in_source(self) -> set[str]:
-        """Of parameters: of the model, or of the optimizers where only those are wanted."""
+        """Names of parameters: of the model, or of the optimizers if only these are loaded."""
         if self.wanted != "optimizer":
             return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
-        return listed | {name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if _is_state(name)}
+        return listed | {
+            name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if name.startswith("optimizer/")
+        }
 
     def _stored(self, names: Sequence[str]) -> str | None:
         known = (self._aliases.get(name, name) for name in names)
@@ -119,21 +126,21 @@ class Match:
 
     def _match_model(self) -> None:
         expected = set()
-        for names in self.held.names:
+        for names in self.local_state.names:
             stored = self.stored_name[names[0]]
             shape = tuple(self._shapes[names[0]])
             if stored is None:
                 self.missing.append(names[0])
             else:
-                # Formats of others hold a tied parameter once, or under each of its names.
+                # Other formats hold a tied parameter once, or under each of its names.
                 for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
                     expected.add(name)
                     self._check(f"model/{name}", shape)
                     self._check_kind(f"model/{name}", self._dtypes[names[0]])
-        if self.held.names and not any(self.stored_name.values()):
+        if self.local_state.names and not any(self.stored_name.values()):
             ours, theirs = (shortened(names) for names in ([*self.stored_name], sorted(self._known)))
-            self.notes.append(f"no parameter of the model, {ours}, is in it, so all stay; it has {theirs or 'none'}")
-        params, own = {names[0] for names in self.held.names}, set(self.held.extra_names())
+            self.notes.append(f"it has no parameter of the model ({ours}), which stays; it has {theirs or 'none'}")
+        params, own = {names[0] for names in self.local_state.names}, set(self.local_state.extra_names())
         for name, shape in self._shapes.items():
             if name in params:
                 continue
@@ -143,7 +150,7 @@ class Match:
             else:
                 self.missing.append(name)
         extra = self.state.get("extra", {})
-        self.missing += [name for name in self.held.extra_names() if name not in extra]
+        self.missing += [name for name in self.local_state.extra_names() if name not in extra]
         self.unexpected += [name for name in extra if name not in own]
         there = (name.removeprefix("model/") for name in self.facts if name.startswith("model/"))
         self.unexpected += [name for name in there if name not in expected]
@@ -156,7 +163,7 @@ class Match:
     def _check_kind(self, name: str, dtype: torch.dtype) -> None:
         there = self.facts[name].dtype
         if not is_one_kind(there, dtype):
-            self._wrong.append(f"{name}: {there} in the checkpoint, {dtype} in the model: two kinds of numbers")
+            self._wrong.append(f"{name}: {there} in the checkpoint, {dtype} in the model: other kinds of numbers")
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
         there = self.facts[name].shape
@@ -168,11 +175,11 @@ class Match:
     def _fitting(
         self, value: Stored, name: str, shape: tuple[int, ...], known: Callable[[tuple[int, ...]], bool]
     ) -> Any:
-        """State that is element-wise; or, where whole parameters are trained, state of another shape (rows and columns
-        of a factored one), which is read: of a parameter that is known to have had the same shape, or, where a file
-        does not say (torch's own), of the shape that ``known`` says."""
+        """Return element-wise state as it is. If the optimizer trains full parameters, read state of another shape
+        (rows and columns of a factored one) if the saved parameter had the same shape or, if the file has no shapes
+        (torch's own), ``known`` accepts the shape."""
         fact = self.facts[value.name]
-        if fact.shape != shape and getattr(self.held, "other_shapes", False):
+        if fact.shape != shape and getattr(self.local_state, "other_shapes", False):
             then = self._shape_then(name)
             if then == shape or (then is None and known(fact.shape)):
                 return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
@@ -188,11 +195,11 @@ class Match:
         return None if fact is None else fact.shape
 
     def state_of(self, name: str) -> dict[str, Any] | None:
-        """Optimizer state of a parameter here; ``None``: it starts anew, or was never stepped."""
+        """Return the optimizer state of a parameter; ``None``: it starts without state."""
         return self._state_of.get(name)
 
     def tensor_of(self, name: str) -> str | None:
-        """The tensor that holds a parameter here; ``None`` leaves it as it is."""
+        """Return the name of the tensor that replaces a parameter; ``None`` leaves it unchanged."""
         stored = self.stored_name[name]
         return None if stored is None or self.wanted == "optimizer" else f"model/{stored}"
 
@@ -233,5 +240,296 @@ class Match:
         read(start, out) if part is None else read_part(read, None, part, start, out)
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith("optimizer/")
+MOST_NAMES = 6
+Shape = tuple[int, ...]
+Fitting = Callable[[Stored, str, Shape, Callable[[Shape], bool]], Any]
+"""``fitting(entry, name in the checkpoint, shape in the run, known)`` returns the value for the state, and notes
+different shapes. ``known(shape)`` says whether the state may have a shape."""
+NAMES = ("params", "param_names")
+Options = dict[str, Any]
+Links = set[tuple[int, int]]
+"""Optimizers of the checkpoint and groups in them, by number."""
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return a list of names for a message."""
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + rest
+
+
+@dataclass
+class AdoptedState:
+    """The state that one optimizer of the run loads.
+
+    Attributes:
+        options: by param group, its new options.
+        links: by param group, the number of the group that it continues in the checkpoint's optimizer of the same
+            index; ``None``: none or several.
+        exact: whether the groups are those of the checkpoint.
+        state: by name of a parameter in the run, ``{key: small value, or Stored}``; other parameters have no state.
+    """
+
+    options: list[Options]
+    links: list[int | None]
+    exact: bool
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Saved:
+    """One optimizer of the checkpoint: its class (empty if unknown), groups of names with their options, and state by
+    name and key."""
+
+    kind: str
+    groups: list[list[str]]
+    options: list[Options]
+    entries: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        self.group_of = {name: number for number, group in enumerate(self.groups) for name in group}
+        self.names = {*self.entries, *self.group_of}
+
+    def options_of(self, name: str | None) -> Options:
+        """Return the options of a parameter's group."""
+        group = None if name is None else self.group_of.get(name)
+        return {} if group is None else self.options[group]
+
+
+@dataclass
+class _Own:
+    """One optimizer of the run; ``stored`` has the names in the checkpoint (``None``: no such parameter)."""
+
+    index: int
+    kind: str
+    form: StateForm
+    optimizer: Any
+    groups: list[list[str]]
+    stored: list[list[str | None]]
+    options: list[Options]
+
+    def parameters(self) -> list[tuple[int, str, str | None]]:
+        """Group, name, and name in the checkpoint."""
+        return [
+            (number, name, stored)
+            for number, (names, others) in enumerate(zip(self.groups, self.stored, strict=True))
+            for name, stored in zip(names, others, strict=True)
+        ]
+
+
+class OptimizerMatch:
+    """How the optimizers of a checkpoint fit those of a run.
+
+    Args:
+        source: the checkpoint.
+        held: the run's names.
+        stored_name: by name of a parameter in the run, its name in the checkpoint.
+        strict: different groups are an error.
+        fitting: see :data:`Fitting`.
+
+    Attributes:
+        taken: by index, the state that optimizers load.
+        missing, unexpected: names without a counterpart.
+        others: optimizers with the state of another class, as sentences.
+        notes: sentences about state that is ignored or missing.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        local_state: LocalState,
+        stored_name: Mapping[str, str | None],
+        strict: bool,
+        fitting: Fitting,
+    ) -> None:
+        self._local_state, self._stored, self._strict, self._fitting = local_state, stored_name, strict, fitting
+        self._shapes = {name: tuple(shape.shape) for name, shape in local_state.model_shapes().items()}
+        self._saved = _saved_optimizers(source)
+        self.taken: dict[int, AdoptedState] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.others: list[str] = []
+        self.notes: list[str] = []
+        own = {
+            stored_name[name]
+            for each in local_state.optimizers
+            for group in local_state.group_names(each)
+            for name in group
+        }
+        left = [name for saved in self._saved for name in saved.entries if name not in own]
+        self.unexpected += [f"optimizer state of {name}" for name in left]
+        if left:
+            self.notes.append(f"ignored state of parameters that no optimizer has here: {shortened(left)}")
+        for each in local_state.optimizers:
+            self._match(each)
+        for number in range(len(local_state.optimizers), len(self._saved)):
+            self.unexpected.append(f"optimizer {number} ({self._saved[number].kind})")
+
+    def _own(self, trainer: RunOptimizer) -> _Own:
+        groups = self._local_state.group_names(trainer)
+        stored = [[self._stored[name] for name in names] for names in groups]
+        options = [{k: v for k, v in group.items() if k not in NAMES} for group in trainer.param_groups]
+        kind, form = type(trainer.optimizer).__name__, StateForm(trainer.optimizer)
+        return _Own(trainer.index, kind, form, trainer.optimizer, groups, stored, options)
+
+    def _match(self, trainer: RunOptimizer) -> None:
+        own = self._own(trainer)
+        there = self._saved[own.index] if own.index < len(self._saved) else None
+        exact = there is not None and [set(names) for names in own.stored] == [set(names) for names in there.groups]
+        if there is None:
+            self.missing.append(f"optimizer {own.index} ({own.kind})")
+        elif not exact:
+            self.missing.append(_other_groups(own, there))
+        if not self._saved:
+            left = "the checkpoint has no optimizers, so its state stays unchanged"
+            self.notes.append(f"optimizer {own.index} ({own.kind}): {left}")
+        if not self._saved or (self._strict and not exact):
+            return
+        holders = _holders(self._saved, own)
+        numbers = sorted({*holders.values()})
+        accepted = [number for number in numbers if not self._refuses(own, holders, number)]
+        links = self._links(own, holders, accepted)
+        options, kept = self._options(own, links, exact and own.index in accepted)
+        ones = [next(iter(linked)) if len(linked) == 1 else (-1, -1) for linked in links]
+        taken = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
+        self.taken[own.index] = taken
+        trained, frozen, without_state = self._local_state.trained(trainer), list[str](), list[str]()
+        for group, name, stored in own.parameters():
+            number = None if stored is None else holders.get(stored)
+            entry = None if number is None or stored is None else self._saved[number].entries.get(stored)
+            # Options that stay may ask for more state than there is.
+            lacking = number in accepted and entry and self._misfit(own, number, options[group], name, entry)
+            if number is None or lacking:
+                without_state += [name] if name in trained else []
+            elif number not in accepted:
+                continue  # that has been noted of all of them
+            elif entry is not None and stored is not None and name in trained:
+                shape = self._shapes[name]
+                known = partial(own.form.has_shape, options[group], shape)
+                taken.state[name] = {
+                    key: self._fitting(value, stored, shape, partial(known, key))
+                    if isinstance(value, Stored)
+                    else value
+                    for key, value in entry.items()
+                }
+            elif entry:
+                frozen.append(name)
+        lines = [f"these parameters start without state: {shortened(without_state)}"] if without_state else []
+        lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
+        self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
+
+    # ---- whose state it is
+
+    def _misfit(self, own: _Own, number: int, options: Options, name: str, entry: Mapping[str, Any]) -> str | None:
+        saved = self._saved[number]
+        there = saved.options_of(self._stored[name])
+        return own.form.misfit(saved.kind, options, there, SavedForm.of(self._shapes[name], entry))
+
+    def _refuses(self, own: _Own, holders: Mapping[str, int], number: int) -> bool:
+        """Whether this class cannot continue the state of the checkpoint's optimizer ``number``; adds a note."""
+        saved = self._saved[number]
+        mine = ((group, name, stored) for group, name, stored in own.parameters() if stored is not None)
+        known = [(g, name, saved.entries.get(s, {})) for g, name, s in mine if holders.get(s) == number]
+        reasons = []
+        for group, name, entry in [each for each in known if each[2]] or known[:1]:
+            theirs_too = options_for(own.optimizer, saved.kind, saved.options_of(self._stored[name]))
+            reasons.append(self._misfit(own, number, own.options[group] | theirs_too, name, entry))
+        called = f"optimizer {own.index} is {own.kind}"
+        theirs = saved.kind or "a class that the checkpoint does not name"
+        reason = next((each for each in reasons if each is not None), None)
+        if reason is None:
+            if saved.kind and not own.form.continues(saved.kind):
+                self.notes.append(f"{called} and continues with the state of {theirs}, which has the same form")
+            return False
+        self.others.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
+        names = shortened([name for _, name, _ in known])
+        self.notes.append(
+            f"{called}, but the checkpoint has the state of {theirs} ({reason}); these parameters start without state: "
+            f"{names}"
+        )
+        return True
+
+    # ---- options
+
+    def _links(self, own: _Own, holders: Mapping[str, int], accepted: Collection[int]) -> list[Links]:
+        """Return by group of the run the groups of the checkpoint that its parameters were in."""
+        links = []
+        for stored in own.stored:
+            found = [(holders[name], name) for name in stored if name is not None and holders.get(name) in accepted]
+            links.append({(n, self._saved[n].group_of[name]) for n, name in found if name in self._saved[n].group_of})
+        return links
+
+    def _options(self, own: _Own, links: Sequence[Links], exact: bool) -> tuple[list[Options], list[str]]:
+        """Return new options by group, and notes on options that stay although the checkpoint has other values."""
+        if exact:
+            saved = self._saved[own.index]
+            new = [options_for(own.optimizer, saved.kind, options) for options in saved.options]
+            return [mine | theirs for mine, theirs in zip(own.options, new, strict=True)], []
+        theirs = {
+            link: options_for(own.optimizer, self._saved[link[0]].kind, self._saved[link[0]].options[link[1]])
+            for link in {each for linked in links for each in linked}
+        }
+        return _merged(own.options, links, theirs)
+
+
+def _merged(
+    own: Sequence[Options], links: Sequence[Links], theirs: Mapping[tuple[int, int], Options]
+) -> tuple[list[Options], list[str]]:
+    """Take an option from the checkpoint if all saved groups of the parameters agree on its value, and the run's groups
+    of these parameters do, too."""
+    merged, kept = [dict(options) for options in own], list[str]()
+    for place, linked in enumerate(links):
+        relatives = [other for other, also in enumerate(links) if linked & also]
+        for key in sorted({key for link in linked for key in theirs[link]}):
+            values = [theirs[link][key] for link in sorted(linked) if key in theirs[link]]
+            mine = [own[other].get(key) for other in relatives]
+            agreed = all(same_value(values[0], value) for value in values[1:])
+            if agreed and all(same_value(mine[0], value) for value in mine[1:]):
+                merged[place][key] = values[0]
+            elif not all(same_value(own[place].get(key), value) for value in values):
+                listed = ", ".join(dict.fromkeys(f"{value!r:.40}" for value in values))
+                kept.append(f"{key} of group {place} stays {own[place].get(key)!r:.40}, the checkpoint has {listed}")
+    return merged, kept
+
+
+def _holders(saved: Sequence[_Saved], own: _Own) -> dict[str, int]:
+    """Return by name in the checkpoint the optimizer that had the parameter; the one with the same number is first."""
+    order = sorted(range(len(saved)), key=lambda number: (number != own.index, number))
+    found: dict[str, int] = {}
+    for _, _, stored in own.parameters():
+        number = next((number for number in order if stored in saved[number].names), None)
+        if stored is not None and number is not None:
+            found[stored] = number
+    return found
+
+
+def _other_groups(own: _Own, there: _Saved) -> str:
+    here = [stored or name for _, name, stored in own.parameters()]
+    then = [name for group in there.groups for name in group]
+    ours, theirs = [n for n in here if n not in {*then}], [n for n in then if n not in {*here}]
+    only = [("only here", ours), ("only in the checkpoint", theirs)]
+    differing = "".join(f"; {where}: {shortened(names)}" for where, names in only if names)
+    return (
+        f"optimizer {own.index} with groups of {[len(group) for group in own.groups]} such parameters (the "
+        f"checkpoint's have {[len(group) for group in there.groups]}{differing})"
+    )
+
+
+def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
+    """Return the optimizers in the state, each with its entries in the order in which they were created."""
+    facts, found = source.tensors(), list[_Saved]()
+    for number, record in enumerate(source.state().get("optimizers", [])):
+        small = record.get("small", {})
+        entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
+        start = f"optimizer/{number}/"
+        for full in (name for name in facts if name.startswith(start)):
+            name, _, key = full.removeprefix(start).rpartition("/")
+            entries.setdefault(name, {})[key] = Stored(full, facts[full].dtype)
+        place = {key: index for index, key in enumerate(record.get("keys", []))}
+        ordered = {
+            name: dict(sorted(entry.items(), key=lambda item: place.get(item[0], len(place))))
+            for name, entry in entries.items()
+        }
+        groups = [list(group["params"]) for group in record.get("groups", [])]
+        options = [group_options(group) for group in record.get("groups", [])]
+        found.append(_Saved(record.get("class", ""), groups, options, ordered))
+    return found

@@ -1,33 +1,33 @@
-"""Models and optimizers alone, in files that other libraries read: what a Booster saves and loads.
+"""Models and optimizers alone in files that other libraries read, as a Booster saves and loads them.
 
-Every save is a view of the same stream as a whole checkpoint: rank 0 writes a format from all ranks' tensors
-(:mod:`shardwise.core.checkpoint.gathered`), and every rank loads the ranges it needs from any format.
+To save, rank 0 writes a format from all ranks' tensors: it asks the other ranks for one block at a time, and they
+answer until it is done. To load, every rank reads the ranges that it needs from any format.
 """
 
 from __future__ import annotations
 
+import bisect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.find import opening
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.fitting import Fit
+from shardwise.core.checkpoint.format import PieceLayout
 from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import LazySource, entries_of
-from shardwise.core.checkpoint.gathered import Portion, stream
+from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
 from shardwise.core.checkpoint.match import Match
-from shardwise.core.checkpoint.numbered import with_names
 from shardwise.core.checkpoint.options import Options
-from shardwise.core.checkpoint.pieces import PieceLayout
-from shardwise.core.checkpoint.ranks import Ranks
-from shardwise.core.checkpoint.restore import put_back, read_others
-from shardwise.core.checkpoint.run import Holding, Run
-from shardwise.core.checkpoint.snapshot import HostImage, Lane
-from shardwise.core.checkpoint.source import CheckpointSource
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
+from shardwise.core.checkpoint.run import LocalState, Ranks, Run
+from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
+from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
 from shardwise.core.engine.fragments import Fragment
+from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 
 __all__ = ["PortableFiles"]
 
@@ -37,10 +37,10 @@ AS_IT_IS = Fit()
 
 
 class PortableFiles:
-    """Saves and loads of one process; every method is collective."""
+    """Save and load models and optimizers. Every method is collective."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, AsyncSaver] = {}
         self._ranks: Ranks | None = None
 
     @property
@@ -50,30 +50,30 @@ class PortableFiles:
         return self._ranks
 
     def save_model(self, run: Run, write: Write, what: str, use_async: bool = False) -> None:
-        """Rank 0 calls ``write`` with the model of ``run``.
+        """Call ``write`` on rank 0 with the model of ``run``.
 
         Args:
-            run: whose.
-            write: writes a source; it leaves nothing half-done where it raises.
+            run: the run to save.
+            write: writes a source completely, or raises and leaves nothing.
             what: completes "rank 0 could not ...", such as "save the model to x".
-            use_async: copy to host memory and return; a thread writes. A save of a model that still runs is waited for
+            use_async: copy to host memory and return; a thread writes. An unfinished save of a model is waited for
                 first.
 
         Raises:
-            CheckpointError, ValueError: on every rank, when any could not; or an asynchronous save before it failed.
+            CheckpointError, ValueError: on every rank, if one rank failed, or an earlier asynchronous save did.
         """
-        self._save("model", run, lambda: Portion.of_model(run), write, what, use_async)
+        self._save("model", run, lambda: LocalTensors.of_model(run), write, what, use_async)
 
     def save_optimizer(self, run: Run, index: int, write: Write, what: str, use_async: bool = False) -> None:
-        """The same with optimizer ``index`` of ``run``, which is number 0 of the source."""
-        self._save("optimizer", run, lambda: Portion.of_optimizer(run, index), write, what, use_async)
+        """Save optimizer ``index`` of ``run``, which is number 0 of the source."""
+        self._save("optimizer", run, lambda: LocalTensors.of_optimizer(run, index), write, what, use_async)
 
     def _save(
-        self, kind: Part, run: Run, prepare: Callable[[], Portion], write: Write, what: str, use_async: bool
+        self, kind: Part, run: Run, prepare: Callable[[], LocalTensors], write: Write, what: str, use_async: bool
     ) -> None:
-        lane = self._lanes.setdefault(kind, Lane())
+        lane = self._lanes.setdefault(kind, AsyncSaver())
 
-        def copy(image: HostImage) -> Portion:
+        def copy(image: HostSnapshot) -> LocalTensors:
             portion = prepare()
             portion.snapshot(lambda fragments, values: _copy(image, fragments, values))
             return portion
@@ -81,7 +81,7 @@ class PortableFiles:
         with run.doing(_doing(what)):
             lane.wait_for_saves()
             run.settle()
-            # The run's ranks meet in a group of its own, before anything is sent over the program's, or one is made.
+            # The run's own group synchronizes the ranks before the program's group is used, or a new one is created.
             run.gather(None)
             if use_async:
                 pin = run.device.type == "cuda"
@@ -90,26 +90,26 @@ class PortableFiles:
                 stream(self._world, prepare, write, what)
 
     def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> Match:
-        """Weights, buffers and extra state from any format. Collective.
+        """Load weights, buffers and extra state from any format. Collective.
 
         Raises:
             ValueError: names (``strict``) or shapes do not fit; all are listed and nothing was changed.
-            FileNotFoundError: nothing is there.
-            CheckpointError: it cannot be read, on every rank.
+            FileNotFoundError: there is no checkpoint.
+            CheckpointError: on every rank, if it cannot be read.
         """
         return self._load(run, path, "model", strict, fit)
 
     def load_optimizer(self, run: Run, path: str, strict: bool = True, fit: Fit = AS_IT_IS) -> Match:
-        """State, groups and loss scale of the run's optimizer from any format. Collective. Raises as load_model."""
+        """Load state, groups and loss scale of the run's optimizer. Collective. Raises as :meth:`load_model`."""
         return self._load(run, path, "optimizer", strict, fit)
 
     def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
         def look() -> tuple[Match, dict[str, Any], Options | None]:
-            held = run.held()
-            source = _of_part(fit.apply(open_it(), held), held, part, path, strict)
-            match = Match(source, held, strict, part)
+            local_state = run.local_state()
+            source = _of_part(fit.apply(open_it(), local_state), local_state, part, path, strict)
+            match = Match(source, local_state, strict, part)
             if part == "model":
-                return match, read_others(run, match), None
+                return match, read_buffers_and_extra_state(run, match), None
             return match, {}, Options(run, match)
 
         what = f"load the {part} from {path}"
@@ -121,23 +121,23 @@ class PortableFiles:
 
                 def rest() -> None:
                     if options is None:
-                        match.held.put_others(others)
+                        match.local_state.put_others(others)
                     else:
-                        options.put_back()
+                        options.apply()
 
-                put_back(run, match, f"the {part} from {path}", rest)
+                load_into(run, match, f"the {part} from {path}", rest)
         return match
 
     def on_rank_zero(self, run: Run, action: Callable[[], object], what: str) -> None:
-        """Rank 0 acts, and every rank of ``run`` raises where that failed. Collective.
+        """Call ``action`` on rank 0; every rank raises if it fails. Collective.
 
         Raises:
             CheckpointError, ValueError: as ``action``.
         """
-        self.everywhere(run, action if run.rank == 0 else _nothing, what)
+        self.everywhere(run, action if run.rank == 0 else lambda: None, what)
 
     def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
-        """Every rank of ``run`` acts, and every rank raises where one failed. Collective."""
+        """Call ``action`` on every rank; every rank raises if one fails. Collective."""
         with run.doing(_doing(what)):
             return agree(run.gather, run.rank, what, action, share=False)[0]
 
@@ -147,18 +147,18 @@ class PortableFiles:
         return any(lane.running for lane in self._lanes.values())
 
     def wait_for_saves(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointError: an asynchronous save failed.
         """
-        self._each(Lane.wait_for_saves)
+        self._each(AsyncSaver.wait_for_saves)
 
     def close(self) -> None:
-        """Wait, and give back memory and communicators. Raises as :meth:`wait_for_saves` does."""
-        self._each(Lane.close)
+        """Wait for saves, and release memory and communicators. Raises as :meth:`wait_for_saves` does."""
+        self._each(AsyncSaver.close)
 
-    def _each(self, action: Callable[[Lane], None]) -> None:
+    def _each(self, action: Callable[[AsyncSaver], None]) -> None:
         failures = []
         for kind in sorted(self._lanes):
             try:
@@ -169,27 +169,25 @@ class PortableFiles:
             raise failures[0]
 
 
-def _nothing() -> None:
-    pass
-
-
 def _doing(what: str) -> str:
-    """What completes "could not ..." ("save the model to x") as :meth:`Run.doing` has it ("saving ...")."""
+    """Turn "save the model to x" into "saving the model to x", for :meth:`Run.doing`."""
     verb, _, rest = what.partition(" ")
     return f"{verb.removesuffix('e')}ing {rest}"
 
 
-def _copy(image: HostImage, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:
+def _copy(image: HostSnapshot, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:
     copied = image.take(PieceLayout(fragments), values)()
     return [torch.from_numpy(data).view(each.dtype) for data, each in zip(copied, fragments, strict=True)]
 
 
-def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str, strict: bool) -> CheckpointSource:
-    """``source``, if it has that part; an optimizer's numbers made names.
+def _of_part(
+    source: CheckpointSource, local_state: LocalState, part: Part, path: str, strict: bool
+) -> CheckpointSource:
+    """Return ``source`` if it has that part, with names in place of an optimizer's numbers.
 
     Raises:
-        CheckpointError: it has not.
-        ValueError: an optimizer with other groups, which is always an error where there are no names.
+        CheckpointError: it does not have that part.
+        ValueError: the optimizer has other groups, which is always an error without names.
     """
     if part == "model":
         if not any(name.startswith("model/") for name in source.tensors()):
@@ -201,7 +199,7 @@ def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str, str
     if len(saved) > 1:
         raise CheckpointError(f"{path} holds {len(saved)} optimizers; load it with load_checkpoint")
     theirs = [list(group["params"]) for group in saved[0]["groups"]]
-    ours = held.group_names(held.optimizers[0])
+    ours = local_state.group_names(local_state.optimizers[0])
     numbered = any(name.startswith("#") for names in (*theirs, *ours) for name in names)
     if not strict and not numbered:
         return source
@@ -216,20 +214,22 @@ def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str, str
         if len(their) != len(our)
     ]
     if not wrong:
-        wrong = _other_shapes(saved[0]["groups"], ours if numbered else theirs, held)
+        wrong = _other_shapes(saved[0]["groups"], ours if numbered else theirs, local_state)
     if wrong:
         listed = "\n  ".join(wrong)
         raise ValueError(f"the checkpoint does not fit the optimizer, nothing was loaded:\n  {listed}")
     if not numbered:
         return source
-    # Numbers, in the order of the groups, as torch has it.
+    # Numbers follow the order of the groups, as in torch.
     pairs = (zip(their, our, strict=True) for their, our in zip(theirs, ours, strict=True))
     return _optimizer_alone(with_names(source, {0: {name: own for group in pairs for name, own in group}}))
 
 
-def _other_shapes(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], held: Holding) -> list[str]:
-    """Parameters whose shape was another one when the optimizer was saved, where the checkpoint says so."""
-    own = {name: tuple(shape.shape) for name, shape in held.model_shapes().items()}
+def _other_shapes(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], local_state: LocalState
+) -> list[str]:
+    """Return parameters that had another shape when the optimizer was saved, if the checkpoint has shapes."""
+    own = {name: tuple(shape.shape) for name, shape in local_state.model_shapes().items()}
     return [
         f"group {index}, parameter {place}: shape {tuple(shape)} in the checkpoint, {own[name]} in the optimizer"
         for index, (group, named) in enumerate(zip(groups, names, strict=True))
@@ -239,6 +239,285 @@ def _other_shapes(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[
 
 
 def _optimizer_alone(source: CheckpointSource) -> CheckpointSource:
-    """Without the model, whose other names of tied parameters are not the optimizer's here."""
+    """Return the source without the model, whose aliases do not apply to the optimizer's names."""
     entries = {name: entry for name, entry in entries_of(source).items() if name.startswith("optimizer/0/")}
     return LazySource("renamed", entries, {**source.state(), "aliases": {}})
+
+
+DONE = -1
+
+
+class Reader(Protocol):
+    """See :class:`shardwise.core.engine.fragments.FragmentReader`."""
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class LocalTensors:
+    """The tensors that one rank contributes to a save, and a reader for them.
+
+    Attributes:
+        fragments: of this rank.
+        reader: reads their values.
+        post: JSON for rank 0.
+        state: returns on rank 0 the JSON state from all ranks' ``post``.
+    """
+
+    fragments: list[Fragment]
+    reader: Reader
+    post: dict[str, Any]
+    state: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+
+    @classmethod
+    def of_model(cls, run: Run) -> LocalTensors:
+        """Return the weights of a run, and the buffers and extra state that this rank owns.
+
+        Raises:
+            TypeError: extra state of other types than numbers, strings, None, tensors and containers of them.
+        """
+        local_state = run.local_state()
+        plan = local_state.plan(BLOCK_BYTES, shared=False)
+        tensors: dict[str, torch.Tensor] = {}
+        given = {name: value for name, value in local_state.extra().items() if local_state.owns(name)}
+        extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in given.items()}
+        own = {f"model/{name}": value for name, value in local_state.buffers().items() if local_state.owns(name)}
+        own |= {f"state/{name}": value for name, value in tensors.items()}
+        shapes = {
+            f"model/{name}": [list(s.shape), dtype_name(s.dtype)] for name, s in local_state.model_shapes().items()
+        }
+        shapes |= {name: [list(value.shape), dtype_name(value.dtype)] for name, value in own.items()}
+        aliases = local_state.aliases()
+
+        def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            found = {name: value for each in posts for name, value in each["extra"].items()}
+            return {"aliases": aliases} | ({"extra": found} if found else {})
+
+        reader = _Chosen(plan.fragments, plan.reader(), "model/", pieces_of(own, BLOCK_BYTES))
+        post = {"shapes": shapes if run.rank == 0 else {}, "extra": extra}
+        return cls(reader.fragments, reader, post, state)
+
+    @classmethod
+    def of_optimizer(cls, run: Run, index: int) -> LocalTensors:
+        """Return the state, groups and loss scale of one optimizer, which becomes number 0.
+
+        Raises:
+            TypeError, ValueError: state that a checkpoint cannot hold.
+        """
+        local_state, trainer = run.local_state(), run.optimizers[index]
+        plan = local_state.plan(BLOCK_BYTES, shared=False)
+        reader = _Chosen(plan.fragments, plan.reader(), f"optimizer/{trainer.index}/", [], "optimizer/0/")
+        described, scaler = describe_optimizers(local_state, [trainer]), trainer.scaler
+        shapes = {name: list(shape.shape) for name, shape in local_state.model_shapes().items()}
+        for group in described[0]["groups"]:
+            group["shapes"] = [shapes[name] for name in group["params"]]  # a parameter without state has no other
+
+        def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            saved = {"optimizers": merge_optimizers(described, posts), "aliases": local_state.aliases()}
+            return saved | ({} if scale is None else {"scaler": scale})
+
+        scale = None if scaler is None else scaler.state_dict()
+        return cls(reader.fragments, reader, own_state(local_state, [trainer]), state)
+
+    def snapshot(self, copy: Callable[[Sequence[Fragment], Any], Sequence[torch.Tensor]]) -> None:
+        """Read all values now into the tensors that ``copy(fragments, values)`` returns."""
+        try:
+            values = (self.reader.read(index) for index in range(len(self.fragments)))
+            copied = copy(self.fragments, values)
+        finally:
+            self.reader.close()
+        self.reader = _InMemory(copied)
+
+
+class _Chosen:
+    """The fragments of a reader with one prefix, perhaps replaced by another, and further tensors."""
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        reader: Reader,
+        start: str,
+        more: Sequence[tuple[Fragment, torch.Tensor]],
+        renamed: str | None = None,
+    ) -> None:
+        chosen = [index for index, fragment in enumerate(fragments) if fragment.name.startswith(start)]
+        begin = start if renamed is None else renamed
+        self._reader, self._chosen, self._more = reader, chosen, more
+        named = [(begin + fragments[index].name.removeprefix(start), fragments[index]) for index in chosen]
+        self.fragments = [replace(fragment, name=name) for name, fragment in named]
+        self.fragments += [fragment for fragment, _ in more]
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        if index < len(self._chosen):
+            return self._reader.read(self._chosen[index], start, numel)
+        value = self._more[index - len(self._chosen)][1]
+        return value[start:] if numel is None else value[start : start + numel]
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _InMemory:
+    """Reads values that were copied."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        self._values = values
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        value = self._values[index]
+        return value[start:] if numel is None else value[start : start + numel]
+
+    def close(self) -> None:
+        self._values = ()
+
+
+def stream(
+    ranks: Ranks, prepare: Callable[[], LocalTensors], write: Callable[[CheckpointSource], object], what: str
+) -> None:
+    """Call ``write`` on rank 0 with a source of all ranks' tensors. Collective.
+
+    Args:
+        ranks: all ranks.
+        prepare: returns this rank's tensors.
+        write: writes a source completely, or raises and leaves nothing.
+        what: completes "rank 0 could not ...".
+
+    Raises:
+        CheckpointError, ValueError: on every rank, if one failed; nothing was written.
+    """
+    portions: list[LocalTensors] = []
+
+    def offer() -> dict[str, Any]:
+        portions.append(prepare())
+        return {"map": _listed(portions[0].fragments), **portions[0].post}
+
+    try:
+        _, posts = agree(ranks.gather, ranks.rank, what, offer)
+        portion = portions[0]
+        if ranks.rank == 0:
+            agree(ranks.gather, 0, what, lambda: _serve_writer(ranks, portion, posts, write), share=False)
+        else:
+            agree(ranks.gather, ranks.rank, what, lambda: _answer(ranks, portion), share=False)
+    finally:
+        for each in portions:
+            each.reader.close()
+
+
+def _listed(fragments: Sequence[Fragment]) -> dict[str, Any]:
+    """Return by tensor: shape, dtype, ``[number, start, numel]`` of each fragment, and its cut."""
+    found: dict[str, Any] = {}
+    for number, each in enumerate(fragments):
+        cut = None if each.cut is None else each.cut.fields()
+        entry = found.setdefault(each.name, [list(each.shape), dtype_name(each.dtype), [], cut])
+        entry[2].append([number, each.start, each.numel])
+    return found
+
+
+_WRITING = threading.Lock()
+"""Saves of a model and of its optimizer may replace the same directory; only rank 0 acquires it."""
+
+
+def _serve_writer(
+    ranks: Ranks,
+    portion: LocalTensors,
+    posts: Sequence[Mapping[str, Any]],
+    write: Callable[[CheckpointSource], object],
+) -> None:
+    try:
+        with _WRITING:
+            write(_Gathered(ranks, portion, posts))
+    finally:
+        for rank in range(1, ranks.size):
+            ranks.send(torch.tensor([DONE, 0, 0], device="cpu"), rank)
+
+
+def _answer(ranks: Ranks, portion: LocalTensors) -> None:
+    """Send rank 0 the ranges that it asks for until it is done; report an error to it, and raise it at the end."""
+    failure: Exception | None = None
+    while True:
+        index, start, numel = ranks.receive(torch.empty(3, dtype=torch.int64, device="cpu"), 0).tolist()
+        if index == DONE:
+            break
+        good = 1
+        try:
+            value = portion.reader.read(index, start, numel).view(torch.uint8)
+        except Exception as error:
+            good, failure = 0, error
+            value = torch.frombuffer(bytearray(describe(error).encode()), dtype=torch.uint8)
+        ranks.send(torch.tensor([good, value.numel()], device="cpu"), 0)
+        ranks.send(value, 0)
+    if failure is not None:
+        raise failure
+
+
+class _Gathered:
+    """A :class:`CheckpointSource` on rank 0."""
+
+    def __init__(self, ranks: Ranks, portion: LocalTensors, posts: Sequence[Mapping[str, Any]]) -> None:
+        self._ranks, self._portion = ranks, portion
+        self._state = portion.state(posts)
+        shapes = dict(posts[0].get("shapes", {}))
+        self._pieces: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._cuts: dict[str, StoredCut] = {}
+        for rank, post in enumerate(posts):
+            for name, (shape, dtype, pieces, cut) in post["map"].items():
+                shapes.setdefault(name, [shape, dtype])
+                if cut is not None:
+                    self._cuts[name] = StoredCut.read(cut)
+                self._pieces.setdefault(name, []).extend((start, n, rank, number) for number, start, n in pieces)
+        self._facts = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
+        for pieces in self._pieces.values():
+            pieces.sort()
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._facts
+
+    def state(self) -> dict[str, Any]:
+        return self._state
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        fact = self._facts[name]
+        if start < 0 or numel < 0 or start + numel > fact.numel:
+            raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+        if name not in self._cuts:
+            return self._read_stored(name, start, numel)
+        out = torch.empty(numel, dtype=fact.dtype, device="cpu")
+
+        def read(start: int, out: torch.Tensor) -> None:
+            out.copy_(self._read_stored(name, start, out.numel()))
+
+        read_logical(read, fact.shape, self._cuts[name], start, out)
+        return out
+
+    def _read_stored(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Return elements in stored order."""
+        fact = self._facts[name]
+        pieces = self._pieces.get(name, [])
+        at, index = start, max(bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1, 0)
+        out = torch.empty(0, dtype=fact.dtype, device="cpu")
+        while at < start + numel:
+            if index == len(pieces) or not pieces[index][0] <= at < pieces[index][0] + pieces[index][1]:
+                raise CheckpointError(f"no rank holds element {at} of {name} {fact.shape}; report this")
+            first, count, rank, number = pieces[index]
+            stop = min(first + count, start + numel)
+            if rank != 0 and stop - at == numel:
+                return self._part(rank, number, at - first, numel, fact.dtype)
+            if at == start:
+                out = torch.empty(numel, dtype=fact.dtype, device="cpu")
+            out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, fact.dtype)
+            at, index = stop, index + 1
+        return out
+
+    def _part(self, rank: int, number: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if rank == 0:
+            return self._portion.reader.read(number, start, numel)
+        self._ranks.send(torch.tensor([number, start, numel], device="cpu"), rank)
+        good, nbytes = self._ranks.receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank).tolist()
+        data = self._ranks.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), rank)
+        if not good:
+            raise CheckpointError(f"rank {rank} could not give its part: {data.numpy().tobytes().decode()}")
+        return data.view(dtype)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint directory lazily, every byte checked before it is believed; and checking all of it offline."""
+"""Read a native checkpoint lazily; every piece is checked before its values are used. Verify one offline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from shardwise.core.checkpoint.bounds import open_regular
-from shardwise.core.checkpoint.format import FileFact, Manifest, PieceFact, hexadecimal, read_manifest
-from shardwise.core.checkpoint.pieces import Bytes, as_bytes
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.format import Bytes, FileInfo, Manifest, PieceInfo, as_bytes, hexadecimal, read_manifest
+from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor import Part as TensorPart
 from shardwise.core.parallel.tensor.order import read_logical, read_part
@@ -30,22 +29,22 @@ MOST_CACHED = 64
 AHEAD_PIECES = 3  # read by the other thread while one is checked
 THREAD_BYTES = 1 << 18  # smaller pieces are not worth handing over
 
-Part = tuple[str, PieceFact, Bytes]
-"""A whole piece of the tensor of that name, and where its bytes go."""
+Part = tuple[str, PieceInfo, Bytes]
+"""The name of a tensor, a piece of it, and the memory for its bytes."""
 
 
 class NativeSource:
     """A directory that :func:`save_checkpoint` wrote; see :class:`shardwise.core.checkpoint.source.CheckpointSource`.
 
-    Only pieces that overlap what is asked for are read, each whole, because a checksum covers a piece: at most two of
-    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most, and one
-    for each part of a cut tensor, up to ``MOST_CACHED``). A thread reads the next pieces while one is checked.
+    A read covers full pieces, because a checksum covers a piece: at most two of ``PIECE_BYTES`` more than the range.
+    Pieces that were needed in part are cached (four, and one for each part of a cut tensor, up to ``MOST_CACHED``). A
+    thread reads the next pieces while one is checked.
 
     Args:
-        directory: where it is.
+        directory: of the checkpoint.
 
     Raises:
-        FileNotFoundError: no checkpoint there.
+        FileNotFoundError: there is no checkpoint.
         CheckpointDamage: the manifest is damaged, or a file is missing or has another size.
     """
 
@@ -66,7 +65,7 @@ class NativeSource:
 
     # ---- the protocol
 
-    def tensors(self) -> Mapping[str, TensorFact]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         return self.manifest.tensors
 
     def state(self) -> dict[str, Any]:
@@ -78,16 +77,15 @@ class NativeSource:
         return out
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """The same into ``out``: 1-D, contiguous, on the host, of the stored dtype."""
+        """Read into ``out``: 1-D, contiguous, on the host, of the stored dtype."""
         fact = self._check_range(name, start, out)
         read_logical(partial(self._read_stored, name), fact.shape, self.manifest.cuts.get(name), start, out)
 
     def read_part(self, name: str, part: TensorPart, start: int, out: torch.Tensor) -> None:
-        """Elements ``[start, start + out.numel())`` of what a rank of an axis holds of the tensor, flattened. Of what
-        others hold little more is read than must be, and nothing where it lies as it is wanted."""
+        """Read elements ``[start, start + out.numel())`` of the flattened ``part`` that a rank of an axis holds."""
         read_part(partial(self._read_stored, name), self.manifest.cuts.get(name), part, start, out)
 
-    def _check_range(self, name: str, start: int, out: torch.Tensor) -> TensorFact:
+    def _check_range(self, name: str, start: int, out: torch.Tensor) -> TensorInfo:
         fact, numel = self.manifest.tensors[name], out.numel()
         if start < 0 or start + numel > fact.numel:
             raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
@@ -96,7 +94,7 @@ class NativeSource:
         return fact
 
     def _read_stored(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Elements in the order in which they lie there."""
+        """Read elements in stored order."""
         fact, numel = self._check_range(name, start, out), out.numel()
         if not numel:
             return
@@ -137,14 +135,14 @@ class NativeSource:
     def _path(self, file: int) -> str:
         return os.path.join(self.directory, self.manifest.files[file].name)
 
-    def _wrong_size(self, fact: FileFact) -> str:
+    def _wrong_size(self, fact: FileInfo) -> str:
         path = os.path.join(self.directory, fact.name)
         try:
             there = os.stat(path)
         except OSError as error:
             return f"{path} is missing or cannot be read: {error.strerror}"
         if not stat.S_ISREG(there.st_mode):
-            return f"{path} is no regular file (its mode is {there.st_mode:o})"
+            return f"{path} is not a regular file (its mode is {there.st_mode:o})"
         size = there.st_size
         return "" if size == fact.nbytes else f"{path} has {size} bytes instead of the {fact.nbytes} that were written"
 
@@ -190,14 +188,14 @@ class NativeSource:
             at += done
 
     def _read_all(self, parts: Iterable[Part]) -> None:
-        """Raises CheckpointDamage for the first that is not as it was written."""
+        """Read ``parts``; raise CheckpointDamage for the first damaged one."""
         with contextlib.closing(self._read_and_check(parts)) as problems:
             for problem in problems:
                 if problem is not None:
                     raise problem
 
     def _read_and_check(self, parts: Iterable[Part]) -> Generator[CheckpointDamage | None, None, None]:
-        """What is wrong with each of ``parts``, in order; all reads have ended when this has."""
+        """Yield the damage of each of ``parts``, or None, in order. All reads have ended when this has."""
         pending: deque[tuple[Part, Future[None]]] = deque()
         try:
             for part in parts:
@@ -240,8 +238,8 @@ class NativeSource:
             f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
         )
 
-    def _cached(self, name: str, piece: PieceFact, nbytes: int, before: PieceFact | None) -> Bytes:
-        """All of a piece; who reads on needs ``before`` no more."""
+    def _cached(self, name: str, piece: PieceInfo, nbytes: int, before: PieceInfo | None) -> Bytes:
+        """Return a full piece from the cache; drops the piece ``before``, which a sequential reader has passed."""
         key = (piece.file, piece.offset)
         if key not in self._cache:
             data = np.empty(nbytes, dtype=np.uint8)
@@ -257,7 +255,7 @@ class NativeSource:
     # ---- offline
 
     def problems(self) -> list[str]:
-        """Every damaged piece and header, read from the disk; empty if all of it is as written."""
+        """Read everything, and return a line for each damaged piece and header."""
         found = []
         for number in range(len(self.manifest.files)):
             try:
@@ -274,7 +272,7 @@ class NativeSource:
 
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint, one line each naming file and tensor; empty if every byte is as written.
+    """Return a line for each damaged part of a checkpoint, with file and tensor; empty if all bytes are as written.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

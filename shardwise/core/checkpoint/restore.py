@@ -1,53 +1,53 @@
-"""Restoring a session from a checkpoint: which one, whether it fits, and every value back in its place."""
+"""Restore a run: find the checkpoint, check that it fits, and load every value."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.find import find_checkpoints, opening
+from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.fitting import Fit
-from shardwise.core.checkpoint.format import MANIFEST
-from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
-from shardwise.core.checkpoint.match import Match
-from shardwise.core.checkpoint.match_optimizers import shortened
-from shardwise.core.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
-from shardwise.core.checkpoint.options import Options
-from shardwise.core.checkpoint.randomness import check_generators, restore_generators, spread_generators
+from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
+from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
+from shardwise.core.checkpoint.formats.trainer import kind_of
+from shardwise.core.checkpoint.match import Match, shortened
+from shardwise.core.checkpoint.options import Options, check_generators, restore_generators, spread_generators
 from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.run import Run, as_run
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.schedulers import SchedulerMatch, saved_schedulers
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
+from shardwise.core.checkpoint.write import agree, check_seen
 
-__all__ = ["Check", "Restored", "put_back", "read_others", "restore"]
+__all__ = ["Check", "Restored", "load_into", "opening", "read_buffers_and_extra_state", "restore"]
 
 Check = Callable[[Any], None] | None
-"""Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
+"""Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
 REPLACED = "after values were replaced (load another checkpoint before going on)"
-"""In the message of what fails then, which nothing that a file says should do."""
+"""Part of the message of an error at that point, which no content of a file should cause."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restored checkpoint says beside the values.
+    """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
         path, tag, step: of the checkpoint.
-        updates: optimizer steps until then.
-        user_state: what was given when saving.
-        data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
-        data_positions: of all ranks that saved; of those that hold one model together, which see the same data, once.
+        updates: number of optimizer steps.
+        user_state: the value passed to ``save``.
+        data_position: that of this rank, or of rank 0 if the checkpoint has fewer ranks.
+        data_positions: one for each data-parallel rank that saved.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
-        skipped: damaged checkpoints that were newer.
-        resized: of each parameter that has other rows than the checkpoint, what became of them.
+        skipped: newer checkpoints that are damaged.
+        resized: a sentence for each parameter that has another number of rows in the checkpoint.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Restored:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved, those that hold one model together as one."""
+        """Number of data-parallel ranks that saved."""
         return len(self.data_positions)
 
 
@@ -88,7 +88,7 @@ def restore(
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             if not begun or path in begun:
                 raise
-            # It says that nothing was loaded, which is true of this checkpoint alone.
+            # Its "nothing was loaded" holds for this checkpoint alone.
             raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
     if not found and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
@@ -96,13 +96,13 @@ def restore(
             print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
     if skipped:
         listed = ", ".join(skipped)
-        told = f"; {_taken_from(begun)}" if begun else ""
-        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{told}")
+        suffix = f"; {_taken_from(begun)}" if begun else ""
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{suffix}")
     return None
 
 
 def _taken_from(begun: Sequence[str]) -> str:
-    return f"some values of {', '.join(begun)} were taken over already (load another checkpoint before going on)"
+    return f"some values of {', '.join(begun)} were already loaded (load another checkpoint before going on)"
 
 
 def _restore_one(
@@ -115,18 +115,19 @@ def _restore_one(
     skipped: Sequence[str],
     begun: list[str],
 ) -> Restored:
-    """Restore a checkpoint, which joins ``begun`` before the first value is replaced."""
+    """Restore a checkpoint, and append its path to ``begun`` before the first value is replaced."""
     opened: list[CheckpointSource] = []
 
-    def look() -> tuple[Match, _Rest]:
+    def look() -> tuple[Match, _OtherState]:
         opened.append(open_it())
-        held = run.held()
-        match = Match(fit.apply(opened[0], held), held, strict)
-        if begun and match.staying:  # a value is checked where it goes, so they may hold anything
+        local_state = run.local_state()
+        match = Match(fit.apply(opened[0], local_state), local_state, strict)
+        if begun and match.staying:  # these may hold any value: pieces are checked while they are loaded
             raise CheckpointError(
-                f"{path} would leave {shortened(match.staying)} as a damaged checkpoint left it; load one by its tag"
+                f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
+                "by its tag"
             )
-        rest = _Rest(run, match, lr_schedulers, strict)
+        rest = _OtherState(run, match, lr_schedulers, strict)
         if check is not None:
             check(rest.user_state)
         return match, rest
@@ -134,7 +135,7 @@ def _restore_one(
     with opening(run, path, lambda: _open(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         begun.append(path)
-        put_back(run, match, path, rest.put_back)
+        load_into(run, match, path, rest.apply)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,
@@ -152,51 +153,51 @@ def _restore_one(
 
 
 def _open(path: str) -> CheckpointSource:
-    """Whichever format stands beside a native one: that holds all of it."""
+    """Open a native checkpoint, which has everything, or the one of another format."""
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
-def put_back(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
-    """Parameters, masters and optimizer state from any source into a run or a session, and then the ``rest``, which
-    belongs to them (rates and counts of one state are wrong for another). Collective.
+def load_into(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
+    """Load parameters, masters and optimizer state into a run or a session, then call ``rest``, which loads the values
+    that belong to them (rates and counts). Collective.
 
     Raises:
-        CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
+        CheckpointDamage, CheckpointError: on every rank; some values were already replaced.
     """
     run, optimizers = as_run(session), match.optimizers
-    with run.replaced(match.gives_parameters, not match.staying_parameters, optimizers):
-        with run.taken_over(optimizers):
+    with run.replaced(match.replaces_parameters, not match.staying_parameters, optimizers):
+        with run.adopting(optimizers):
             agree(
                 run.gather,
                 run.rank,
-                f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
-                lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, optimizers),
+                f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
+                lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
                 share=False,
             )
         if run.rank == 0:
             match.tell(what)
         agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
         if match.wanted != "optimizer":
-            hooks = partial(match.held.loaded, match.missing, match.unexpected)
+            hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
             agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
-    """Whether the rank of this number that saved held the same part of the model, and saw the same data."""
+    """Whether the saving rank of this number held the same part of the model and saw the same data."""
     saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
     alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
     return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
 
 
-def read_others(run: Run, match: Match) -> dict[str, Any]:
-    """Buffers and extra state of this rank, by name."""
-    state, held = match.state, match.held
+def read_buffers_and_extra_state(run: Run, match: Match) -> dict[str, Any]:
+    """Return the buffers and the extra state of this rank by name."""
+    state, local_state = match.state, match.local_state
     with reading("extra state of the checkpoint"):
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
-    others = {name: value for name, value in extra.items() if name in held.others}
+    others = {name: value for name, value in extra.items() if name in local_state.others}
     buffers = state.get("buffers", [])
     own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
-    for name, value in held.buffers().items():
+    for name, value in local_state.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
             if match.facts[full].numel != value.numel():  # one rank's own is stored flat
@@ -205,12 +206,12 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
                     "in the model; nothing was loaded"
                 )
             others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-    held.check_others(others)
+    local_state.check_others(others)
     return others
 
 
-class _Rest:
-    """Everything beside parameters and element-wise state, read and checked before anything is changed."""
+class _OtherState:
+    """All values but parameters and element-wise state, read and checked before anything is changed."""
 
     def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
         self._run, self._match = run, match
@@ -218,12 +219,12 @@ class _Rest:
         with reading("the state of the checkpoint"):
             saved = saved_schedulers(match) if lr_schedulers else []
             self._read(state, tensors)
-        self._others = read_others(run, match)
+        self._others = read_buffers_and_extra_state(run, match)
         self._options = Options(run, match)
         self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
 
     def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
-        # Formats of others have none of these: what they do not say stays as it is.
+        # Other formats have none of these; what a checkpoint does not have stays unchanged.
         run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         saved = state.get("data_position", [])
@@ -238,14 +239,98 @@ class _Rest:
         if self._generators is not None:
             check_generators(self._generators)
 
-    def put_back(self) -> None:
+    def apply(self) -> None:
         """Change the run."""
-        self._match.held.put_others(self._others)
-        self._options.put_back()
-        self._schedulers.put_back(self._run)
+        self._match.local_state.put_others(self._others)
+        self._options.apply()
+        self._schedulers.apply(self._run)
         if self._generators is None:
             return
         if self._exact:
             restore_generators(self._generators, self._run.device)
         else:
             spread_generators(self._generators, self._run.data_rank)
+
+
+Opens = Callable[[], CheckpointSource]
+"""Opens a checkpoint on this rank. Not collective."""
+ADVICE = "give the directory that was saved into, or tag='auto'"
+
+
+def _candidates(root: str, tag: str | None) -> list[str]:
+    """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
+    if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
+        if tag not in (None, "auto"):
+            raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
+        return [root]
+    found = scan(root)
+    if tag == "auto":
+        return [each.path for each in found]
+    if tag is not None:
+        chosen = [each.path for each in found if each.tag == tag]
+        place = Path(root, tag)
+        if not chosen and place.is_dir() and kind_of(place) is not None:
+            return [str(place)]  # checkpoint-N of a Trainer
+        if not chosen:
+            tags = ", ".join(each.tag for each in found)
+            raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; it has {tags or 'none'}")
+        return chosen
+    if not found:
+        try:
+            if tag is None and detect_format(root):
+                return [str(located(Path(root)))]  # of a format of others
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no checkpoint in {root}; {ADVICE} ({error})") from error
+    broken = [each for each in found if each.head is None]
+    if broken:
+        raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
+    return [found[0].path]
+
+
+def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
+    """The checkpoints to try, in order, as rank 0 finds them. Collective.
+
+    Args:
+        run: the ranks.
+        root: a directory of checkpoints, or one.
+        tag: as for :meth:`shardwise.core.checkpoint.session.Checkpointer.load`.
+
+    Raises:
+        FileNotFoundError, CheckpointDamage, CheckpointError, ValueError: on every rank.
+    """
+    what = f"find a checkpoint in {root}"
+    paths: list[str] = agree(run.gather, run.rank, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
+    if not paths:  # "auto" starts from scratch then, which is wrong if other ranks see checkpoints
+
+        def none_here() -> None:
+            if scan(root):
+                raise CheckpointError("it sees some, but rank 0 sees none; use a directory that all ranks share")
+
+        agree(run.gather, run.rank, what, none_here)
+    return paths
+
+
+@contextmanager
+def opening(run: Run, path: str, open_here: Opens) -> Iterator[Opens]:
+    """A function that opens the checkpoint at ``path`` on this rank by ``open_here``; what it opened is closed at the
+    end of the block. It raises CheckpointError where not all ranks see the same there. Collective."""
+    seen = agree(run.gather, run.rank, f"look at {path}", lambda: _seen(path))[1]
+    opened: list[CheckpointSource] = []
+
+    def open_it() -> CheckpointSource:
+        there = next((each for each in seen if each is not None), None)
+        if there is not None:
+            check_seen([each == there for each in seen], path)
+        opened.append(open_here())
+        return opened[0]
+
+    try:
+        yield open_it
+    finally:
+        for source in opened:
+            source.close()
+
+
+def _seen(path: str) -> str | None:
+    """What tells a checkpoint of ours from another at the same path; ``None`` where nothing is."""
+    return digest_of(os.path.join(path, MANIFEST)) if os.path.exists(path) else None

@@ -1,25 +1,31 @@
-"""What a checkpoint needs to know of a training run, and the runs of our engine."""
+"""The interface between a checkpoint and a training run, the runs of our engine, and messages between a run's ranks."""
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.checks.broken import PARAMETERS, state_of
-from shardwise.core.comm import Members
+from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
+from shardwise.core.comm.control import Control
+from shardwise.core.comm.open_files import make_room
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.fragments import Fill, Fragment, Held, TensorShape
+from shardwise.core.engine.fragments import EngineLocalState, Fill, FragmentBlock, FragmentPlan, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.mesh import Mesh
 
-__all__ = ["EngineRun", "Holding", "Plan", "Reader", "Run", "Scaler", "Trained", "Trainer", "as_run"]
+__all__ = ["EngineRun", "LocalState", "Ranks", "Run", "RunOptimizer", "Scaler", "Trained", "TrainedOnly", "as_run"]
 
 
 class Trained(Protocol):
-    """What of an engine's session is saved."""
+    """The parts of an engine's session that are saved."""
 
     @property
     def engine(self) -> Engine: ...
@@ -36,7 +42,7 @@ class Scaler(Protocol):
     def load_state_dict(self, state: dict[str, float], /) -> None: ...
 
 
-class Trainer(Protocol):
+class RunOptimizer(Protocol):
     """An optimizer of a run."""
 
     @property
@@ -52,24 +58,9 @@ class Trainer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class Reader(Protocol):
-    """See :class:`shardwise.core.engine.fragments.FragmentReader`."""
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
-    def close(self) -> None: ...
-
-
-class Plan(Protocol):
-    """See :class:`shardwise.core.engine.fragments.FragmentPlan`."""
-
-    @property
-    def fragments(self) -> list[Fragment]: ...
-    def values(self) -> Iterator[torch.Tensor]: ...
-    def reader(self) -> Reader: ...
-
-
-class Holding(Protocol):
-    """What one rank holds of every global tensor; see :class:`shardwise.core.engine.fragments.Held`."""
+class LocalState(Protocol):
+    """The part of every global tensor that one rank holds; see
+    :class:`shardwise.core.engine.fragments.EngineLocalState`."""
 
     names: list[tuple[str, ...]]
     others: dict[str, Any]
@@ -84,12 +75,12 @@ class Holding(Protocol):
     def buffers(self) -> dict[str, torch.Tensor]: ...
     def extra(self) -> dict[str, Any]: ...
     def extra_names(self) -> Sequence[str]: ...
-    def gives(self, name: str, /) -> bool: ...
+    def owns(self, name: str, /) -> bool: ...
     def group_names(self, optimizer: Any, /) -> list[list[str]]: ...
     def trained(self, optimizer: Any, /) -> set[str]: ...
     def small_state(self, optimizer: Any, /) -> dict[str, dict[str, Any]]: ...
-    def plan(self, most_bytes: int, shared: bool = True) -> Plan: ...
-    def put_back(
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan: ...
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],
@@ -97,15 +88,15 @@ class Holding(Protocol):
         optimizers: Collection[int],
     ) -> None: ...
     def check_others(self, values: dict[str, Any]) -> None:
-        """Before anything is changed: no module has a way to take some of them."""
+        """Raise before anything is changed if no module can load some of them."""
 
     def put_others(self, values: dict[str, Any]) -> None: ...
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """The module's own hooks for loads, once everything of it is there; they may change the lists of names."""
+        """Call the module's load hooks after everything is loaded; they may change the lists of names."""
 
 
 class Run(Protocol):
-    """One training run on one rank. ``gather``, ``settle``, ``replaced`` and ``taken_over`` are collective."""
+    """One training run on one rank. ``gather``, ``settle``, ``replaced`` and ``adopting`` are collective."""
 
     @property
     def rank(self) -> int: ...
@@ -113,37 +104,37 @@ class Run(Protocol):
     def size(self) -> int: ...
     @property
     def data_rank(self) -> int:
-        """Which of the ranks that see different data this is; those that hold one model together see the same."""
+        """The data-parallel rank; ranks of one model-parallel group have the same."""
 
     @property
     def members(self) -> Members | None: ...
     @property
     def device(self) -> torch.device: ...
     @property
-    def optimizers(self) -> Sequence[Trainer]: ...
+    def optimizers(self) -> Sequence[RunOptimizer]: ...
     def gather(self, value: object, /) -> list[Any]:
-        """Every rank's JSON-able ``value``."""
+        """Return every rank's JSON-able ``value``."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Around what all ranks have to call; errors of ranks that do not meet then tell it."""
+        """Context of a call that all ranks make; errors of ranks that are out of sync name it."""
 
     def world(self) -> Mapping[str, int]:
         """The sizes of this run, for information."""
 
     def settle(self) -> None:
-        """What is under way is finished or taken back: the state is that of the last step."""
+        """Finish or undo pending work, so that the state is that of the last step."""
 
-    def held(self) -> Holding:
-        """What this rank holds, as it is now."""
+    def local_state(self) -> LocalState:
+        """Return the tensors that this rank holds now."""
 
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """From before the first value that a load replaces until behind the last: ``parameters``, the ``whole`` model's
-        or some, the state of ``optimizers``, and what belongs to these. What an interrupt in the block leaves must be
-        loaded before the run goes on."""
+        """Context from before the first value that a load replaces until after the last. After an interrupt in the
+        block these values must be loaded again before the run goes on: ``parameters`` (all of them, if ``whole``) and
+        the state of ``optimizers``."""
 
-    def taken_over(self, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """Inside the block values are replaced, and the state of ``optimizers``; afterwards every rank uses the new
-        ones."""
+    def adopting(self, optimizers: Collection[int]) -> AbstractContextManager[None]:
+        """Context in which parameters and the state of ``optimizers`` are replaced; publishes the new values at its
+        end."""
 
 
 class EngineRun:
@@ -171,7 +162,7 @@ class EngineRun:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """See :meth:`Mesh.doing`. The first word of ``what`` ("saving") is the same on all ranks that do the same."""
+        """See :meth:`Mesh.doing`. The first word of ``what`` ("saving") must be the same on all ranks."""
         before, self._purpose = self._purpose, f"what {what.split()[0]} needs"
         try:
             with self._session.mesh.doing(what):
@@ -187,20 +178,20 @@ class EngineRun:
         return {"size": mesh.everyone.size, **sizes}
 
     def settle(self) -> None:
-        """Drop a pass that failed, wait for gathers. Collective."""
+        """Drop a failed pass, and wait for gathers. Collective."""
         engine = self._session.engine
         engine.passes.recover()
         engine.values.take_written()
         engine.values.make_current("a checkpoint")
         engine.pool.settle()
 
-    def held(self) -> Held:
-        """What the engine holds."""
-        return Held(self._session.engine, self._session.optimizers)
+    def local_state(self) -> EngineLocalState:
+        """Return the tensors of the engine that this rank holds."""
+        return EngineLocalState(self._session.engine, self._session.optimizers)
 
     @contextmanager
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
-        """What was updated during backward is given up. See [Note: Broken sessions]."""
+        """Drop updates made during backward. See [Note: Broken sessions]."""
         engine, states = self._session.engine, [state_of(index) for index in optimizers]
         engine.values.before_load(whole)
         parts = [PARAMETERS, *states] if parameters else states
@@ -208,8 +199,8 @@ class EngineRun:
             yield
 
     @contextmanager
-    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
-        """Gradients are dropped; shards are published at the end. Collective."""
+    def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
+        """Drop gradients; publish shards at the end. Collective."""
         engine = self._session.engine
         engine.zero_grad()
         for optimizer in self._session.optimizers:
@@ -218,7 +209,7 @@ class EngineRun:
         try:
             with ExitStack() as stack:
                 for index in optimizers:
-                    stack.enter_context(self._session.optimizers[index].replacing_state())
+                    stack.enter_context(self._session.optimizers[index].updates.replacing_state())
                 yield
         except BaseException:
             if engine.storage.store is not None:
@@ -229,5 +220,105 @@ class EngineRun:
 
 
 def as_run(session: Any) -> Run:
-    """A :class:`Run` itself, or that of an engine's session."""
-    return session if hasattr(session, "taken_over") else EngineRun(session)
+    """Return a :class:`Run` as it is, or the run of an engine's session."""
+    return session if hasattr(session, "adopting") else EngineRun(session)
+
+
+class TrainedOnly(EngineLocalState):
+    """The engine's tensors without frozen parameters, except those that an optimizer has.
+
+    Attributes:
+        left_out: names of the parameters that are not saved.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        super().__init__(engine, optimizers)
+        self.left_out = set()
+        for chunk in engine.chunks:
+            if chunk.spec.index not in self._positions:
+                frozen = (slot.param for slot in chunk.spec.slots if not engine.params[slot.param].requires_grad)
+                self.left_out |= {self.names[param][0] for param in frozen}
+
+    def aliases(self) -> dict[str, str]:
+        return {other: name for other, name in super().aliases().items() if name not in self.left_out}
+
+    def model_shapes(self) -> dict[str, TensorShape]:
+        return {name: shape for name, shape in super().model_shapes().items() if name not in self.left_out}
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, dtype in super().compute_dtypes().items() if name not in self.left_out}
+
+    def _blocks(self) -> Iterator[FragmentBlock]:
+        names = {f"model/{name}" for name in self.left_out}
+        for block in super()._blocks():
+            yield replace(block, parts=tuple(part for part in block.parts if part[0].name not in names))
+
+
+class Ranks:
+    """Exchanges JSON and bytes between all ranks, or those of one process group. The constructor is collective.
+
+    The group's time-out bounds how long ranks wait for each other.
+
+    Args:
+        own: create a communicator, for a thread that runs during training. Otherwise the group's is used if it
+            supports CPU tensors.
+        members: the group of the run's mesh; ``None``: all ranks.
+        activity: what this rank is doing, for messages.
+    """
+
+    def __init__(self, own: bool, members: Members | None = None, activity: Activity | None = None) -> None:
+        self.activity = activity or Activity()
+        self._closed = False
+        self._control: Control | None = None
+        self._group: Any = None
+        self._own: list[dist.ProcessGroup] = []
+        self._all = members is None
+        self.rank, self.size = 0, 1
+        group = None if members is None else members.process_group
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        made = own or "gloo" not in str(dist.get_backend(group))
+        if not made:
+            self._group = group or dist.group.WORLD
+        elif members is not None:
+            self._group = members.new_group("beside", members.ranks, "gloo")
+        else:
+            make_room(self.size)
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))
+        if made:
+            self._own.append(self._group)
+            let_go_with(self, self._own)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether this was closed, or the process group was created after it."""
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return self._closed or (self._all and self.size != size)
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective.
+
+        Raises:
+            PeerError: a peer died, or did not come in time.
+        """
+        if self._group is None:
+            return [json.loads(json.dumps(value))]
+        if self._control is None:
+            self._control = Control("ranks of a checkpoint", self._group, self.activity)
+        return self._control.exchange_object(value)[0]
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a contiguous CPU tensor to ``rank``, which calls :meth:`receive`."""
+        dist.send(tensor, group=self._group, group_dst=rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Receive the tensor that ``rank`` sends into ``tensor``."""
+        dist.recv(tensor, group=self._group, group_src=rank)
+        return tensor
+
+    def close(self) -> None:
+        """Release the communicator. Safe to call twice."""
+        self._group = self._control = None
+        self._closed = True
+        destroy(self._own)

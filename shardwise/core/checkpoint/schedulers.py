@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: whose state it is, and their state alone as a JSON file."""
+"""Learning-rate schedulers: which saved state fits which scheduler, and the state alone in a file."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
+from shardwise.core.base.printable import printable
 from shardwise.core.checkpoint.bounds import checked_tree, read_json, reading, saving
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
-
-MOST_VALUES = 1 << 20
+from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.options import check_scheduler
+from shardwise.core.checkpoint.run import Run, RunOptimizer
+from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 
 __all__ = [
     "SavedScheduler",
+    "SchedulerMatch",
+    "fitting_state",
     "inner_scheduler",
     "read_lr_scheduler",
     "regrouped",
+    "saved_schedulers",
     "scheduler_class",
     "write_lr_scheduler",
 ]
+
+MOST_VALUES = 1 << 20
+
 
 BASES = {"LRScheduler", "_LRScheduler", "object"}
 UNUSED = {"verbose"}
@@ -38,20 +46,20 @@ ONE_A_GROUP = ("base_lrs", "_last_lr")
 
 @dataclass(frozen=True)
 class SavedScheduler:
-    """The state of a learning-rate scheduler; ``kind`` is its class, empty where that is not known."""
+    """The state of a learning-rate scheduler; ``kind`` is its class, empty if unknown."""
 
     state: Mapping[str, Any]
     kind: str = ""
 
     def misfit(self, scheduler: Any, groups_alike: bool = True) -> str | None:
-        """Why it is not a state of ``scheduler``; ``None``: it is, as far as that can be known.
+        """Return why this is not a state of ``scheduler``, or ``None``.
 
-        A class of the same name, or one that ``scheduler`` is derived from, is the same. Otherwise the entries decide:
-        all of torch's own, and of others that not both have some that the other lacks.
+        The state of a class with the same name, or of a base class, fits. Otherwise the entries decide: those of
+        torch's schedulers have to be the same; of others one may have entries that the other lacks, but not both.
 
         Args:
-            scheduler: that is to take it.
-            groups_alike: the optimizer has the groups that it had then.
+            scheduler: the scheduler to load the state into.
+            groups_alike: the optimizer has the same groups as when it was saved.
         """
         if not isinstance(self.state, Mapping):
             return f"the state of a scheduler is a {type(self.state).__name__}"
@@ -73,13 +81,13 @@ class SavedScheduler:
 
 
 def inner_scheduler(scheduler: Any) -> Any:
-    """The scheduler itself, where accelerate has wrapped it."""
+    """Return the scheduler that accelerate has wrapped, or ``scheduler`` itself."""
     inner = getattr(scheduler, "scheduler", None)
     return inner if hasattr(inner, "load_state_dict") else scheduler
 
 
 def scheduler_class(scheduler: Any) -> str:
-    """The name of its class."""
+    """Return the name of the scheduler's class."""
     return type(inner_scheduler(scheduler)).__name__
 
 
@@ -94,13 +102,13 @@ def _listed(names: set[str]) -> str:
 def regrouped(
     state: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], links: Sequence[int | None]
 ) -> dict[str, Any]:
-    """``state``, made with other param groups, for those of now.
+    """Return ``state``, which was saved with other param groups, for the current ones.
 
     Args:
-        state: as saved.
-        own: the scheduler's as it is.
-        groups: of the optimizer, whose options are restored already.
-        links: by group, the one that it continues.
+        state: the saved state.
+        own: the scheduler's current state.
+        groups: of the optimizer, with restored options.
+        links: by group, the saved group that it continues.
     """
     changed = dict(state)
     for key, values in state.items():
@@ -120,12 +128,12 @@ def regrouped(
 
 
 def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
-    """Write a scheduler's ``state_dict()``: as JSON, with its class, or, by the ending, as a file of ``torch.save``.
+    """Write a scheduler's ``state_dict()`` as JSON with its class or, by the suffix, with ``torch.save``.
 
     Raises:
-        CheckpointError: the state is so large, or nested so deeply, that no reader would take it.
-        TypeError: the state holds something that is neither a number, text, tensor nor a list or dictionary of such.
-        OSError: the file cannot be written; what stood there is still there.
+        CheckpointError: the state is too large or nested too deeply to be read again.
+        TypeError: the state has a value that is not a number, string, tensor, list or dict.
+        OSError: the file cannot be written; an earlier file is unchanged.
     """
     encoded = tree.encode(scheduler.state_dict(), None)
     if Path(path).suffix in TORCH_SUFFIXES:
@@ -141,8 +149,8 @@ def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
 
 
 def read_lr_scheduler(path: str | Path) -> SavedScheduler:
-    """The scheduler state in a file: our JSON, or a torch file (read with ``weights_only=True``). In a directory of
-    Hugging Face's Trainer or of accelerate it is that of the first scheduler there.
+    """Read a scheduler's state from our JSON or a torch file (``weights_only=True``). In a directory of Hugging Face's
+    Trainer or of accelerate, read that of the first scheduler.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -165,3 +173,86 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     if not isinstance(decoded, dict):
         raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state")
     return SavedScheduler(decoded, str(data.get("class", "")))
+
+
+def saved_schedulers(match: Match) -> list[SavedScheduler]:
+    """Return the schedulers of a native checkpoint in order."""
+    states = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
+    kinds = [*match.state.get("lr_scheduler_classes", []), *[""] * len(states)]
+    return [SavedScheduler(state, kind) for state, kind in zip(states, kinds, strict=False)]
+
+
+def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
+    """Read a scheduler's state from a file, for ``scheduler.load_state_dict``.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        CheckpointError: the file is damaged or cannot be read.
+        ValueError: it is the state of another class of scheduler, or an entry is of another kind than the scheduler's.
+    """
+    saved = read_lr_scheduler(path)
+    reason = saved.misfit(scheduler)
+    if reason is not None:
+        raise ValueError(printable(f"{path} does not fit, nothing was loaded: {reason}"))
+    check_scheduler(scheduler, saved.state, printable(str(path)))
+    return dict(saved.state)
+
+
+class SchedulerMatch:
+    """The states that schedulers load.
+
+    Args:
+        match: the load plan; notes on states that are ignored are added to it.
+        saved: the schedulers of the checkpoint.
+        schedulers: the schedulers of the run.
+        strict: the state of another class is an error; otherwise the scheduler is unchanged.
+
+    Raises:
+        ValueError: another number of schedulers, (``strict``) the state of another class, or an entry of another kind
+            than the scheduler's.
+    """
+
+    def __init__(self, match: Match, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool) -> None:
+        if len(saved) != len(schedulers):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} learning-rate schedulers and {len(schedulers)} were passed; "
+                "pass as many, or none"
+            )
+        self._match = match
+        self._fitting: list[tuple[SavedScheduler, Any]] = []
+        wrong = []
+        for number, (each, scheduler) in enumerate(zip(saved, schedulers, strict=True)):
+            alike = all(taken.exact for taken in match.taken.values())
+            reason = each.misfit(scheduler, alike)
+            if reason is None:
+                check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}")
+                self._fitting.append((each, scheduler))
+            else:
+                wrong.append(f"learning-rate scheduler {number}: {reason}")
+        if wrong and strict:
+            listed = "\n  ".join(wrong)
+            raise ValueError(
+                printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}\n")
+                + "pass the schedulers that were saved, or none"
+            )
+        match.notes += [f"{line}; it stays as it is" for line in wrong]
+
+    def __bool__(self) -> bool:
+        """Whether any scheduler loads a state."""
+        return bool(self._fitting)
+
+    def apply(self, run: Run) -> None:
+        """Load the states; options of the groups must have been restored before."""
+        for saved, scheduler in self._fitting:
+            trainer = _trainer_of(run, scheduler)
+            taken = None if trainer is None else self._match.taken.get(trainer.index)
+            state = dict(saved.state)
+            if trainer is not None and taken is not None and not taken.exact:
+                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, taken.links)
+            scheduler.load_state_dict(state)
+
+
+def _trainer_of(run: Run, scheduler: Any) -> RunOptimizer | None:
+    """Return the optimizer whose rates the scheduler sets: both have the same list of groups."""
+    groups = getattr(getattr(inner_scheduler(scheduler), "optimizer", None), "param_groups", None)
+    return next((each for each in run.optimizers if each.param_groups is groups), None)

@@ -1,4 +1,4 @@
-"""One call that saves everything of a session, and one that restores it."""
+"""Save a whole run, and restore it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ from typing import Any
 import torch
 
 from shardwise.core.base.checked import MOST_STEP, as_path, switch, whole
-from shardwise.core.checkpoint.contents import Contents, Given, Scheduler
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
-from shardwise.core.checkpoint.file_system import DISK
 from shardwise.core.checkpoint.fitting import Fit, Rows
-from shardwise.core.checkpoint.format import Head
-from shardwise.core.checkpoint.pieces import as_bytes
+from shardwise.core.checkpoint.format import Head, as_bytes
 from shardwise.core.checkpoint.restore import Check, Restored, restore
 from shardwise.core.checkpoint.run import Run, Trained, as_run
-from shardwise.core.checkpoint.snapshot import Lane
-from shardwise.core.checkpoint.write import SaveJob, begin
+from shardwise.core.checkpoint.snapshot import AsyncSaver
+from shardwise.core.checkpoint.write import SaveInputs, SaveJob, SavePlan, Scheduler, begin
 
 __all__ = ["Checkpointer"]
 
 
 class Checkpointer:
-    """Saves and restores one run; every method is collective.
+    """Save and restore one run. Every method is collective.
 
     Args:
-        session: what is saved: a session of our engine, or any :class:`~shardwise.core.checkpoint.run.Run`.
-        files: the file system that saves go through.
+        session: a session of our engine, or any :class:`~shardwise.core.checkpoint.run.Run`.
+        files: the file system that saves use.
     """
 
     def __init__(self, session: Trained | Run, files: Any = DISK) -> None:
         self._run, self._files = as_run(session), files
-        self._lane = Lane(self._run.members)
+        self._saver = AsyncSaver(self._run.members)
         self._damaged: set[str] = set()
         self.steps = 0
-        """Updates so far, those before a restored checkpoint included."""
+        """Number of updates, including those before a restored checkpoint."""
         self.latest = True
-        """Whether saving leaves a file ``latest`` beside the checkpoints, which names the newest."""
+        """Whether a save writes a file ``latest`` next to the checkpoints, with the name of the newest one."""
         if self._run.optimizers:
             self._run.optimizers[0].optimizer.register_step_post_hook(self._count)
 
@@ -59,32 +57,32 @@ class Checkpointer:
         keep: int | None = None,
         use_async: bool = False,
     ) -> str:
-        """Save model, optimizers, loss scale, schedulers, random number generators and what is given here.
+        """Save model, optimizers, loss scale, schedulers, random number generators and the values passed here.
 
-        The checkpoint is ``root/tag``: not there, or complete. A tag that exists is replaced in one step.
+        The checkpoint ``root/tag`` is either absent or complete. An existing tag is replaced in one step.
 
         Args:
-            root: a directory of checkpoints that all ranks see; made where it is missing.
-            tag: name of this one; ``step-<step>`` if not given.
-            step: how far training is; by default the number of updates.
-            lr_schedulers: anything with ``state_dict``.
-            data_position: where this rank is in its data: numbers, strings, tensors, lists, tuples, dicts.
-            user_state: the same, of rank 0.
-            keep: remove afterwards what is older than the ``keep`` newest whole ones. One of which a file is missing or
-                cut off does not count, nor one that :meth:`load` skipped as damaged.
-            use_async: copy to host memory and return; a thread writes. A save that still runs is waited for first, and
-                its error raised here or in :meth:`wait_for_saves`.
+            root: a directory of checkpoints on storage that all ranks share; created if it does not exist.
+            tag: name of this checkpoint; ``step-<step>`` by default.
+            step: training step; by default the number of updates.
+            lr_schedulers: objects with ``state_dict``.
+            data_position: this rank's position in its data: numbers, strings, tensors, lists, tuples, dicts.
+            user_state: more values of these types; those of rank 0 are saved.
+            keep: remove checkpoints older than the ``keep`` newest complete ones afterwards. Checkpoints with a missing
+                or truncated file, and those that :meth:`load` skipped as damaged, are not counted.
+            use_async: copy to host memory and return; a thread writes. An unfinished save is waited for first, and its
+                error is raised here or in :meth:`wait_for_saves`.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
-                asynchronous save before this one failed; or some ranks do not see the directory, and are named. Earlier
-                checkpoints are as they were, training can go on.
-            ValueError: a tag that is no plain name, ``keep`` < 1, a step < 0, or something that a checkpoint
-                cannot hold; on every rank, another tag on another rank, or another save into ``root`` is under way.
-            TypeError: ``keep`` or ``step`` is no whole number.
+            CheckpointError: on every rank, if one rank could not write (no space, no permission, a failed device), an
+                earlier asynchronous save failed, or some ranks do not see the directory. Earlier checkpoints are
+                unchanged, and training can go on.
+            ValueError: an invalid tag, ``keep`` < 1, a step < 0, a value that a checkpoint cannot hold, different tags
+                on different ranks, or another save into ``root`` that is not finished.
+            TypeError: ``keep`` or ``step`` is not an integer.
         """
         if keep is not None:
             whole("keep", keep, 1, what="how many checkpoints remain (None: all),")
@@ -96,23 +94,23 @@ class Checkpointer:
             self.wait_for_saves()
             run = self._run
             run.settle()
-            given = Given(step, self.steps, lr_schedulers, data_position, user_state)
+            given = SaveInputs(step, self.steps, lr_schedulers, data_position, user_state)
             there = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged)
             try:
                 self._write(there, tag, given, keep, use_async)
             except BaseException:
-                if not self._lane.running:  # its thread ends the save itself
+                if not self._saver.running:  # its thread ends the save itself
                     there.discard()
                 raise
             return os.path.join(os.fspath(root), tag)
 
-    def _write(self, root: CheckpointRoot, tag: str, given: Given, keep: int | None, use_async: bool) -> None:
+    def _write(self, root: CheckpointRoot, tag: str, given: SaveInputs, keep: int | None, use_async: bool) -> None:
         run = self._run
         begun = begin(run, root, tag)
-        contents: Contents | None = None
+        contents: SavePlan | None = None
         failure: Exception | None = None
         try:
-            contents = Contents(run, given, begun.digests)
+            contents = SavePlan(run, given, begun.digests)
         except Exception as error:  # the others learn of it when they agree on what was written
             failure = error
 
@@ -123,7 +121,7 @@ class Checkpointer:
 
         job = SaveJob(run.rank, begun, self._files, Head(tag, begun.serial, given.step), contents, keep)
         if use_async:
-            self._lane.start(
+            self._saver.start(
                 run.device.type == "cuda",
                 lambda image: image.take(job.layout, values()),
                 lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
@@ -134,19 +132,19 @@ class Checkpointer:
     @property
     def saving(self) -> bool:
         """Whether an asynchronous save is still being written."""
-        return self._lane.running
+        return self._saver.running
 
     def wait_for_saves(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointError: the last asynchronous save failed.
         """
-        self._lane.wait_for_saves()
+        self._saver.wait_for_saves()
 
     def close(self) -> None:
-        """Wait, and give back memory and communicators. Raises as :meth:`wait_for_saves` does."""
-        self._lane.close()
+        """Wait for saves, and release memory and communicators. Raises as :meth:`wait_for_saves` does."""
+        self._saver.close()
 
     # ---- restoring
 
@@ -161,35 +159,36 @@ class Checkpointer:
         rows: Mapping[str, Rows] | None = None,
         check: Check = None,
     ) -> Restored | None:
-        """Restore what :meth:`save` saved, at any number of ranks, also of those that layers are cut over, stage,
-        packing, tier and precision.
+        """Restore a checkpoint at any number of ranks, tensor and pipeline parallel size, stage, packing, tier and
+        precision.
 
         Args:
-            root: a directory of checkpoints, or one checkpoint, of this format or of another that
-                ``open_checkpoint`` reads (Hugging Face, DCP, ColossalAI, DeepSpeed, a
-                single file): weights, and optimizer state where the format has it.
-            tag: which; ``None``: the newest; ``"auto"``: the newest whole one, those that are damaged are skipped
-                with a notice from rank 0, and None is returned where there is no checkpoint at all.
-            strict: names that are missing from the checkpoint or from the model, other param groups, and the state of
-                another class of optimizer or scheduler are errors. Shapes always are. False takes what fits by name,
-                and warns, on rank 0, of what optimizers leave out or start anew with, and where no name fits.
+            root: a directory of checkpoints, or one checkpoint, in this format or another one that ``open_checkpoint``
+                reads (Hugging Face, DCP, ColossalAI, DeepSpeed, a single file): weights, and optimizer state if the
+                format has it.
+            tag: name of the checkpoint. ``None`` takes the newest. ``"auto"`` takes the newest complete one: rank 0
+                prints which damaged ones are skipped, and None is returned if there is no checkpoint.
+            strict: missing and unexpected names, other param groups, and the state of another class of optimizer or
+                scheduler are errors. Different shapes always are. False loads what fits by name; rank 0 warns of
+                optimizer state that is ignored or missing, and if no name fits.
             lr_schedulers: as many as were saved, in the same order, or none.
-            rename: names in the checkpoint, or regular expressions, and what they are here; see
-                :func:`~shardwise.core.checkpoint.formats.renamed.renamed`.
-            rows: parameters that may have another number of rows here, and what new ones get (``"keep"``, ``"zero"``,
-                ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
-            check: called on every rank with what was given as ``user_state``, before anything is changed. What it
+            rename: names in the checkpoint, or regular expressions, with the names in the model; see
+                :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
+            rows: parameters that may have another number of rows in the model, with the values of new rows
+                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
+            check: called on every rank with the saved ``user_state`` before anything is changed. An error that it
                 raises on one rank is raised on all.
 
         Returns:
-            Where training was; see :class:`Restored`.
+            The position in training; see :class:`Restored`.
 
         Raises:
-            CheckpointDamage: bytes are missing or wrong (file and tensor are named), on every rank; where some values
-                were replaced already, the message says so.
-            CheckpointError: a file may not be read; some ranks do not see the checkpoint, and are named; or ``"auto"``
-                has replaced values by those of a damaged checkpoint, and the next older one does not fit or
-                (``strict=False``) would leave some of them.
+            CheckpointDamage: on every rank, if bytes are missing or wrong. The message names file and tensor, and says
+                whether some values were already replaced.
+            CheckpointError: a file cannot be read; some ranks do not see the checkpoint; or ``"auto"`` has loaded
+            values
+                of a damaged checkpoint, and the next older one does not fit or (``strict=False``) does not replace all
+                of them.
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """

@@ -1,4 +1,4 @@
-"""Configurations that a module has beside its tensors, as a checkpoint keeps them: of transformers, and of peft."""
+"""Configurations of transformers and peft models, which a checkpoint keeps with the tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["adapter_settings", "configurations", "own_class", "plain", "saved_settings", "vocabulary_of"]
+__all__ = ["adapter_settings", "configurations", "plain", "saved_settings", "vocabulary_of"]
 
 
 def own_class(module: nn.Module) -> type:
-    """The user's class: fully_shard gives a module one of its own, made of ``FSDPModule`` and the user's."""
+    """Return the user's class; ``fully_shard`` gives a module a class that derives from it and ``FSDPModule``."""
     return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 def configurations(module: nn.Module) -> tuple[Any, Any]:
-    """A transformers model's configuration and that of its generation; ``None`` for other modules and adapters."""
+    """Return a transformers model's configuration and generation configuration; ``None`` for other modules."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_diff_dict") or hasattr(module, "peft_config"):
         return None, None
@@ -29,7 +29,7 @@ def configurations(module: nn.Module) -> tuple[Any, Any]:
 
 
 def adapter_settings(model: Any, config: Any) -> dict[str, Any]:
-    """An adapter's configuration as peft saves it: for inference, with the base model's name."""
+    """Return an adapter's configuration as peft saves it: for inference, with the base model's name."""
     settings = {**config.to_dict(), "inference_mode": True}
     # Prompts stand before a model that stays as it is; other adapters are in a model of their own.
     inner = model.base_model if config.is_prompt_learning else model.base_model.model
@@ -42,8 +42,8 @@ def adapter_settings(model: Any, config: Any) -> dict[str, Any]:
 
 
 def vocabulary_of(model: Any) -> dict[str, Any] | None:
-    """Of a transformers model, or an adapter of one: its vocabulary's ``size``, and where its ``embeddings`` are (names
-    of modules); ``None`` for other modules. It tells whether an adapter needs embeddings beside it."""
+    """Return the ``size`` of a transformers model's vocabulary and the names of its ``embeddings``; ``None`` for other
+    modules. They decide whether an adapter is saved with embeddings."""
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(size, int) or not hasattr(model, "get_input_embeddings"):
         return None
@@ -56,10 +56,8 @@ def vocabulary_of(model: Any) -> dict[str, Any] | None:
 
 
 def saved_settings(module: nn.Module | None) -> dict[str, Any]:
-    """What of them goes into the state of a checkpoint: ``config`` and ``generation_config``, and ``adapters`` by name
-    with the model's ``vocabulary``.
-
-    What JSON cannot hold is left out: a save does not fail for it.
+    """Return the configurations for the state of a checkpoint: ``config`` and ``generation_config``, and ``adapters``
+    by name with the model's ``vocabulary``, without values that JSON cannot hold.
     """
     found: dict[str, Any] = {}
     if module is None:
@@ -75,7 +73,7 @@ def saved_settings(module: nn.Module | None) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Sets as sorted lists, enumerations as what they stand for."""
+    """Return sets as sorted lists, and enumerations as their values."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Asynchronous saves: a copy in host memory, then a thread that writes and commits while training goes on."""
+"""Asynchronous saves: copy to host memory, then a thread writes and commits while training goes on."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from typing import TypeVar
 import torch
 
 from shardwise.core.base.device import page_locked
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.pieces import Bytes, PieceLayout
-from shardwise.core.checkpoint.ranks import Ranks
+from shardwise.core.checkpoint.format import Bytes, PieceLayout
+from shardwise.core.checkpoint.run import Ranks
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import Members
 
-__all__ = ["HostImage", "Lane"]
+__all__ = ["AsyncSaver", "HostSnapshot"]
 
 T = TypeVar("T")
 THREAD = "shardwise checkpoint"
 
 # [Note: A save that nobody waits for]
-# What went wrong in a thread is raised when its save is waited for. Where the program ends before that it is said then,
-# of every process that is left in order: of one that multiprocessing has started as well, where atexit does nothing.
+# An error in the thread is raised when the program waits for the save. If the program ends before, the error is
+# printed at exit. `multiprocessing.util.Finalize` also runs in processes that multiprocessing has started, where
+# atexit does not.
 _untold: dict[int, str] = {}
-"""By number of a lane, what went wrong in its last save and was not raised yet. Lanes may be gone by the end."""
+"""By number of a saver, the error of its last save that was not raised yet. Savers may be gone at exit."""
 _numbers = itertools.count()
 
 
@@ -43,7 +44,7 @@ def _say_untold() -> None:
 
 @cache
 def _say_at_the_end(_pid: int) -> None:
-    """Have this process, a fork or not, say so; once."""
+    """Register the report at exit, once in each process."""
     _untold.clear()  # a fork has the parent's, but not their threads
     util.Finalize(None, _say_untold, exitpriority=0)
 
@@ -52,8 +53,8 @@ def _memory(nbytes: int, pin: bool) -> torch.Tensor:
     return page_locked((nbytes,), torch.uint8) if pin else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-class HostImage:
-    """The values of one save, in memory that the next one uses again."""
+class HostSnapshot:
+    """The values of one save, in memory that the next save reuses."""
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
@@ -65,10 +66,10 @@ class HostImage:
         return self._memory.nbytes
 
     def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> Callable[[], Iterator[Bytes]]:
-        """Copy ``values`` (those of the layout's fragments, in order); what is returned gives them as bytes.
+        """Copy ``values`` (of the layout's fragments, in order), and return a function that iterates over their bytes.
 
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: there is not enough host memory.
         """
         needed = layout.nbytes - len(layout.header)
         if self._memory.nbytes < needed:
@@ -77,7 +78,7 @@ class HostImage:
                 self._memory = _memory(needed, self._pin)
             except RuntimeError as error:
                 raise MemoryError(
-                    f"no {needed} bytes of host memory for a snapshot; save with use_async=False"
+                    f"not enough host memory for a snapshot of {needed} bytes; save with use_async=False"
                 ) from error
         places = [offset - len(layout.header) for offset in layout.offsets]
         sizes = [fragment.nbytes for fragment in layout.fragments]
@@ -87,10 +88,10 @@ class HostImage:
         return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
 
 
-class Lane:
-    """Asynchronous saves of one kind: at most one is under way, and the next uses its memory and communicator again.
+class AsyncSaver:
+    """Asynchronous saves of one kind. At most one runs at a time; the next one reuses its memory and communicator.
 
-    Where the system allows no thread, saves are written at once; their errors are raised as those of a thread.
+    If the system allows no thread, a save is written at once, and its error is raised like that of a thread.
 
     Args:
         members: the group of the run's mesh; ``None``: all ranks.
@@ -101,7 +102,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._number = next(_numbers)
-        self._image: HostImage | None = None
+        self._image: HostSnapshot | None = None
         self._ranks: Ranks | None = None
 
     @property
@@ -109,21 +110,23 @@ class Lane:
         """Whether a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, pin: bool, copy: Callable[[HostImage], T], write: Callable[[Ranks, Callable[[], T]], None]) -> None:
+    def start(
+        self, pin: bool, copy: Callable[[HostSnapshot], T], write: Callable[[Ranks, Callable[[], T]], None]
+    ) -> None:
         """Copy now, and write in a thread of its own. Collective; call :meth:`wait_for_saves` first.
 
         Args:
             pin: page-lock the memory of the copy.
-            copy: what this rank gives, from host memory.
-            write: is called in the thread with the ranks, and with what gives the copy or raises why there is none: the
-                other ranks learn of that when they agree.
+            copy: copies this rank's values to host memory.
+            write: called in the thread with the ranks and a function that returns the copy, or raises the error of
+                ``copy``, so that all ranks learn of it when they agree.
         """
         if self._thread is not None:
             raise RuntimeError(f"{self._thread.name} was not waited for; report this")
         if self._ranks is None or self._ranks.outdated:
             self._ranks = Ranks(own=True, members=self._members)
         if self._image is None:
-            self._image = HostImage(pin)
+            self._image = HostSnapshot(pin)
         ranks, copied = self._ranks, list[T]()
         failure: Exception | None = None
         try:
@@ -137,12 +140,10 @@ class Lane:
             return copied[0]
 
         _say_at_the_end(os.getpid())
-        turn = threading.Lock()  # of who takes it: the thread, or whoever was interrupted before that began
 
         def run() -> None:
             try:
-                if turn.acquire(blocking=False):
-                    write(ranks, give)
+                write(ranks, give)
             except BaseException as error:
                 self._failed(error)
 
@@ -155,23 +156,19 @@ class Lane:
                 write(ranks, give)
             except Exception as error:
                 self._failed(error)
-        except BaseException:
-            if turn.acquire(blocking=False):  # it never writes, and there may be nothing to wait for
-                self._thread = None
-            raise
 
     def _failed(self, error: BaseException) -> None:
         self._error = error
         _untold[self._number] = str(error) or type(error).__name__
 
     def wait_for_saves(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointError: the last save failed.
         """
         if self._thread is not None:
-            self._thread.join()  # where this is interrupted, the thread is still to be waited for
+            self._thread.join()  # after an interrupt here the next call still waits for the thread
         self._thread = None
         error, self._error = self._error, None
         _untold.pop(self._number, None)

@@ -1,9 +1,9 @@
-"""What every checkpoint is to its readers, whatever its format: global tensors by name and a JSON state, read lazily.
+"""The interface of checkpoints of every format: global tensors by name and a JSON state, read lazily; and its errors.
 
-``model/<fqn>`` is a parameter or buffer under its plain torch name (a tied one under its first name; the state's
-``aliases`` maps each other name to it). ``optimizer/<i>/<fqn>/<key>`` is element-wise state of that parameter in
-optimizer i, of the parameter's shape. ``state/<path>`` is a tensor that the state refers to (random number generators,
-user state). Everything small (step counts, groups, scaler, schedulers) is in the JSON state; see
+``model/<fqn>`` is a parameter or buffer under its torch name. A tied parameter has its first name, and ``aliases`` in
+the state maps the other names to it. ``optimizer/<i>/<fqn>/<key>`` is element-wise state of that parameter in
+optimizer i, with the parameter's shape. ``state/<path>`` is a tensor that the state refers to (random number
+generators, user state). Small values (step counts, groups, loss scale, schedulers) are in the JSON state; see
 docs/checkpoint-format.md.
 """
 
@@ -15,13 +15,40 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.base.printable import printable
+from shardwise.core.memory.disk.errors import explain
 
-__all__ = ["CheckpointDamage", "CheckpointSource", "OpenSource", "StateTensors", "TensorFact"]
+__all__ = [
+    "CheckpointDamage",
+    "CheckpointError",
+    "CheckpointSource",
+    "OpenSource",
+    "StateTensors",
+    "TensorInfo",
+    "describe",
+    "dtype_name",
+]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. Unprintable text of a file is escaped in the message."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+
+
+def describe(error: BaseException) -> str:
+    """Return the message of an error for the other ranks."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{explain(error.errno)}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
-class TensorFact:
+class TensorInfo:
     """Global shape and stored dtype of one tensor."""
 
     shape: tuple[int, ...]
@@ -40,10 +67,15 @@ class TensorFact:
         return self.numel * self.dtype.itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class CheckpointSource(Protocol):
     """A checkpoint of any format, read lazily; nothing in it is executed."""
 
-    def tensors(self) -> Mapping[str, TensorFact]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Every global tensor by name."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
@@ -61,22 +93,22 @@ class CheckpointSource(Protocol):
         """The JSON state; {} where the format has none."""
 
     def close(self) -> None:
-        """Let go of open files. Safe to call twice."""
+        """Close open files. Safe to call twice."""
 
 
 class OpenSource(CheckpointSource, Protocol):
-    """One that the end of a ``with`` block closes."""
+    """A source that the end of a ``with`` block closes."""
 
     def __enter__(self) -> CheckpointSource: ...
     def __exit__(self, *exception: object) -> None: ...
 
 
 class CheckpointDamage(CheckpointError):
-    """Bytes of a checkpoint are missing, or are not those that were written; file and tensor are named."""
+    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor."""
 
 
 class StateTensors(Mapping[str, torch.Tensor]):
-    """Tensors that the JSON state refers to, read when asked for."""
+    """Tensors that the JSON state refers to, read on access."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source, self._facts = source, source.tensors()

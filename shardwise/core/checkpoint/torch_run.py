@@ -1,6 +1,6 @@
-"""Runs where torch, not our engine, does the work: one process, ``DistributedDataParallel``, ``fully_shard``.
+"""Runs that torch trains without our engine: one process, ``DistributedDataParallel``, ``fully_shard``.
 
-What a rank holds is its module's tensors, whole or as the local part of a ``DTensor`` that is divided along its first
+A rank holds its module's tensors: full ones, or the local part of a ``DTensor`` that is sharded along its first
 dimension.
 """
 
@@ -27,19 +27,18 @@ from shardwise.core.base.names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import offset_of_part
-from shardwise.core.checkpoint.ranks import Ranks
-from shardwise.core.checkpoint.run import Scaler
+from shardwise.core.checkpoint.run import Ranks, Scaler
 from shardwise.core.comm import Activity
 from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.core.mesh.mesh import CALLS
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.optim.state_form import constructed_state
 
-__all__ = ["TorchHeld", "TorchRun", "TorchTrainer"]
+__all__ = ["TorchRun"]
 
 
-class TorchTrainer:
-    """A torch optimizer, and the loss scale that goes with it."""
+class TorchRunOptimizer:
+    """A torch optimizer and its loss scale."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self.index, self.optimizer = 0, optimizer
@@ -54,12 +53,12 @@ class TorchTrainer:
         return self.optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The optimizer's own."""
+        """Call the optimizer's own ``zero_grad``."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
 class _TorchScale:
-    """torch's loss scale in the words of ours, so that each continues the other's."""
+    """Torch's loss scale with the state of ours, so that each can load the other's."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -88,11 +87,10 @@ class TorchRun:
     """One module, with at most one optimizer.
 
     Args:
-        module: the user's own; ``None``: only the optimizer is known, whose parameters are then ``#0``, ``#1``, …
+        module: the user's own; ``None`` if only the optimizer is known: its parameters are ``#0``, ``#1``, ...
         optimizer: the user's own.
         scaler: torch's loss scale.
-        ranks: all of them, for what they tell each other; ``None``: the program's default group serves, where a wait in
-            vain is the end of that, too.
+        ranks: for messages between all ranks; ``None``: use the program's default group, which a time-out ends, too.
     """
 
     def __init__(
@@ -102,9 +100,9 @@ class TorchRun:
         scaler: torch.amp.GradScaler | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        # Weak, so that who keeps a run by its module does not keep the module.
+        # Weak: a dictionary of runs by module must not keep the module alive.
         self._module = None if module is None else weakref.ref(module)
-        self.optimizers = () if optimizer is None else (TorchTrainer(optimizer, scaler),)
+        self.optimizers = () if optimizer is None else (TorchRunOptimizer(optimizer, scaler),)
         self._ranks = ranks
         self._activity = Activity() if ranks is None else ranks.activity
 
@@ -128,7 +126,7 @@ class TorchRun:
 
     @property
     def device(self) -> torch.device:
-        parameters = self.held().parameters
+        parameters = self.local_state().parameters
         return parameters[0].device if parameters else torch.device("cpu")
 
     def gather(self, value: object, /) -> list[Any]:
@@ -138,7 +136,7 @@ class TorchRun:
         return self._ranks.gather(value)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """What the errors of ranks that do not meet tell."""
+        """Context that errors of ranks that are out of sync name."""
         return self._activity.doing(what, CALLS)
 
     def world(self) -> dict[str, int]:
@@ -146,29 +144,29 @@ class TorchRun:
         return {"size": self.size}
 
     def settle(self) -> None:
-        """Nothing is under way between two steps."""
+        """Do nothing: no work is pending between two steps."""
 
-    def held(self) -> TorchHeld:
-        """The module's and the optimizer's tensors."""
+    def local_state(self) -> TorchLocalState:
+        """Return the module's and the optimizer's tensors."""
         module = None if self._module is None else self._module()
         if self._module is not None and module is None:
             raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
-        return TorchHeld(module, self.optimizers, self.rank, self.size)
+        return TorchLocalState(module, self.optimizers, self.rank, self.size)
 
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """Nothing is noted: who interrupts torch's own load loads again."""
+        """Return an empty context: after an interrupt the program loads again."""
         return nullcontext()
 
     @contextmanager
-    def taken_over(self, optimizers: Collection[int]) -> Iterator[None]:
-        """Gradients are dropped."""
+    def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
+        """Drop gradients."""
         for each in self.optimizers:
             each.zero_grad()
         yield
 
 
-class TorchHeld:
-    """See :class:`shardwise.core.checkpoint.run.Holding`.
+class TorchLocalState:
+    """See :class:`shardwise.core.checkpoint.run.LocalState`.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than
@@ -178,7 +176,7 @@ class TorchHeld:
     other_shapes = True
     """State need not be element-wise."""
 
-    def __init__(self, module: nn.Module | None, trainers: Sequence[TorchTrainer], rank: int, size: int) -> None:
+    def __init__(self, module: nn.Module | None, trainers: Sequence[TorchRunOptimizer], rank: int, size: int) -> None:
         self.optimizers = tuple(trainers)
         self.module, self._rank, self._size = module, rank, size
         self.others: dict[str, Any] = {}
@@ -201,7 +199,7 @@ class TorchHeld:
     # ---- names and shapes
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters, each with the one it is saved under."""
+        """Return other names of tied parameters with the name that is saved."""
         return {other: names[0] for names in self.names for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
@@ -221,16 +219,16 @@ class TorchHeld:
         """Of :meth:`extra`."""
         return list(self.extra())
 
-    def gives(self, _name: str) -> bool:
-        """Whether this rank's value of a buffer, or of extra state, is the one that is saved."""
+    def owns(self, _name: str) -> bool:
+        """Whether this rank saves the value of a buffer or of extra state."""
         return self._rank == 0
 
     def extra(self) -> dict[str, Any]:
-        """What modules return from ``get_extra_state``, and what else hooks put into the state."""
+        """Return the values of ``get_extra_state``, and others that hooks add to the state."""
         own = self.buffers()
         return {name: value for name, value in self.others.items() if name not in own}
 
-    def group_names(self, optimizer: TorchTrainer, /) -> list[list[str]]:
+    def group_names(self, optimizer: TorchRunOptimizer, /) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
         for number, group in enumerate(optimizer.param_groups):
             strange = [tuple(p.shape) for p in group["params"] if id(p) not in self._name]
@@ -241,12 +239,12 @@ class TorchHeld:
                 )
         return [[self._name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
-    def trained(self, optimizer: TorchTrainer, /) -> set[str]:
+    def trained(self, optimizer: TorchRunOptimizer, /) -> set[str]:
         """Saved names of the parameters that may have state: all."""
         return {name for names in self.group_names(optimizer) for name in names}
 
-    def small_state(self, optimizer: TorchTrainer, /) -> dict[str, dict[str, Any]]:
-        """By parameter what is not element-wise: numbers, and tensors of other shapes."""
+    def small_state(self, optimizer: TorchRunOptimizer, /) -> dict[str, dict[str, Any]]:
+        """Return by parameter the state that is not element-wise: numbers, and tensors of other shapes."""
         self.group_names(optimizer)  # names parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
@@ -262,8 +260,8 @@ class TorchHeld:
 
     # ---- out
 
-    def plan(self, most_bytes: int, shared: bool = True) -> _Joined:
-        """What this rank gives; ranks that hold the same share the work, or the first of them has it."""
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
+        """Return what this rank writes; replicas share the work or, without ``shared``, the first writes all."""
         whole: list[FragmentBlock] = []
         divided: list[FragmentBlock] = []
         place = (0, 1)
@@ -275,13 +273,13 @@ class TorchHeld:
                 fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
                 block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
                 (divided if isinstance(tensor, DTensor) else whole).append(block)
-        plans = []
-        for blocks, (replica, replicas) in ((divided, place), (whole, (self._rank, self._size))):
+
+        def plan(blocks: list[FragmentBlock], replica: int, replicas: int) -> FragmentPlan:
             if shared:
-                plans.append(FragmentPlan(blocks, most_bytes, replica, replicas))
-            else:
-                plans.append(FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1))
-        return _Joined(plans)
+                return FragmentPlan(blocks, most_bytes, replica, replicas)
+            return FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1)
+
+        return plan(divided, *place).extend(plan(whole, self._rank, self._size))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in zip(self.parameters, self.names, strict=True):
@@ -294,14 +292,15 @@ class TorchHeld:
     # ---- in
 
     @torch.no_grad()
-    def put_back(
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill parameters and optimizer state; see :meth:`shardwise.core.engine.fragments.Held.put_back`."""
+        """Load parameters and optimizer state; see "
+        ":meth:`shardwise.core.engine.fragments.EngineLocalState.load_into`."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
             if name is not None:
@@ -310,7 +309,9 @@ class TorchHeld:
             if each.index in optimizers:
                 self._put_state(each, fill, state_of)
 
-    def _put_state(self, trainer: TorchTrainer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]) -> None:
+    def _put_state(
+        self, trainer: TorchRunOptimizer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]
+    ) -> None:
         group_of = {p: group for group in trainer.param_groups for p in group["params"]}
         ordered = dict.fromkeys(p for group in trainer.param_groups for p in group["params"])
         state: dict[int, dict[str, Any]] = {}
@@ -371,42 +372,13 @@ class TorchHeld:
         self._check_taken(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """Hooks of the module's for loads, as torch calls them."""
+        """Call the module's load hooks, as torch does."""
         for _, module in with_load_hooks(self.module) if self.module is not None else ():
             call_load_hooks(module, missing, unexpected)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.to(other.device, other.dtype), other)
-
-
-class _Joined:
-    """Several plans as one."""
-
-    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
-        self._plans = plans
-        self.fragments = [fragment for plan in plans for fragment in plan.fragments]
-
-    def values(self) -> Iterator[torch.Tensor]:
-        for plan in self._plans:
-            yield from plan.values()
-
-    def reader(self) -> _JoinedReader:
-        return _JoinedReader(self._plans)
-
-
-class _JoinedReader:
-    def __init__(self, plans: Sequence[FragmentPlan]) -> None:
-        self._readers = [plan.reader() for plan in plans]
-        self._places = [(reader, i) for reader in self._readers for i in range(len(reader.fragments))]
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        reader, own = self._places[index]
-        return reader.read(own, start, numel)
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
 
 
 def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:
@@ -419,7 +391,7 @@ def _given(local: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """This rank's part, and where it begins in the flattened tensor."""
+    """Return this rank's part and its start in the flattened tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     shards = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
@@ -433,7 +405,7 @@ def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
 
 
 def _replica(tensor: DTensor) -> tuple[int, int]:
-    """Which of the ranks that hold the same this is, and their number."""
+    """Return this rank's number among its replicas, and their count."""
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its pieces, all agree, the manifest is written and the directory made visible."""
+"""Save: every rank writes its pieces, all ranks agree, rank 0 writes the manifest and makes the directory visible."""
 
 from __future__ import annotations
 
@@ -6,37 +6,65 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.printable import printable
-from shardwise.core.checkpoint.contents import Contents, buffer_digests
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.files import CheckpointError, describe
-from shardwise.core.checkpoint.format import FileFact, Head, Manifest, PieceFact, merge_pieces, to_save
-from shardwise.core.checkpoint.pieces import Bytes, PieceFile, PieceLayout
-from shardwise.core.checkpoint.run import Run
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
-from shardwise.core.engine.fragments import Fragment, TensorShape
+from shardwise.core.checkpoint.format import (
+    PIECE_BYTES,
+    Bytes,
+    FileInfo,
+    Head,
+    Manifest,
+    PieceFile,
+    PieceInfo,
+    PieceLayout,
+    as_bytes,
+    merge_pieces,
+    to_save,
+)
+from shardwise.core.checkpoint.formats.optimizer_state import group_record
+from shardwise.core.checkpoint.options import read_generators
+from shardwise.core.checkpoint.run import LocalState, Run, RunOptimizer
+from shardwise.core.checkpoint.schedulers import scheduler_class
+from shardwise.core.checkpoint.settings import saved_settings
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
+from shardwise.core.engine.fragments import Fragment, TensorShape, split
+from shardwise.core.memory.disk.checksum import checksum
+from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut
 
-__all__ = ["Begun", "Gather", "SaveJob", "agree", "begin", "check_seen"]
+__all__ = [
+    "SaveInputs",
+    "SaveJob",
+    "SavePlan",
+    "Scheduler",
+    "agree",
+    "begin",
+    "check_seen",
+    "describe_optimizers",
+    "merge_optimizers",
+    "own_state",
+    "pieces_of",
+]
 
 SHOWN = 8  # ranks in a message
 PATIENCE_S = 2.0
-"""Seconds in which a directory that one rank made is seen by all others that share the storage."""
+"""Seconds until a directory that one rank created is visible on shared storage."""
 T = TypeVar("T")
 Gather = Callable[[object], list[Any]]
 """Every rank's JSON-able object, by rank. Collective."""
 
 
 def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
-    """Run ``action`` on every rank; its result here, and everybody's (JSON-able, where ``share``). Collective.
+    """Run ``action`` on every rank; return its result here and those of all ranks (JSON-able if ``share``). Collective.
 
     Raises:
-        CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, when any failed; the first is
-            named with its message, and damage comes before other errors.
+        CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, if one failed. The message
+            names the first rank that failed; damage comes before other errors.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -70,13 +98,13 @@ def _kind(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A save of which rank 0 has made the directory.
+class PendingSave:
+    """A save whose directory rank 0 has created.
 
     Attributes:
-        root: what makes it visible, on rank 0; elsewhere ``None``.
+        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
         hidden: the directory to write into.
-        serial: the save's number.
+        serial: the number of the save.
         digests: of rank 0's buffers.
     """
 
@@ -86,12 +114,12 @@ class Begun:
     digests: dict[str, int]
 
 
-def begin(run: Run, root: CheckpointRoot, tag: str) -> Begun:
-    """Make the directory that a save is written into. Collective; discard ``root`` where this raises.
+def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
+    """Create the directory of a save. Collective; call ``root.discard()`` if this raises.
 
     Raises:
-        ValueError: on every rank: another tag on another rank, or rank 0 cannot save under this one.
-        CheckpointError: on every rank: it cannot be made, or some ranks do not see it; they are named.
+        ValueError: on every rank, if the tags differ, or rank 0 cannot save under this one.
+        CheckpointError: on every rank, if it cannot be created, or some ranks do not see it.
     """
     what = f"prepare checkpoint {tag!r} in {root.path}"
 
@@ -99,33 +127,32 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> Begun:
         if run.rank != 0:
             return [tag]
         serial = root.prepare(tag)
-        return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.held())]
+        return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.local_state())]
 
-    told = agree(run.gather, run.rank, what, make)[1]
-    _, serial, name, digests = told[0]
+    rows = agree(run.gather, run.rank, what, make)[1]
+    _, serial, name, digests = rows[0]
     hidden = os.path.join(root.path, name)
 
     def look() -> bool:
-        _check_tags([row[0] for row in told])
+        _check_tags([row[0] for row in rows])
         return appears(hidden)
 
     seen = agree(run.gather, run.rank, what, look)[1]
     agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
-    return Begun(root if run.rank == 0 else None, hidden, serial, digests)
+    return PendingSave(root if run.rank == 0 else None, hidden, serial, digests)
 
 
 def _check_tags(tags: Sequence[str]) -> None:
     for rank, tag in enumerate(tags):
         if tag != tags[0]:
             raise ValueError(
-                f"tag={tag!r} on rank {rank}, and {tags[0]!r} on rank 0: give the same on every rank (of a time stamp "
-                "rank 0's, by torch.distributed.broadcast_object_list)"
+                f"tag={tag!r} on rank {rank} differs from {tags[0]!r} on rank 0; pass the same tag on every rank "
+                "(broadcast a time stamp with torch.distributed.broadcast_object_list)"
             )
 
 
 def appears(directory: str) -> bool:
-    """Whether this rank sees a directory that another one has just made: at once, or after what a file system over a
-    network may take."""
+    """Whether this rank sees a directory that another rank has just created; network file systems may take a while."""
     end = time.monotonic() + PATIENCE_S
     while not os.path.isdir(directory):
         if time.monotonic() > end:
@@ -135,34 +162,35 @@ def appears(directory: str) -> bool:
 
 
 def check_seen(seen: Sequence[bool], path: str) -> None:
-    """Raises CheckpointError where some ranks do not see at ``path`` what others see: they are named."""
+    """Raise CheckpointError, with the ranks, if some ranks do not see at ``path`` what other ranks see."""
     blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if blind:
         more = f" and {len(blind) - SHOWN} more" if len(blind) > SHOWN else ""
         who = f"{'ranks' if len(blind) > 1 else 'rank'} {', '.join(blind[:SHOWN])}{more} of {len(seen)}"
         raise CheckpointError(
-            f"{who} {'do' if len(blind) > 1 else 'does'} not see {path} as the others do: give the same directory on "
+            f"{who} {'do' if len(blind) > 1 else 'does'} not see {path} as the other ranks do; use the same "
+            "directory on "
             "every rank, on storage that all of them share"
         )
 
 
 @dataclass
 class SaveJob:
-    """One save of one rank, after :func:`begin`; it touches files and agrees, nothing else.
+    """One rank's part of a save after :func:`begin`. It uses files and the agreement of ranks, nothing of the run.
 
     Attributes:
         rank: of this process.
         begun: where to write.
         head: of the manifest.
-        contents: what this rank writes; ``None`` where it could not be put together.
-        keep: how many checkpoints remain; ``None``: all.
+        contents: the values that this rank writes; ``None`` if collecting them failed.
+        keep: the number of checkpoints to keep; ``None``: all.
     """
 
     rank: int
-    begun: Begun
+    begun: PendingSave
     files: Any
     head: Head
-    contents: Contents | None
+    contents: SavePlan | None
     keep: int | None
 
     @property
@@ -178,7 +206,7 @@ class SaveJob:
             gather: among all ranks.
 
         Raises:
-            CheckpointError: on every rank; earlier checkpoints are as they were.
+            CheckpointError: on every rank; earlier checkpoints are unchanged.
         """
         tag, rank = self.head.tag, self.rank
         try:
@@ -194,7 +222,7 @@ class SaveJob:
         if self.contents is None:
             raise RuntimeError(f"nothing to write ({list(values)}); report this")
         layout, own = self.contents.layout, self.contents.own
-        shapes = _agreeing([{name: [_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
+        shapes = _agreeing([{name: [dtype_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
@@ -215,16 +243,16 @@ class SaveJob:
         """The manifest."""
         if self.contents is None:
             raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
-        files: list[FileFact] = []
-        pieces: list[dict[str, list[PieceFact]]] = []
+        files: list[FileInfo] = []
+        pieces: list[dict[str, list[PieceInfo]]] = []
         shapes = _agreeing([part["shapes"] for part in parts])
-        tensors = {n: TensorFact(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
+        tensors = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
         for part in parts:
             if part["file"] is not None:
                 number = len(files)
-                files.append(FileFact(*part["file"]))
+                files.append(FileInfo(*part["file"]))
                 found = part["pieces"].items()
-                pieces.append({name: [PieceFact(number, *piece) for piece in each] for name, each in found})
+                pieces.append({name: [PieceInfo(number, *piece) for piece in each] for name, each in found})
         state = self.contents.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
@@ -243,20 +271,20 @@ class SaveJob:
                 root.purge(self.keep)
 
 
-def _tensors(contents: Contents) -> Iterator[tuple[str, Fragment | TensorShape]]:
-    """Every tensor of which this rank writes a piece, or says what it is."""
+def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]:
+    """Every tensor of which this rank writes a piece or states the shape."""
     yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
     yield from contents.shapes.items()
 
 
-def _agreeing(told: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Dtype and shape by tensor. Whoever reads pieces takes them for what the manifest says.
+def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Return dtype and shape by tensor, equal on all ranks: readers interpret pieces by the manifest.
 
     Raises:
-        CheckpointError: a tensor would be written as something else than what it is said to be.
+        CheckpointError: dtype or shape of a tensor differ.
     """
     found: dict[str, list[Any]] = {}
-    for own in told:
+    for own in rows:
         for name, fact in own.items():
             if found.setdefault(name, fact) != fact:
                 raise CheckpointError(
@@ -266,5 +294,163 @@ def _agreeing(told: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class Scheduler(Protocol):
+    """A learning-rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class SaveInputs:
+    """The arguments of a save; ``updates`` is the number of optimizer steps."""
+
+    step: int
+    updates: int
+    lr_schedulers: Sequence[Scheduler]
+    data_position: Any
+    user_state: Any
+
+
+class SavePlan:
+    """The values and the state that one rank saves. The constructor reads the random number generators.
+
+    Args:
+        run: the run to save.
+        given: the arguments of the save.
+        first_digests: rank 0's :func:`buffer_digests`; buffers that differ from it are saved for each rank.
+
+    Attributes:
+        layout: this rank's file.
+        own: its part of the state, JSON-able.
+        shapes: of tensors that may have no pieces.
+
+    Raises:
+        TypeError: a value is not a number, string, None, tensor, list, tuple or dict; its path is named.
+        ValueError: a dtype that a checkpoint cannot hold.
+    """
+
+    def __init__(self, run: Run, given: SaveInputs, first_digests: Mapping[str, int]) -> None:
+        self._run, self._given = run, given
+        self._local_state = run.local_state()
+        self.own, self.shapes, self._tensors = self._collect(first_digests)
+        self._plan = self._local_state.plan(PIECE_BYTES)
+        self.layout = PieceLayout([*self._plan.fragments, *(fragment for fragment, _ in self._tensors)])
+        self._common = self._describe()
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """Iterate over the fragments' values in order: 1-D, contiguous, on the host, valid until the next."""
+        yield from self._plan.values()
+        for _, value in self._tensors:
+            yield value
+
+    def _collect(
+        self, first_digests: Mapping[str, int]
+    ) -> tuple[dict[str, Any], dict[str, TensorShape], list[tuple[Fragment, torch.Tensor]]]:
+        """Return this rank's state, shapes, and tensors that are not in the engine's plan."""
+        rank, local_state = self._run.rank, self._local_state
+        tensors: dict[str, torch.Tensor] = {}
+        state: dict[str, Any] = {
+            "rng": tree.encode(read_generators(self._run.device), tensors, f"rng/{rank}"),
+            "data_rank": self._run.data_rank,
+            "data_position": tree.encode(self._given.data_position, tensors, f"data_position/{rank}"),
+            **own_state(local_state, self._run.optimizers),
+        }
+        differing = [name for name, digest in buffer_digests(local_state).items() if first_digests.get(name) != digest]
+        state["buffers"] = {name: f"buffers/{rank}/{name}" for name in differing}
+        tensors |= {f"buffers/{rank}/{name}": _flat(local_state.buffers()[name]) for name in differing}
+        own_extra = {name: value for name, value in local_state.extra().items() if local_state.owns(name)}
+        state["extra"] = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in own_extra.items()}
+        shapes: dict[str, TensorShape] = {}
+        if rank == 0:
+            schedulers = [each.state_dict() for each in self._given.lr_schedulers]
+            state["lr_schedulers"] = tree.encode(schedulers, tensors, "lr_schedulers")
+            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._given.lr_schedulers]
+            state["user_state"] = tree.encode(self._given.user_state, tensors, "user_state")
+            shapes = {f"model/{name}": shape for name, shape in local_state.model_shapes().items()}
+        full = {f"state/{name}": value for name, value in tensors.items()}
+        shapes |= {name: TensorShape(tuple(value.shape), value.dtype) for name, value in full.items()}
+        full |= {f"model/{name}": value for name, value in local_state.buffers().items() if local_state.owns(name)}
+        return state, shapes, pieces_of(full, PIECE_BYTES)
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the part of the state that is the same on every rank."""
+        run, local_state = self._run, self._local_state
+        scaler = run.optimizers[0].scaler if run.optimizers else None
+        return {
+            "step": self._given.step,
+            "updates": self._given.updates,
+            "optimizers": describe_optimizers(local_state, run.optimizers),
+            "aliases": local_state.aliases(),
+            "compute_dtype": {n: dtype_name(d) for n, d in local_state.compute_dtypes().items()},
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "world": dict(run.world()),
+            **saved_settings(local_state.module),
+        }
+
+    def assemble(self, own: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the checkpoint from all ranks' ``own``."""
+        state = dict(self._common)
+        optimizers = merge_optimizers(state["optimizers"], own)
+        first = {key: own[0][key] for key in ("lr_schedulers", "lr_scheduler_classes", "user_state")}
+        first["extra"] = {name: value for part in own for name, value in part["extra"].items()}
+        by_rank = {key: [part[key] for part in own] for key in ("rng", "data_rank", "data_position", "buffers")}
+        return {**state, "optimizers": optimizers, **first, **by_rank}
+
+
+def own_state(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> dict[str, Any]:
+    """Return this rank's optimizer state that is not element-wise, and all keys of the state, as JSON."""
+    small = []
+    for each in optimizers:
+        found = local_state.small_state(each)
+        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in found.items()})
+    return {"small": small, "keys": [_keys(each) for each in optimizers]}
+
+
+def describe_optimizers(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> list[dict[str, Any]]:
+    """Return classes and parameter groups, which are the same on every rank."""
+    found = []
+    for each in optimizers:
+        groups = zip(local_state.group_names(each), each.param_groups, strict=True)
+        found.append(
+            {"class": type(each.optimizer).__name__, "groups": [group_record(names, group) for names, group in groups]}
+        )
+    return found
+
+
+def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
+    optimizers = []
+    for index, entry in enumerate(described):
+        small: dict[str, Any] = {}
+        for part in own:
+            for name, values in part["small"][index].items():
+                small.setdefault(name, {}).update(values)
+        keys = list(dict.fromkeys(key for part in own for key in part["keys"][index]))
+        optimizers.append({**entry, "small": small, "keys": keys})
+    return optimizers
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> list[tuple[Fragment, torch.Tensor]]:
+    """Split full tensors of this rank into fragments of at most ``most_bytes``, each with its values."""
+    parts = []
+    for name, value in tensors.items():
+        flat = _flat(value)
+        for piece in split(Fragment(name, tuple(value.shape), value.dtype, 0, flat.numel()), most_bytes):
+            parts.append((piece, flat[piece.start : piece.start + piece.numel]))
+    return parts
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().reshape(-1).cpu().contiguous()
+
+
+def buffer_digests(local_state: LocalState) -> dict[str, int]:
+    """Return a checksum by buffer, to find buffers that differ between ranks."""
+    return {
+        name: checksum(as_bytes(_flat(value))) if value.numel() else 0 for name, value in local_state.buffers().items()
+    }
+
+
+def _keys(optimizer: RunOptimizer) -> list[str]:
+    return list(dict.fromkeys(key for state in optimizer.state.values() for key in flat(state)))

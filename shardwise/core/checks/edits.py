@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.core.base.device import Later, runs_ahead
-from shardwise.core.shards.absent import absent_value, is_absent
-from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
 
 __all__ = ["Edits"]
 

@@ -1,5 +1,6 @@
-"""The rooms wired together for one model: its storage, its passes, its optimizers' steps, its state from and for files.
+"""The engine of one model: wires storage, gathering, backward passes, optimizer steps and states.
 
-What one trade can do by itself belongs into that trade's room; what is here needs several of them at once (an update
-that gathers, a state that is read from all tiers). Nothing here knows of front-ends or file formats.
+Code belongs here if it needs several of the lower packages at once, such as an update that gathers, or a state that is
+read from all tiers. Nothing here knows about front-ends or file formats. Begin with ``engine.py`` (what is made, and
+who listens to what), then ``attachment.py`` (hooks on the model) and ``optimizer.py`` (one step).
 """

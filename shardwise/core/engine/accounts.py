@@ -1,20 +1,30 @@
-"""What one model's optimizers hold, or will hold, in each tier: asked from those who hold it."""
+"""Accounts of one model's memory by kind and tier: optimizer state, buffers, and the report of all kinds."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from shardwise.core.base.torch_internals import no_torch_function, storage_id
 from shardwise.core.engine.storage import Storage
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.trace.tracker import sizes_of, storages
+from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["StateAccounts"]
+__all__ = ["HeldBuffers", "MemoryReport", "StateAccounts", "memory_report"]
 
 
 class StateAccounts:
     """Masters, optimizer state and scratch memory of one model on this rank; the device's part goes to its ledger.
 
     Args:
-        storage: has the masters.
+        storage: of the masters.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -26,32 +36,178 @@ class StateAccounts:
         storage.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
 
     def hold(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
-        """An optimizer tells how many bytes of state and of scratch memory it has in a tier."""
+        """Register an optimizer's functions for its bytes of state and of scratch memory in a tier."""
         self._state.append(state_bytes)
         self._scratch.append(scratch_bytes)
 
     def expect(self, nbytes: int) -> None:
-        """An optimizer will keep that many bytes of state on the device from its first step on.
+        """Reserve the bytes of state that an optimizer will have on the device from its first step on.
 
         Raises:
-            DeviceMemoryError: with all else that the plan keeps there for good, that is more than the device has.
+            DeviceMemoryError: together with everything else that stays there, this is more than the device has.
         """
         self._expected_bytes += nbytes
         self._storage.ledger.require(0, "the model and its optimizers")
 
     def _device_bytes(self) -> int:
         masters, state = self.state_bytes(Tier.DEVICE)
-        # What steps will make counts from the beginning: a first step that does not fit would come too late.
+        # State of later steps counts from the beginning: an error in the first step would come too late.
         return masters + max(state, self._expected_bytes)
 
     def foreseen_bytes(self) -> int:
-        """Optimizer state on the device that is accounted for and not made yet."""
+        """Return the bytes of optimizer state on the device that are reserved and not allocated yet."""
         return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0)
 
     def state_bytes(self, tier: Tier) -> tuple[int, int]:
-        """Bytes of masters and of optimizer state in ``tier``."""
+        """Return the bytes of masters and of optimizer state in ``tier``."""
         return self._storage.master_bytes(tier), sum(ask(tier) for ask in self._state)
 
     def scratch_bytes(self, tier: Tier) -> int:
-        """Bytes that updates of state in ``tier`` keep for gradients."""
+        """Return the scratch bytes of updates in ``tier``."""
         return sum(ask(tier) for ask in self._scratch)
+
+
+class HeldBuffers:
+    """The buffers of one model on this rank. Each storage counts once, at the size that it has when it is asked for.
+
+    Args:
+        model: the module.
+        device: where a build puts them.
+        ledger: accounts of device memory, which include them under a capacity.
+        dtype: floating buffers are cast to it; ``None``: they are not cast.
+        foreseen: all of them are this rank's, so they count before the build puts them on the device.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, ledger: Ledger, dtype: torch.dtype | None, foreseen: bool
+    ) -> None:
+        self._model, self._device, self._ledger, self._dtype = model, device, ledger, dtype
+        self._found: list[weakref.ref[torch.UntypedStorage]] = []
+        self._to_come = 0
+        """Bytes that the build will put on the device."""
+        if ledger.capacity_bytes is not None:
+            self._to_come = self._foresee() if foreseen else 0
+            ledger.watch("buffers", self._device_bytes)
+
+    def _foresee(self) -> int:
+        total, kept = 0, list[torch.Tensor]()
+        with no_torch_function():  # buffers of a deferred construction have no memory
+            for buffer in self._model.buffers():
+                cast = self._dtype is not None and buffer.is_floating_point() and buffer.dtype != self._dtype
+                if not cast and not buffer.is_meta:
+                    kept.append(buffer)
+                    continue
+                itemsize = self._dtype.itemsize if cast and self._dtype is not None else buffer.element_size()
+                total += buffer.numel() * itemsize
+            return total + sum(sizes_of(kept).values())
+
+    def look(self) -> None:
+        """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
+        self._to_come = 0
+        found = dict[int, torch.UntypedStorage]()
+        for buffer in self._model.buffers():
+            if buffer.device == self._device:
+                found.update((storage_id(storage), storage) for storage in storages(buffer))
+                self._ledger.claim(buffer)
+        self._found = [weakref.ref(storage) for storage in found.values()]
+
+    def _device_bytes(self) -> int:
+        alive = (found() for found in self._found)
+        return self._to_come + sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def foreseen_bytes(self) -> int:
+        """Return the bytes in the device's accounts that may not be allocated yet."""
+        return self._to_come
+
+    def bytes(self, tier: Tier) -> int:
+        """Return the current bytes in ``tier``; buffers that are not on the device are on the host."""
+        there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
+        buffers = (each for each in self._model.buffers() if not each.is_meta)
+        return sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values())
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Live bytes of this rank's model data by kind, over all tiers."""
+
+    parameters_bytes: int
+    """Shards and, where parameters stay gathered, the whole arrays."""
+    secondary_bytes: int
+    """Parts of a second copy, which later gathers are made of; see :attr:`MeshPlan.secondary`."""
+    gathered_bytes: int
+    """Sharded chunks that are gathered right now."""
+    peak_gathered_bytes: int
+    copied_bytes: int
+    """What of ``gathered_bytes`` takes memory: CPU ranks of one host may read each other's shards as one array."""
+    peak_copied_bytes: int
+    idle_bytes: int
+    """Host arrays kept for the next gather, at most two units and what is fetched ahead."""
+    gradients_bytes: int
+    """Exchange buffers and reduced shards."""
+    master_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    """The model's buffers."""
+    waiting_bytes: int
+    """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
+    by_tier: dict[str, dict[str, int]]
+    """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind; only what is not 0."""
+    device_peak_bytes: int
+    """The most that the device held at any check; 0 without a capacity."""
+    device_capacity_bytes: int | None
+    """What the plan declares; ``None``: no limit."""
+
+    @property
+    def total_bytes(self) -> int:
+        parameters = self.parameters_bytes + self.secondary_bytes + self.copied_bytes + self.idle_bytes
+        state = self.master_bytes + self.optimizer_bytes + self.buffers_bytes
+        return parameters + self.gradients_bytes + state + self.waiting_bytes
+
+    def tier_bytes(self, tier: str) -> int:
+        """All model data in ``tier``."""
+        return sum(self.by_tier.get(tier, {}).values())
+
+
+def memory_report(
+    storage: Storage, accounts: StateAccounts, pool: ChunkPool, reducer: Reducer, buffers: HeldBuffers
+) -> MemoryReport:
+    """Count the bytes of model data that this rank holds now."""
+
+    def in_tier(tier: Tier) -> dict[str, int]:
+        masters, state = accounts.state_bytes(tier)
+        on_device = tier is Tier.DEVICE
+        kinds = {
+            "parameters": storage.parameter_bytes(tier),
+            "secondary shards": storage.secondary_bytes(tier),
+            "gathered parameters": pool.copied_bytes if on_device else 0,
+            "idle arrays": pool.arrays.idle_bytes() if on_device else 0,
+            "gradients": reducer.bytes(tier),
+            "masters": masters,
+            "optimizer state": state,
+            "buffers": buffers.bytes(tier),
+            "updated parameters": storage.new_shard_bytes(tier),
+        }
+        return {kind: size for kind, size in kinds.items() if size}
+
+    by_tier = {tier.value: in_tier(tier) for tier in Tier}
+
+    def total(kind: str) -> int:
+        return sum(kinds.get(kind, 0) for kinds in by_tier.values())
+
+    return MemoryReport(
+        parameters_bytes=total("parameters"),
+        secondary_bytes=total("secondary shards"),
+        gathered_bytes=pool.gathered_bytes,
+        peak_gathered_bytes=pool.peak_gathered_bytes,
+        copied_bytes=pool.copied_bytes,
+        peak_copied_bytes=pool.peak_copied_bytes,
+        idle_bytes=total("idle arrays"),
+        gradients_bytes=total("gradients"),
+        master_bytes=total("masters"),
+        optimizer_bytes=total("optimizer state"),
+        buffers_bytes=total("buffers"),
+        waiting_bytes=total("updated parameters"),
+        by_tier=by_tier,
+        device_peak_bytes=storage.ledger.peak_bytes,
+        device_capacity_bytes=storage.ledger.capacity_bytes,
+    )

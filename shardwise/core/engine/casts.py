@@ -1,4 +1,4 @@
-"""Casting the floating tensors of nested containers."""
+"""Casts floating tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["cast_floats", "each_tensor", "map_tensors"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor in it replaced by ``change(tensor)``.
+    """Return ``value`` with every tensor in it replaced by ``change(tensor)``.
 
-    Lists, tuples, named tuples, mappings (their own class kept) and dataclasses are
-    entered; anything else, and a container in which nothing changed, is returned as it is.
+    Lists, tuples, named tuples, mappings (of any class) and dataclasses are entered; anything else, and a container in
+    which nothing changed, is returned as it is.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -42,7 +42,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating tensors in ``dtype``; integers and booleans are left."""
+    """Return ``value`` with its floating tensors in ``dtype``; integers and booleans stay."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 

@@ -1,8 +1,8 @@
-"""What this rank holds of every global tensor, and how it is put back: the engine's side of a checkpoint.
+"""This rank's part of every global tensor, and how to load it: the engine's side of a checkpoint.
 
-A *fragment* is a range of one global tensor, in the order in which that is stored ([Note: Stored order]). Values are
-given as they are trained: fp32 masters where there are some, otherwise the parameter shard. They are read tile by tile,
-so at most one tile is in memory beyond what is there anyway. Nothing here communicates.
+A *fragment* is a range of one global tensor in stored order ([Note: Stored order]). Values are fp32 masters if there
+are any, otherwise the parameter shard. They are read tile by tile, so at most one more tile is in memory. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.load_hooks import run_load_hooks
+from shardwise.core.engine.full_values import state_names
+from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.others import check_others, put_others
-from shardwise.core.engine.whole import state_names
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -30,12 +29,12 @@ from shardwise.core.update.disk_tiles import is_element_wise
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = [
+    "EngineLocalState",
     "Fill",
     "Fragment",
     "FragmentBlock",
     "FragmentPlan",
     "FragmentReader",
-    "Held",
     "Stored",
     "TensorShape",
     "split",
@@ -43,16 +42,16 @@ __all__ = [
 
 
 class Fill(Protocol):
-    """Reads from a checkpoint."""
+    """Reads values of a checkpoint."""
 
     def __call__(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
-        """Elements ``[start, start + out.numel())`` of a flattened tensor, cast, into ``out`` (1-D); of what this rank
-        has of it, where that is a ``part``."""
+        """Read elements ``[start, start + out.numel())`` of a flattened tensor, or of this rank's ``part`` of it, cast,
+        into ``out`` (1-D)."""
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Global shape and dtype under which a tensor is saved."""
+    """Global shape and dtype of a saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,13 +75,13 @@ class Fragment:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the entire tensor as it is."""
+        """Whether it is the entire tensor."""
         return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class FragmentBlock:
-    """Fragments that come into memory together. Each getter gives its fragment's values while the block is open."""
+    """Fragments that are in memory together; each getter returns its fragment's values while the block is open."""
 
     opened: Callable[[], AbstractContextManager[Any]]
     parts: tuple[tuple[Fragment, Callable[[Any], torch.Tensor]], ...]
@@ -92,9 +91,9 @@ class FragmentPlan:
     """The fragments that one rank writes, and their values in the same order.
 
     Args:
-        blocks: what this rank holds.
+        blocks: this rank's values.
         most_bytes: of a fragment.
-        replica, replicas: which of the ranks that hold the same this is.
+        replica, replicas: this rank's index among those with the same values, and their number.
     """
 
     def __init__(self, blocks: Sequence[FragmentBlock], most_bytes: int, replica: int, replicas: int) -> None:
@@ -108,7 +107,7 @@ class FragmentPlan:
             for (whole, _), pieces in zip(block.parts, parts, strict=True):
                 mine = []
                 for piece in pieces:
-                    # Replicas hold the same bits: each writes a contiguous share of them.
+                    # Replicas have the same bits: each writes a contiguous part.
                     if at * replicas // total == replica:
                         mine.append((piece, piece.start - whole.start))
                     at += piece.nbytes
@@ -116,8 +115,15 @@ class FragmentPlan:
             self._owned.append(owned)
         self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
 
+    def extend(self, other: FragmentPlan) -> FragmentPlan:
+        """Append the fragments of another plan."""
+        self._blocks = [*self._blocks, *other._blocks]
+        self._owned += other._owned
+        self.fragments += other.fragments
+        return self
+
     def values(self) -> Iterator[torch.Tensor]:
-        """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
+        """Yield 1-D contiguous host tensors in the order of ``fragments``; each is valid until the next."""
         reader = self.reader()
         try:
             for index in range(len(self.fragments)):
@@ -126,7 +132,7 @@ class FragmentPlan:
             reader.close()
 
     def reader(self) -> FragmentReader:
-        """Values in any order; close it."""
+        """Return a reader of values in any order; close it."""
         places = []
         for block, parts in zip(self._blocks, self._owned, strict=True):
             for (_, get), pieces in zip(block.parts, parts, strict=True):
@@ -135,7 +141,7 @@ class FragmentPlan:
 
 
 class FragmentReader:
-    """Parts of fragments in any order. The block that was read last stays open, since what follows is often there."""
+    """Reads parts of fragments in any order. The last block stays open, since the next read is often in it."""
 
     def __init__(
         self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Callable[[Any], torch.Tensor], int]]
@@ -146,7 +152,7 @@ class FragmentReader:
         self._held: Any = None
 
     def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements ``[start, start + numel)`` of a fragment: 1-D, contiguous, on the host, valid until the next."""
+        """Return elements ``[start, start + numel)`` of a fragment: 1-D, on the host, valid until the next read."""
         block, get, offset = self._places[index]
         if block is not self._block:
             self.close()
@@ -157,16 +163,14 @@ class FragmentReader:
         return get(self._held).detach().reshape(-1)[first : first + count].cpu().contiguous()
 
     def close(self) -> None:
-        """Let go of the open block. Safe to call twice."""
+        """Close the open block. Idempotent."""
         self._block = self._held = None
         self._open.close()
 
 
 def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
-    """Cut into fragments of at most ``most_bytes``, the boundaries at multiples of that within the tensor.
-
-    So neighbouring fragments of one tensor have neighbouring pieces wherever the shards are cut.
-    """
+    """Split into fragments of at most ``most_bytes``, at multiples of that within the tensor, so that boundaries do not
+    depend on the shards."""
     step = max(most_bytes // fragment.dtype.itemsize, 1)
     pieces, at, end = [], fragment.start, fragment.start + fragment.numel
     while at < end:
@@ -176,47 +180,47 @@ def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
     return pieces
 
 
-class Held:
-    """One engine and its optimizers, by global names.
+class EngineLocalState:
+    """This rank's values of one engine and its optimizers, by global names.
 
     Attributes:
-        names: of each parameter of the whole model all its names, the one it is saved under first.
-        others: buffers and extra state by name, as they are now.
-        other_shapes: an optimizer has whole tensors, so its state may have other shapes than they.
+        names: all names of each parameter of the whole model, the saved one first.
+        others: current buffers and extra state by name.
+        other_shapes: state may have other shapes than parameters, since an optimizer gets unsharded tensors.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         self.engine, self.optimizers = engine, tuple(optimizers)
         engine.guards.check()
-        self.other_shapes = bool(engine.whole)
-        self._census, found = engine.division.census, state_names(engine)
+        self.other_shapes = bool(engine.whole_tensor_optimizers)
+        self._table, found = engine.partition.table, state_names(engine)
         self.names: list[tuple[str, ...]] = [
-            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
+            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
         ]
-        self._own = [self.names[place] for place in self._census.place]
+        self._own = [self.names[place] for place in self._table.place]
         self._outlines = found.others
-        own = engine.attachment.own_state.names() if self._census.names is not None else found
+        own = engine.attachment.own_state.names() if self._table.names is not None else found
         self.others = dict(own.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
-            for position, tile in enumerate(optimizer._updates.tiles):
+            for position, tile in enumerate(optimizer.updates.tiles):
                 self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
 
     @property
     def module(self) -> torch.nn.Module:
-        """The user's own."""
+        """The user's module."""
         return self.engine.model
 
     # ---- names and shapes, the same on every rank
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters, each with the one it is saved under."""
+        """Return other names of tied parameters with their saved names."""
         return {other: names[0] for names in self.names for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
-        """Every parameter and tensor buffer by its saved name (without prefix)."""
+        """Return the shape of every parameter and buffer by its saved name (without prefix)."""
         shapes = {}
-        for place, fact in enumerate(self._census.facts):
+        for place, fact in enumerate(self._table.facts):
             shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
             if not is_extra(name, value):
@@ -224,51 +228,51 @@ class Held:
         return shapes
 
     def _stored_dtype(self, place: int, fact: ParamFact) -> torch.dtype:
-        """Of the master, or of the shard where there is none."""
-        if place not in self._census.index:  # another rank's: by the same rule
+        """Return the dtype of the master, or of the shard if there is none."""
+        if place not in self._table.index:  # another rank's: by the same rule
             apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES
             return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
-        chunk_index, _ = self.engine.layout.where[self._census.index[place]]
+        chunk_index, _ = self.engine.layout.where[self._table.index[place]]
         state = self.engine.states.get(chunk_index)
         dtype = state.dtype if state is not None else None
         return dtype or self.engine.layout.chunks[chunk_index].dtype
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """In which each parameter is used."""
-        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
+        """Return the dtype in which each parameter is used."""
+        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._table.facts)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers, and what else of tensors modules add to their state."""
+        """Return buffers and other tensors that modules add to their state."""
         return {name: value for name, value in self.others.items() if not is_extra(name, value)}
 
     def extra(self) -> dict[str, Any]:
-        """What modules return from ``get_extra_state``, and what else they save that is no tensor."""
+        """Return the results of ``get_extra_state``, and other values that modules save and that are not tensors."""
         return {name: value for name, value in self.others.items() if is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
-        """Names of extra state of the whole model."""
+        """Return the names of extra state of the whole model."""
         return [name for name, value in self._outlines.items() if is_extra(name, value)]
 
-    def gives(self, name: str) -> bool:
-        """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
+    def owns(self, name: str) -> bool:
+        """Whether this rank saves a buffer or extra state for all ranks."""
         mesh, staging = self.engine.mesh, self.engine.staging
         first = staging.rank_of(name) if staging is not None else 0
         return mesh.rank == mesh.tensor.rank == 0 and mesh.pipeline.rank == first
 
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
-        """Saved names of the parameters, by param group."""
-        return [[self.names[place][0] for place in places] for places in optimizer.places_by_group()]
+        """Return the saved names of the parameters, by param group."""
+        return [[self.names[place][0] for place in places] for places in optimizer.full_state.places_by_group()]
 
     def trained(self, optimizer: ShardedOptimizer) -> set[str]:
-        """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
-        facts = enumerate(self._census.facts)
+        """Return the saved names of the parameters that it updates; frozen ones of its groups have no state."""
+        facts = enumerate(self._table.facts)
         return {self.names[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
 
     # ---- out
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
-        """What this rank gives, in fragments of at most ``most_bytes``; replicas share it, or the first gives all. What
-        all ranks of a tensor-parallel axis have the first one gives."""
+        """Return the fragments that this rank writes, of at most ``most_bytes``. Replicas share the work, or the first
+        one writes everything. Tensors that are replicated across tensor-parallel ranks are saved by the first."""
         replicas = self.engine.mesh.replicate
         if not shared:
             return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
@@ -283,7 +287,7 @@ class Held:
                 yield self._tile_block(optimizer, position)
 
     def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
-        """Parameters that none of the optimizers here has: of others', and where the model is given alone, masters."""
+        """Parameters of no optimizer here; masters if the model is saved without its optimizers."""
         state = self.engine.states.get(chunk.spec.index)
         master = None if state is None else state.dtype
         dtype = chunk.spec.dtype if master is None else master
@@ -297,7 +301,7 @@ class Held:
         return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
-        tile = optimizer._updates.tiles[position]
+        tile = optimizer.updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
             name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
@@ -309,12 +313,12 @@ class Held:
                     parts += self._given(full, piece.param, value.dtype, first, last, get)
                 elif _is_large(value) and not self.engine.layout.facts[piece.param].earlier:
                     parts.append((Fragment(full, tuple(value.shape), value.dtype, 0, value.numel()), get))
-        return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
+        return FragmentBlock(lambda: optimizer.updates.opened(position), tuple(parts))
 
     def _given(
         self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Callable[[Any], torch.Tensor]
     ) -> list[tuple[Fragment, Callable[[Any], torch.Tensor]]]:
-        """What is stored of elements ``[start, end)`` of what this rank has of a parameter (or of its state)."""
+        """Return the fragments of elements ``[start, end)`` of this rank's part of a parameter (or of its state)."""
         fact = self.engine.layout.facts[param]
         shape, part = tuple(fact.whole), fact.part
         if fact.earlier:
@@ -329,10 +333,10 @@ class Held:
         ]
 
     def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-        """By parameter with a piece on this rank and state: what is not element-wise and small: numbers, and tensors of
-        few elements."""
+        """Return small state that is not element-wise (numbers, tensors with few elements) of this rank's parameters,
+        by name."""
         small: dict[str, dict[str, Any]] = {}
-        for tile in optimizer._updates.tiles:
+        for tile in optimizer.updates.tiles:
             for piece in tile.pieces:
                 state = optimizer.state.get(piece.value)
                 if state:
@@ -344,21 +348,20 @@ class Held:
     # ---- in
 
     @torch.no_grad()
-    def put_back(
+    def load_into(
         self,
         fill: Fill,
         stored: Callable[[str], str | None],
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill this rank's shards, masters and optimizer state, in place where there is memory for it: an interrupt
-        leaves them half filled (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
+        """Load this rank's shards, masters and optimizer state, in place if possible, so that an interrupt leaves them
+        half-changed (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
 
         Args:
-            fill: gives values.
-            stored: the tensor that holds a model parameter, by the name it would be saved under here; ``None`` leaves
-                the parameter as it is.
-            state_of: by the name of a parameter ``{key: small value, or Stored}``; ``None``: it was never stepped.
+            fill: reads values.
+            stored: returns the name of the stored tensor for a parameter's saved name; ``None`` keeps the parameter.
+            state_of: returns ``{key: small value, or Stored}`` for the name of a parameter; ``None``: never stepped.
             optimizers: indices of those whose state is replaced.
         """
         for chunk in self.engine.chunks:
@@ -370,7 +373,7 @@ class Held:
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
         state = self.engine.states.get(chunk.spec.index)
         facts = self.engine.layout.facts
-        everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank needs all of it
+        everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank has the full array
         for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
         wanted = [(slot, name) for slot, name in for_all if name is not None]
         if not wanted:
@@ -402,9 +405,9 @@ class Held:
         state_of: Callable[[str], dict[str, Any] | None],
     ) -> None:
         states: list[dict[str, Any] | None] = []
-        tile = optimizer._updates.tiles[position]
+        tile = optimizer.updates.tiles[position]
         entries = [state_of(self._own[piece.param][0]) for piece in tile.pieces]
-        fresh = optimizer.fresh_state(position) if None in entries else [None] * len(entries)
+        fresh = optimizer.full_state.fresh(position) if None in entries else [None] * len(entries)
         for piece, entry, new in zip(tile.pieces, entries, fresh, strict=True):
             if entry is None:
                 states.append(new)
@@ -413,9 +416,9 @@ class Held:
             held = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    dtype = optimizer._updates.dtype_for(key, value.dtype, piece)
+                    dtype = optimizer.updates.dtype_for(key, value.dtype, piece)
                     there: Any = held.get(key)
-                    # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
+                    # Reuse memory of existing state; of tiles on a disk it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
                     if not reuse:
                         numel = piece.end - piece.start
@@ -427,26 +430,27 @@ class Held:
                     if isinstance(value, torch.Tensor):  # a count is on the host, rows and columns are with the values
                         state[key] = value.to(piece.value.device if value.dim() else value.device, copy=True)
             states.append(nested(state))
-        optimizer._updates.replace(position, states)
+        optimizer.updates.replace(position, states)
 
     def check_others(self, values: dict[str, Any]) -> None:
-        """See :func:`~shardwise.core.engine.others.check_others`."""
-        check_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
+        """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
+        own = {name: value for name, value in values.items() if name in self.others}
+        check_buffers_and_extra(self.engine, self.others, own)
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
-        """Buffers (tensors of the same shape, cast) and extra state, by name."""
+        """Load buffers (tensors of the same shape, cast) and extra state, by name."""
         own = {name: value for name, value in values.items() if name in self.others}
-        put_others(self.engine, self.others, own, check_others(self.engine, self.others, own))
+        load_buffers_and_extra(self.engine, self.others, own, check_buffers_and_extra(self.engine, self.others, own))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """See :func:`~shardwise.core.engine.load_hooks.run_load_hooks`. Collective."""
+        """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""
         run_load_hooks(self.engine, missing, unexpected)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An element-wise entry of optimizer state: the tensor that holds it."""
+    """A stored tensor with an element-wise entry of optimizer state."""
 
     name: str
     dtype: torch.dtype

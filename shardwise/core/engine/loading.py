@@ -1,54 +1,62 @@
-"""A full state of the model into shards and masters, on all ranks or on none."""
+"""Loads a full state of the model into shards and masters, on all ranks or on none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from shardwise.core.base.checked import as_mapping
 from shardwise.core.base.checksum import sample_words
-from shardwise.core.base.names import StateNames, is_one_kind
+from shardwise.core.base.names import (
+    StateNames,
+    call_load_hooks,
+    hand_back,
+    is_one_kind,
+    keeper,
+    put_others,
+    takers,
+    with_load_hooks,
+)
 from shardwise.core.base.torch_internals import incompatible_keys
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.description import described
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.load_hooks import run_load_hooks
-from shardwise.core.engine.others import check_others, put_others
-from shardwise.core.engine.whole import state_names
+from shardwise.core.engine.full_values import state_names
 from shardwise.core.engine.writer import ValueWriter
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
-__all__ = ["compare_given", "load_whole"]
+__all__ = ["check_buffers_and_extra", "compare_states", "load_buffers_and_extra", "load_full", "run_load_hooks"]
 
 LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
 
 # [Note: States that ranks are given]
-# Every rank gives a whole state and keeps its part, so ranks that give different ones would go on with a model, or with
-# moments, that are in no file: the usual cause is a state that one rank alone has read. Before the first value is
-# written they compare names, shapes, dtypes and, of what lies on several ranks in parts, a sample of the values. What
-# each rank has for itself may differ: buffers, and extra state. A rank's own refusal is every rank's.
-def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Take over a full state; every rank gives it and keeps its part (fp32 masters included). Collective.
+# Every rank gets a full state and keeps its part. Ranks with different states would go on with a model that is in no
+# file; the usual cause is a state that only one rank has read. So before the first value is written they compare names,
+# shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If one rank
+# rejects its state, all of them raise.
+def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
+
+    Nothing changes if one of these is raised.
 
     Raises:
-        ValueError: ``assign=True``; or ranks give other names, shapes, dtypes or values of parameters: on every rank.
-        RuntimeError: missing, unexpected or wrongly shaped entries, packed numbers for others or the other way
-            round, all of them listed.
-            Shapes are checked even where ``strict`` is False.
-        PeerError: that is so on another rank.
-
-    Nothing is changed then.
+        ValueError: ``assign=True``; or ranks give different names, shapes, dtypes or values of parameters.
+        RuntimeError: entries are missing, unexpected, or have the wrong shape or kind of numbers; the message lists
+            them. Shapes are checked even if ``strict`` is False.
+        PeerError: one of these was raised on another rank.
     """
     engine.guards.check_held()
     missing, unexpected = list[str](), list[str]()
     everyone = engine.mesh.everyone
-    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _described(names, state_dict)):
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(names, state_dict)):
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
@@ -59,96 +67,195 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
         known = names.order.keys() | {name for own in tied for name in own}
         unexpected += [name for name in state_dict if name not in known]
-        wrong = _wrong(engine, names, state_dict)
-        if wrong or (strict and (missing or unexpected)):
+        misfits = _misfits(engine, names, state_dict)
+        if misfits or (strict and (missing or unexpected)):
             raise RuntimeError(
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
-                f"{wrong}"
+                f"{misfits}"
             )
-        others = _others_of(engine, names, state_dict)
-        made = check_others(engine, *others)
-    _load(engine, state_dict, names, lambda: put_others(engine, *others, made))
-    whole = not missing
+        # The names of all stages are not those of this rank's modules.
+        own = (names if engine.partition.table.names is None else engine.attachment.own_state.names()).others
+        values = {name: state_dict[name] for name in own if name in state_dict}
+        computed = check_buffers_and_extra(engine, own, values)
+    _load(engine, state_dict, names, lambda: load_buffers_and_extra(engine, own, values, computed))
+    complete = not missing
     run_load_hooks(engine, missing, unexpected)
-    if whole:
+    if complete:
         engine.broken.loaded(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
 
-def compare_given(engine: Engine, state_dict: Mapping[str, Any]) -> None:
-    """Before a module itself takes a state into gathered parameters, of which each rank keeps its part. Collective.
+def compare_states(engine: Engine, state_dict: Mapping[str, Any]) -> None:
+    """Compare the ranks' states before a module itself loads one into gathered parameters. Collective.
 
     Raises:
-        ValueError, PeerError: as :func:`load_whole`.
+        ValueError, PeerError: as :func:`load_full`.
     """
     everyone = engine.mesh.everyone
-    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _described(_loadable(engine), state_dict)):
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
 def _loadable(engine: Engine) -> StateNames:
-    """What a state may have: a parameter that a hook of the model leaves out of what is saved (a frozen backbone) is
-    loaded under the names that it has in the model, as by plain torch."""
-    names, facts = state_names(engine), engine.division.census.facts
+    """Return the names that a state may have. A parameter that a hook of the model does not save (a frozen backbone) is
+    loaded under its name in the model, as by plain torch."""
+    names, facts = state_names(engine), engine.partition.table.facts
     return replace(names, of_parameter={at: names.of_parameter.get(at, fact.names) for at, fact in enumerate(facts)})
 
 
-def _described(names: StateNames, state: Mapping[str, Any]) -> Description:
-    """What of a state is taken over."""
-    found = {f"{name} in the state": _others(state[name]) for name in names.others if name in state}
-    params = {own[0]: name for own in names.of_parameter.values() if (name := _given_name(own, state)) is not None}
-    words = sample_words([state[name] for name in params.values()])
-    for (own, name), word in zip(params.items(), words, strict=True):
-        found[f"{own} in the state"] = described(state[name]) | {"a sample of the values": word}
+def _describe(names: StateNames, state: Mapping[str, Any]) -> Description:
+    """Describe the entries of a state that are loaded: of extra state only the class."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in names.others:
+        if name in state:
+            value = state[name]
+            kind = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
+            found[f"{name} in the state"] = kind
+    params = {own[0]: state[key] for own in names.of_parameter.values() if (key := _name_in(own, state)) is not None}
+    for (first, value), word in zip(params.items(), sample_words(list(params.values())), strict=True):
+        found[f"{first} in the state"] = described(value) | {"a sample of the values": word}
     return found
 
 
-def _others(value: Any) -> dict[str, Any]:
-    """Of a buffer its form, of extra state its class alone."""
-    return described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
-
-
-def _given_name(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
+def _name_in(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
     return next((name for name in own_names if name in state), None)
 
 
-def _wrong(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[str]:
-    """What has another shape than the model's, or is another kind of number."""
-    facts = engine.division.census.facts
+def _misfits(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[str]:
+    """List entries with another shape than the model's, or another kind of numbers."""
+    facts = engine.partition.table.facts
     shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
     dtypes: dict[str, torch.dtype] = {}
     for param, own_names in names.of_parameter.items():
         shapes |= dict.fromkeys(own_names, facts[param].whole)
         dtypes |= dict.fromkeys(own_names, facts[param].dtype)
-    wrong = [
+    misfits = [
         f"{name}: {tuple(state[name].shape)} instead of {tuple(shape)}"
         for name, shape in shapes.items()
         if name in state and state[name].shape != shape
     ]
-    return wrong + [
+    return misfits + [
         f"{name}: {state[name].dtype} instead of {dtype}, two kinds of numbers"
         for name, dtype in dtypes.items()
         if name in state and not is_one_kind(state[name].dtype, dtype)
     ]
 
 
-def _others_of(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """What this rank's modules have beside parameters, and what a state has of that."""
-    # All stages' names are not those of this rank's modules.
-    others = (names if engine.division.census.names is None else engine.attachment.own_state.names()).others
-    return others, {name: state[name] for name in others if name in state}
-
-
 @torch.no_grad()
-def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, rest: Callable[[], None]) -> None:
-    """``rest`` puts what are no parameters."""
-    engine.values.before_load(whole=all(_given_name(own, state) for own in names.of_parameter.values()))
+def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
+    """Write the parameters, and call ``load_others`` for buffers and extra state."""
+    engine.values.before_load(whole=all(_name_in(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
     with engine.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
         with ValueWriter(engine.storage) as writer:
             for place, own_names in names.of_parameter.items():
-                given = _given_name(own_names, state)
-                if given is not None and place in engine.division.census.index:
-                    writer.store(engine.division.census.index[place], state[given])
-        rest()
+                name = _name_in(own_names, state)
+                if name is not None and place in engine.partition.table.index:
+                    writer.store(engine.partition.table.index[place], state[name])
+        load_others()
         engine.values.publish(everything=True)
+
+
+def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) -> None:
+    """Call the modules' ``register_load_state_dict_post_hook`` hooks as torch does: children before parents, each with
+    the lists of names, which it may change. Collective.
+
+    The parameters of a module and of its children are gathered for its hook, and what the hook writes to them is kept.
+    Ranks may have different hooks.
+
+    Raises:
+        PeerError: a hook raised on another rank. The values are the loaded ones then.
+    """
+    index = {id(param): at for at, param in enumerate(engine.params)}
+    own = dict(with_load_hooks(engine.model))
+    failure: Exception | None = None
+    for name, module in _on_any_rank(engine, own):
+        places = sorted({index[id(param)] for param in module.parameters() if id(param) in index})
+        with engine.values.gathered(write_back=True, places=places) if places else nullcontext():
+            try:
+                if failure is None and name in own:
+                    call_load_hooks(module, missing, unexpected)
+            except Exception as error:
+                failure = error  # the other ranks need this one for their gathers
+    with collectively(engine.mesh.everyone, "running load hooks (register_load_state_dict_post_hook)"):
+        if failure is not None:
+            raise failure
+
+
+def _on_any_rank(engine: Engine, own: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have a hook on any rank with the same layers, in the order of this rank's calls."""
+    posts = engine.mesh.stage.exchange_object(list(own), "hooks of a load")
+    return with_load_hooks(engine.model, {name for post in posts for name in post})
+
+
+# ---- buffers, extra state, and tensors that modules compute for their state
+
+
+def check_buffers_and_extra(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Check tensors that modules compute for each state (packed scales), before anything is loaded.
+
+    Args:
+        engine: of the model.
+        own: the model's buffers and extra state now, by saved name.
+        values: those to load.
+
+    Returns:
+        For each computed tensor that differs, the modules that can restore it from the state.
+
+    Raises:
+        ValueError: a computed tensor differs, and no module can restore it.
+    """
+    modules = dict(engine.model.named_modules())
+    # Most models have none, and are not asked for their state again.
+    unkept = [
+        name
+        for name in values
+        if isinstance(own[name], torch.Tensor) and own[name].numel() and keeper(modules, name) is None
+    ]
+    now = engine.attachment.own_state.names().others if unkept else {}
+    computed, differs = dict[str, list[str]](), False
+    for name in unkept:
+        before, again = own[name], now.get(name)
+        if isinstance(again, torch.Tensor) and before.data_ptr() != again.data_ptr():
+            computed[name] = takers(modules, name, engine.attachment.own_state.watches)
+            if not _same(before, values[name]):
+                differs = True
+                if not computed[name]:
+                    raise _not_restored(name)
+    return {name: chain for name, chain in computed.items() if chain} if differs else {}
+
+
+def _same(before: torch.Tensor, value: torch.Tensor) -> bool:
+    return torch.equal(before.cpu(), value.to(before.dtype).cpu())
+
+
+def _not_restored(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is recomputed whenever the model is saved. The state has other values, and no module restores them "
+        "(_load_from_state_dict, or a load hook): build the model from those weights (from_pretrained) and shard that"
+    )
+
+
+@torch.no_grad()
+def load_buffers_and_extra(
+    engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any], computed: Mapping[str, Sequence[str]]
+) -> None:
+    """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
+
+    Args:
+        engine: of the model.
+        own: the model's buffers and extra state now, by saved name.
+        values: those to load.
+        computed: see :func:`check_buffers_and_extra`.
+
+    Raises:
+        ValueError: no module has restored a computed tensor.
+    """
+    modules = dict(engine.model.named_modules())
+    before = {name: own[name].clone() for name in computed}
+    with engine.attachment.own_state.giving():
+        kept = {name: value for name, value in values.items() if name not in computed}
+        put_others(modules, own, kept, {chain[0] for chain in computed.values()})
+        lost = [name for name in hand_back(modules, values, computed) if not _same(before[name], values[name])]
+    if lost:
+        raise _not_restored(lost[0])

@@ -1,4 +1,4 @@
-"""What the user holds instead of the model: the same module, plus what only a sharded one can do."""
+"""The module that a build returns: it runs the user's module, and gathers, loads and saves full states."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 from shardwise.core.base.attributes import TransparentModule
 from shardwise.core.checks.collective import collective
+from shardwise.core.engine.accounts import MemoryReport, memory_report
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.loading import load_whole
-from shardwise.core.engine.memory import MemoryReport, memory_report
-from shardwise.core.engine.whole import state_names, whole_others, whole_values
+from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
+from shardwise.core.engine.loading import load_full
 from shardwise.core.memory.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
 
 ASKED_BY_TORCH = "_fqn_modifiers"
-"""What its functions for states look for first, of any module; they would go on to wrong names and steps."""
+"""The attribute that torch's functions for states read first; they would use wrong names."""
 
 
 class ShardedModule(TransparentModule):
@@ -47,8 +47,8 @@ class ShardedModule(TransparentModule):
         if not all(chunk.resident for chunk in self._engine.chunks):
             self._engine.guards.check_held()
             raise RuntimeError(
-                f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, and with it what "
-                "gathers its parameters; build it again, and load a state that was saved before"
+                f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, so its "
+                "parameters cannot be gathered; build it again, and load a saved state"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -62,22 +62,22 @@ class ShardedModule(TransparentModule):
             RuntimeError: they would cast or move parameters that are sharded.
         """
         for chunk in self._engine.chunks:
-            # What a function does is only told by what it makes of an element.
+            # Only a call tells what the function does.
             probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
                     f"a sharded model of {probe.dtype} on {probe.device} cannot become {result.dtype} on "
-                    f"{result.device}; do that before boost/build, or choose the precision in the plan. A plan can "
-                    "keep parameters in host memory between uses (param_host_fraction=1.0, shard(offload='host'))"
+                    f"{result.device}: move or cast it before boost/build, or choose the precision in the plan. "
+                    "param_host_fraction=1.0 (shard(offload='host')) keeps parameters in host memory between uses"
                 )
         return self
 
     def __getattr__(self, name: str) -> Any:
         if name == ASKED_BY_TORCH:
             raise RuntimeError(
-                f"torch.distributed.checkpoint.state_dict knows no {type(self).__name__}: the functions of the same "
-                "names are in shardwise.pytorch.state_dict"
+                f"torch.distributed.checkpoint.state_dict does not support {type(self).__name__}: use the functions of "
+                "the same names in shardwise.pytorch.state_dict"
             )
         try:
             return super().__getattr__(name)
@@ -85,8 +85,8 @@ class ShardedModule(TransparentModule):
             if name not in ("join", "join_hook"):  # torch's Join, and DDP's, for ranks with fewer batches
                 raise
             raise AttributeError(
-                f"{error}: all ranks make as many passes; give them as many batches (DistributedSampler does), or "
-                "leave the loop on all of them",
+                f"{error}: all ranks have to run the same number of passes; give them equally many batches, as "
+                "DistributedSampler does, or leave the loop on all of them",
                 name=name,
                 obj=self,
             ) from error
@@ -96,29 +96,30 @@ class ShardedModule(TransparentModule):
         return self.__dict__["engine"].model  # type: ignore[no-any-return]
 
     def wait_for_gathers(self) -> None:
-        """Return when parameters that a step has left under way are there (``gather_on_use``), to be read without a
+        """Wait for gathers that a step has started (``gather_on_use``), so that parameters can be read without a
         forward pass."""
         self._engine.pool.settle()
 
     def gathered(self, write_back: bool = False) -> AbstractContextManager[None]:
-        """Full parameters in place inside the block, gathered once: for generation and inspection. Every rank enters.
+        """Gather full parameters in place inside the block, for generation and inspection. Every rank enters.
 
         Args:
-            write_back: keep changes made to the parameters inside (each rank its own part of them). The user's own
-                module takes ``load_state_dict()`` then.
+            write_back: keep changes of the parameters inside, each rank its own part of them. The user's own module
+                accepts ``load_state_dict()`` then.
         """
         return self._engine.values.gathered(write_back)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside are not reduced; see :meth:`shardwise.core.engine.engine.Engine.no_sync`."""
+        """Return a context in which backward passes are not reduced; see :meth:`.Engine.no_sync`."""
         return self._engine.no_sync()
 
     def memory(self) -> MemoryReport:
-        """Live bytes of model data on this rank."""
-        return memory_report(self._engine)
+        """Return the bytes of model data on this rank."""
+        engine = self._engine
+        return memory_report(engine.storage, engine.accounts, engine.pool, engine.reducer, engine.buffers)
 
     def memory_stats(self) -> MemStats | None:
-        """The last training step's memory trace on this rank; ``None`` before one, or without a device capacity."""
+        """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
         return self._engine.meter.stats if self._engine.meter is not None else None
 
     @property
@@ -127,20 +128,19 @@ class ShardedModule(TransparentModule):
         return engine
 
     def full_state(self, masters: bool = True) -> Iterator[tuple[str, Any]]:
-        """Every parameter (all its names) and buffer as a full tensor, a chunk at a time, and extra state: whole also
-        where ranks hold parts of layers. Collective.
+        """Yield every parameter (under all its names) and buffer as a full tensor, a chunk at a time, and extra state;
+        unsharded over all kinds of parallelism. Collective.
 
         Args:
-            masters: parameters with an fp32 master are given in fp32, so that nothing is lost; otherwise in the
-                compute dtype.
+            masters: yield fp32 masters, so that nothing is lost; otherwise values in the compute dtype.
         """
         engine = self._engine
         engine.values.settle("a state")
         names = state_names(engine)
-        for place, value in whole_values(engine, masters):
+        for place, value in full_values(engine, masters):
             for name in names.of_parameter.get(place, ()):
                 yield name, value
-        yield from whole_others(engine)
+        yield from full_buffers_and_extra(engine)
 
     @collective("state_dict() of the model")
     def state_dict(  # type: ignore[override]
@@ -150,19 +150,19 @@ class ShardedModule(TransparentModule):
         keep_vars: bool = False,
         only_rank_0: bool = False,
     ) -> dict[str, Any]:
-        """The full state on every rank, on the host, in the module's own order and names. Collective.
+        """Return the full state on every rank, on the host, in the module's own order and names. Collective.
 
         Args:
-            destination: entries are added to it, as where this module is part of another.
+            destination: entries are added to it.
             prefix: put before every name.
-            keep_vars: only False: there are no whole parameters to keep.
-            only_rank_0: the other ranks, which call as well, get nothing and need no memory for it.
+            keep_vars: must be False, since there are no full parameters.
+            only_rank_0: other ranks, which call it too, get nothing and need no memory for it.
 
         Raises:
             ValueError: ``keep_vars=True``.
         """
         if keep_vars:
-            raise ValueError(f"state_dict(keep_vars={keep_vars}): a rank has parts of parameters; leave it False")
+            raise ValueError(f"state_dict(keep_vars={keep_vars}): ranks have only shards of parameters; leave it False")
         wanted = not only_rank_0 or self._engine.mesh.first
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
         found = {} if destination is None else destination
@@ -171,17 +171,17 @@ class ShardedModule(TransparentModule):
         return found
 
     def state_layout(self) -> dict[str, Any]:
-        """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
-        census, params = self._engine.division.census, self._engine.params
+        """Return names and shapes of :meth:`state_dict` without gathering; values must not be read."""
+        table, params = self._engine.partition.table, self._engine.params
         outlines = [
-            params[census.index[place]]
-            if place in census.index and fact.part is None
+            params[table.index[place]]
+            if place in table.index and fact.part is None
             else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
-            for place, fact in enumerate(census.facts)
+            for place, fact in enumerate(table.facts)
         ]
         return state_names(self._engine).layout(outlines)
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state; every rank gives it and keeps its part. See :func:`load_whole`. Collective."""
-        return load_whole(self._engine, state_dict, strict, assign)
+        """Load a full state; every rank gives it and keeps its part. See :func:`load_full`. Collective."""
+        return load_full(self._engine, state_dict, strict, assign)

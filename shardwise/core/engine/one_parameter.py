@@ -1,7 +1,7 @@
-"""One parameter of a sharded model: its value, gradient and optimizer state, whole or this rank's part, read and set.
+"""Access to one parameter of a sharded model: read and set its value, gradient and optimizer state.
 
-For programs that look at a few parameters between passes and steps. Every method is collective, also those that are
-about this rank's own part: what is set is published to all.
+For programs that look at a few parameters between passes and steps. Every method is collective, also with ``own=True``,
+which reads or sets this rank's shard instead of the full tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.collective import collective
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.staging import gather_parts
-from shardwise.core.engine.whole import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.update.tiles import Piece
@@ -28,13 +28,13 @@ __all__ = ["OneParameter"]
 
 
 class OneParameter:
-    """Of one engine. Values are given as they are trained: of the fp32 master where there is one.
+    """One parameter. Its value is the fp32 master if there is one.
 
-    Under tensor parallelism "whole" is what this rank's layer has, the shape of the parameter itself.
+    Under tensor parallelism the full tensor is that of this rank's layer, with the shape of the parameter itself.
 
     Args:
-        engine: whose.
-        optimizers: all of its.
+        engine: of the model.
+        optimizers: all optimizers of the engine.
         index: of the parameter, in the engine's order.
     """
 
@@ -55,22 +55,22 @@ class OneParameter:
 
     @property
     def resident(self) -> bool:
-        """Whether it is whole on every rank at all times."""
+        """Whether every rank has the full parameter at all times."""
         return self._chunk.resident
 
     @property
     def unit(self) -> int:
-        """Of what it is gathered with, as events name it."""
+        """The unit that it is gathered with, as in events."""
         return self._chunk.spec.unit
 
     # ---- its value
 
     def value(self, own: bool = False) -> torch.Tensor:
-        """A copy, whole; or of this rank's part (1-D, empty where it has none). On the device."""
+        """Return a copy of the full value, or of this rank's shard (1-D, may be empty), on the device."""
         return self._read() if own else self._read_whole()
 
     def _read(self) -> torch.Tensor:
-        """This rank's part."""
+        """Return this rank's shard."""
         engine = self.engine
         engine.values.settle(f"reading {self.name}")
         with collectively(engine.mesh.stage, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
@@ -95,18 +95,18 @@ class OneParameter:
         return shard[at : at + self._numel] if self._numel else shard[:0]
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts. Collective."""
+        """Gather the shards of all ranks. Collective."""
         return gather_parts(self.engine.mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
 
     @collective("writing a parameter")
     @torch.no_grad()
     def set_value(self, value: torch.Tensor, own: bool = False) -> None:
-        """Replace it, master and all, by ``value``: whole and the same on every rank, or this rank's part.
+        """Replace parameter and master by ``value``: the full value, the same on every rank, or this rank's shard.
 
         Raises:
-            ValueError: another shape or number of elements, or ranks give different whole values; nothing has changed.
+            ValueError: the number of elements is wrong, or ranks give different full values; nothing has changed.
             PeerError: another rank's shape does not fit.
-            RuntimeError: the model was closed, or given back by ``unshard()``; so for all that is set here.
+            RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"writing {self.name}")
         given = self._alike(value, own, "the value")
@@ -121,11 +121,11 @@ class OneParameter:
             engine.values.publish(everything=True)
 
     def _alike(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
-        """As :meth:`_checked`, on all ranks; what is given whole they compare. See [Note: States that ranks are given].
+        """As :meth:`_checked`, on all ranks, which compare full values. See [Note: States that ranks are given].
 
         Raises:
-            ValueError: other ranks give other values; nothing has changed.
-            PeerError: another rank's has another shape.
+            ValueError: ranks give different values; nothing has changed.
+            PeerError: another rank's shape does not fit.
         """
         given = value
 
@@ -148,30 +148,30 @@ class OneParameter:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a pass has left it one that no step has used."""
-        return self.engine.visible.has(self.index)
+        """Whether it has a gradient that no step has used."""
+        return self.engine.facade.has(self.index)
 
     def gradient(self, own: bool = False) -> torch.Tensor | None:
-        """What the next step would apply, before clipping: averaged over ranks and unscaled, at least fp32.
+        """Return the gradient that the next step would apply, before clipping: averaged and unscaled, at least fp32.
 
         Raises:
-            RuntimeError: it is not averaged yet, or not kept; says why.
+            RuntimeError: it is not averaged yet, or not kept.
         """
-        visible = self.engine.visible
+        facade = self.engine.facade
         with nullcontext() if own else self.engine.mesh.doing("reading a gradient"):
-            visible.collect()
+            facade.collect()
             if not self.has_gradient:
                 return None
-            visible.check_use(self.index, "the gradient")
-            full = visible.full(self.index, wide=True)
+            facade.check_use(self.index, "the gradient")
+            full = facade.full(self.index, wide=True)
         return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
 
     @torch.no_grad()
     def unreduced(self) -> torch.Tensor | None:
-        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32. Not collective;
-        ``None``: there is nothing."""
+        """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32; ``None`` if
+        there is none. Not collective."""
         grads = self.engine.grads.get(self._chunk.spec.index)
-        found = None if grads is None else grads.arrived(self._chunk.spec.slots.index(self._slot))
+        found = None if grads is None else grads.local_grad(self._chunk.spec.slots.index(self._slot))
         if found is None or not self.engine.passes.unreduced:
             return None
         wide = torch.float64 if found.dtype == torch.float64 else torch.float32
@@ -180,25 +180,25 @@ class OneParameter:
     @collective("writing a gradient")
     @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
-        """Replace it, as assigning ``.grad`` does in one process.
+        """Replace the gradient, as assigning ``.grad`` does in one process.
 
         Raises:
-            ValueError: another shape or number of elements.
+            ValueError: the number of elements is wrong.
         """
         self.engine.check_open(f"writing the gradient of {self.name}")
         given = self._checked(value, own)
-        self.engine.visible.collect()
-        self.engine.visible.replace(self.index, self._whole(given) if own else given)
+        self.engine.facade.collect()
+        self.engine.facade.replace(self.index, self._whole(given) if own else given)
 
     # ---- its optimizer state
 
     @collective("reading the state of a parameter")
     def state(self, key: str, own: bool = False) -> torch.Tensor | None:
-        """One entry of its optimizer state; what is not element-wise (``step``) as it is. ``None`` before a step.
+        """Return one entry of its optimizer state; numbers (``step``) as they are. ``None`` before a step.
 
         Raises:
-            KeyError: there is state, and none of that name.
-            ValueError: it is neither element-wise nor a number (rows and columns of Adafactor).
+            KeyError: the state has no such entry.
+            ValueError: it is neither element-wise nor a number (as rows and columns of Adafactor).
         """
         if self._optimizer is None:
             return None
@@ -229,7 +229,7 @@ class OneParameter:
 
     @staticmethod
     def _kind(value: Any, piece: Piece) -> Any:
-        """Of element-wise state its dtype; of a number the value and its dtype; ``None``: what has other shapes."""
+        """Return the dtype of element-wise state, value and dtype of a number, or ``None`` for other shapes."""
         if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
             return str(value.dtype).removeprefix("torch.")
         if not isinstance(value, torch.Tensor | bool | int | float) or getattr(value, "ndim", 0) > 0:
@@ -262,14 +262,14 @@ class OneParameter:
                 self._rewrite(position, piece, key, part)
 
     def _rewrite(self, position: int, piece: Piece, key: str, part: torch.Tensor) -> None:
-        """A tile with one piece's state changed; never in place, so that what was there can come back."""
+        """Replace one shard's state in a tile; not in place, so that an error restores the old one."""
         if self._optimizer is None:
             return
-        updates, held = self._optimizer._updates, self._optimizer.state
+        updates, held = self._optimizer.updates, self._optimizer.state
         tile = updates.tiles[position]
         with updates.opened(position):
             entries = [dict(held.get(one.value, {})) for one in tile.pieces]
-            if tile.state.on_disk:  # what was read is gone behind the block
+            if tile.state.on_disk:  # its buffers are reused after the block
                 entries = [{name: _copy(each) for name, each in entry.items()} for entry in entries]
         own = entries[tile.pieces.index(piece)]
         if own:
@@ -282,22 +282,25 @@ class OneParameter:
         if optimizer is None:
             raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
         needed = engine.storage.uses_disk
-        with optimizer.replacing_state(), collectively(engine.mesh.everyone, WRITING_STATE, LOAD, DiskError, needed):
+        with (
+            optimizer.updates.replacing_state(),
+            collectively(engine.mesh.everyone, WRITING_STATE, LOAD, DiskError, needed),
+        ):
             yield
         if engine.storage.store is not None:
             engine.storage.store.commit()
         engine.broken.loaded(state_of(optimizer.index))
 
     def _pieces(self) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
-        """Position of its tile, a piece of it, and the piece's state, which can be read until the next; in order."""
+        """Yield tile position, shard and its state, which is valid until the next one, in order."""
         optimizer = self._optimizer
         if optimizer is None:
             return
-        for position, tile in enumerate(optimizer._updates.tiles):
+        for position, tile in enumerate(optimizer.updates.tiles):
             for piece in tile.pieces:
                 if piece.param == self.index:
                     with ExitStack() as stack:
-                        stack.enter_context(optimizer._updates.opened(position))
+                        stack.enter_context(optimizer.updates.opened(position))
                         state = dict(optimizer.state.get(piece.value, {}))
                         yield position, piece, state
 

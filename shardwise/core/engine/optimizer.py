@@ -1,49 +1,63 @@
-"""The step side: any torch optimizer, stepped on shards, with one norm, one clip and one test for overflow."""
+"""The sharded optimizer: any torch optimizer, stepped on this rank's shards, with one norm and one clipping factor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.core.base.attributes import attribute_of
+from shardwise.core.base.checked import as_tensor, number
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.remarks import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
+from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
-from shardwise.core.engine.norms import Norms
-from shardwise.core.engine.not_finite import LossWatch, first_non_finite
+from shardwise.core.engine.norm_parts import Counting
 from shardwise.core.engine.optimizer_state import OptimizerState
-from shardwise.core.engine.other_parts import Counting
-from shardwise.core.engine.settings import compared_settings
 from shardwise.core.engine.updates import TileUpdates
-from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor
+from shardwise.core.engine.user_optimizer import (
+    call_load_post_hooks,
+    call_load_pre_hooks,
+    call_state_post_hooks,
+    call_state_pre_hooks,
+    redirect,
+    restore_zero_grad,
+)
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.tier import Tier
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ParamFact
 
-__all__ = ["ShardedOptimizer", "sharded_of"]
+__all__ = ["ShardedOptimizer", "first_non_finite", "sharded_of"]
+
+UNSCALE = "unscale()"
 
 
 # See [Note: The order of an update] and [Note: Updates during backward].
-class ShardedOptimizer(Norms, torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
-    ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
-    dropped. See [Note: A step uses gradients up].
+    ``step`` averages the gradients over the data-parallel ranks, unscales and clips them, applies them and drops them.
+    See [Note: A step uses gradients up].
 
     Args:
-        engine: the model side.
+        engine: the engine of the model.
         optimizer: any element-wise torch optimizer over the model's parameters.
         index: its position among the engine's optimizers.
         scaler: the loss scale, or ``None``.
 
     Attributes:
-        steps_ended: steps whose update was made, or skipped for overflow.
+        updates: applies the gradients, tile by tile.
+        full_state: converts between the full state and this rank's shards of it.
+        steps_ended: number of steps that updated, or that were skipped because of an overflow.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
@@ -51,41 +65,57 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
         self._states = [s for s in engine.grads.values() if s.spec.optimizer == index]
         self._counting = Counting(engine, self._states) if engine.mesh.model_parallel is not None else None
-        self._updates = TileUpdates(engine, optimizer, index, self._states)
-        self._full = OptimizerState(engine, optimizer, index, self._updates)
-        self._early = self._updates.early() if engine.plan.grad.update == "backward" else None
+        self.updates = TileUpdates(engine, optimizer, index, self._states)
+        self.full_state = OptimizerState(engine, optimizer, index, self.updates)
+        self._early = self.updates.early() if engine.plan.grad.update == "backward" else None
         if self._early is not None:
             engine.early.by_optimizer[index] = self._early
         self._margin_used = False
-        self._hooked = False  # whether a rank has step hooks, where a loss scale has them run late
         self._norm: Callable[[], float] | None = None
         self._late_norm = self._make_late_norm()
-        self._settings = compared_settings(engine, optimizer, self._updates.param_groups, index)
-        self._loss_watch = LossWatch(engine)
+        self._settings = self._compared_settings()
+        self._loss_watch = LossWatch(engine.chunks)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         self.steps_ended = 0
         if self.scales_losses:
             engine.passes.scaled = True
 
-    def foresee(self) -> None:
-        """What may be wrong is found before anything of the model or the optimizer changes.
+    def _compared_settings(self) -> HyperParameters:
+        """The settings of the next step, which the ranks compare with what they exchange anyway."""
+        engine, index = self.engine, self.index
+        counts = engine.counts
+
+        def made_of() -> dict[str, float]:
+            return {"number of reduced passes": float(counts.reduced.get(index, 0)), "loss scale": counts.loss_scale}
+
+        def calls() -> list[tuple[str, float]]:
+            limit = [("max_norm", engine.limits[index])] if index in engine.limits else []
+            return [*limit, *engine.facade.asked.get(index, ())]
+
+        groups = self.updates.param_groups
+        settings = HyperParameters(self.optimizer, groups, index, engine.mesh, calls, made_of, engine.broken)
+        engine.reducer.riders.append(settings)
+        return settings
+
+    def check_before_build(self) -> None:
+        """Raise what is wrong with the optimizer before anything of the model or the optimizer changes.
 
         Raises:
             DeviceMemoryError: the device has too little memory for the state that steps will make.
             ValueError: the optimizer has state that cannot be sharded.
         """
         if self.engine.meter is not None:
-            self.engine.accounts.expect(self._updates.expected_bytes(Tier.DEVICE))
-        self._full.check_prior()
+            self.engine.accounts.expect(self.updates.expected_bytes(Tier.DEVICE))
+        self.full_state.check_prior()
 
     def adopt(self) -> None:
-        """The optimizer's state is of this rank's pieces from here on, and its methods answer for this one's.
-        Collective, after the engine's own."""
+        """Shard the state of the user's optimizer and redirect its methods to this one. Collective; called after
+        ``Engine.take_over``."""
         known = zip(self.engine.params, self.engine.layout.facts, strict=True)
         names = {id(param): fact.names[0] for param, fact in known if fact.optimizer == self.index}
-        hand_over(self.optimizer, self, names)
-        self._full.adopt()
+        redirect(self.optimizer, self, names)
+        self.full_state.adopt()
 
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 
@@ -103,18 +133,18 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        held = dict(state)
-        self.optimizer.state.update(held)  # which refuses what is no state of pieces, before any is dropped
+        entries = dict(state)
+        self.optimizer.state.update(entries)  # rejects entries by parameter before any old entry is dropped
         self.optimizer.state.clear()
-        self.optimizer.state.update(held)
+        self.optimizer.state.update(entries)
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The user's own optimizer. Step this one instead."""
+        """Return the user's own optimizer. Step this one instead."""
         return self.optimizer
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What the groups hold, in order: the model's own."""
+        """The model's parameters in the groups, in order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def __getattr__(self, name: str) -> Any:
@@ -129,63 +159,60 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         raise TypeError(f"{self!r} lives on {self.engine.mesh.size} ranks and cannot be pickled; use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible once sharded.
+        """Always raise: parameters are packed when the model is sharded.
 
         Raises:
-            RuntimeError: always; parameters are packed when the model is sharded.
+            RuntimeError: always.
         """
         raise RuntimeError(
             f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build "
-            "and freeze its parameters after it until they are to be trained"
+            "and freeze its parameters until they are to be trained"
         )
 
     # ---- step
 
     # [Note: When step hooks run]
-    # Where torch's do: before the closure, and before anything is made of gradients and options, so that what they do
-    # to these counts in their step, and is compared between ranks. A step that a loss scale has skipped calls none,
-    # which is known from the norm: there they run between it and the update, and where any rank has some the norm is
-    # made again, since they may have changed gradients: all ranks must make it, to learn what one of them has changed.
+    # The pre-hooks of the user's optimizer run before the closure, as torch's do, so that their changes of gradients
+    # and options count in this step and are compared between ranks. They also run before a step that the loss scale
+    # skips, since only the norm, which is made later, tells that.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Every rank calls it. Ctrl-C waits for its end.
+        """Update the parameters once. Every rank calls it. Ctrl-C waits for its end.
 
         Args:
             closure: evaluated first, with gradients enabled; its value is returned.
         """
         with deferred_interrupts("step()"):
-            try:
-                return self._step(closure)
-            except KeyboardInterrupt:  # the second one
-                self.engine.broken.mark("step()", *self._updates.parts)
-                raise
+            return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
-        if self.scaler is None:
-            if closure is None and self.engine.passes.unreduced:
-                self.engine.passes.reduce_rest()  # hooks see what the step will be made of
-            self._updates.before_step()
+        engine, grad_plan = self.engine, self.engine.plan.grad
+        engine.check_open(f"step() of the {type(self.optimizer).__name__}")
+        if closure is None and engine.passes.unreduced:
+            engine.passes.reduce_rest()  # the hooks see the gradients of this step
+        self.updates.before_step()
         with torch.enable_grad():
             value = closure() if closure is not None else None
-        if self.engine.attachment.hooks is not None:
-            self.engine.attachment.hooks.unwind()
-        refusal = self._refusal()
+        if engine.attachment.hooks is not None:
+            engine.attachment.hooks.unwind()
+        engine.guards.check_held()
+        engine.broken.check("step()")
+        engine.guards.check()
+        self.updates.param_groups.check()
+        engine.values.take_edits(self.index)
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        inverse = 1.0 / self.divisor()
-        self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
-        grad_plan, limit = self.engine.plan.grad, self.max_norm
+        inverse, limit = 1.0 / self.divisor(), self.max_norm
+        engine.stale_grads.check(self.index, type(self.optimizer).__name__)
         if self._early is not None:
-            self._updates.finish_early(self._early)
+            self.updates.finish_early(self._early)
         if self._late_norm is not None and limit == 0.0:
-            # The norm is not needed here; what rides along with it is compared all the same.
+            # The norm is not needed here, but the settings that travel with it are compared.
             self._ask(0.0, False)
             factor = inverse * self._clip
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
-            norm = self._norm_of_step(inverse, refusal)
-            if self.scaler is not None and math.isfinite(norm) and self._hooks_run():
-                norm = self._norm_of_step(inverse)
+            known = self._early.norms if self._early is not None else ()
+            norm = self._global_norm(grad_plan.norm_type, inverse, known)
             clip = self._clip
             clipped = norm * clip
             self._norm = lambda: clipped
@@ -201,53 +228,18 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         self._drop()
         self._use_margin()
         self.steps_ended += 1
-        self.engine.broken.loaded(*self._updates.parts)  # last: all is of one step from here on
+        engine.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
         return value
 
-    def _refusal(self) -> Exception | None:
-        """Why this rank makes no step. Where others hold other parts of the model, which may have nothing to refuse,
-        they are told with the norm, which they are about to make; elsewhere it is raised here."""
-        self.engine.guards.check_held()
-        try:
-            self.engine.broken.check("step()")
-            self.engine.guards.check()
-            self._updates.param_groups.check()
-            self.engine.values.take_edits(self.index)
-        except Exception as error:
-            if self._counting is None:
-                raise
-            return error
-        return None
-
-    def _norm_of_step(self, inverse: float, refusal: Exception | None = None) -> float:
-        known = self._early.norms if self._early is not None else ()
-        norm = self._global_norm(self.engine.plan.grad.norm_type, inverse, known, refusal)
-        if refusal is not None:  # that of all ranks
-            raise refusal
-        return norm
-
-    def _hooks_run(self) -> bool:
-        """Run the step hooks under a loss scale, and say whether any rank has some. See [Note: When step hooks run]."""
-        parts = self.engine.mesh.model_parallel
-        if parts is not None:
-            self._hooked = parts.total(float(self._hooked), "the step hooks", self.engine.party, largest=True)[0] > 0.0
-        hooked = self._hooked
-        self._updates.before_step()
-        if hooked:
-            self._updates.param_groups.check()
-            self.engine.values.take_edits(self.index)
-            self.engine.visible.collect()
-        return hooked
-
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
-        """Where a step does not depend on the norm of its gradients, and to know it before would cost something."""
+        """The norm of steps that do not depend on it, where it is cheaper to make it after or during the update."""
         engine, plan = self.engine, self.engine.plan
-        wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
-        if wanted or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
+        needed = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
+        if needed or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
             return None
         if runs_ahead(engine.mesh.device):
             return LateNorm(engine.mesh.shard)
-        return self._updates.norm_of_tiles() if engine.mesh.everyone.size == 1 else None
+        return self.updates.norm_of_tiles() if engine.mesh.everyone.size == 1 else None
 
     def _update(self, factor: float) -> None:
         early = self._early
@@ -255,87 +247,285 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
             early.check_options()
         self.engine.values.before_update()
         self.engine.events.update_began(self.index)
-        self._updates.run(factor, early)
+        self.updates.run(factor, early)
         self.engine.values.publish(optimizer=self.index)
         self.engine.events.update_ended(self.index)
-        # Of what the step was made with: hooks that run after it may change a rate.
-        self._settings.used()
+        self._settings.used()  # before the post-hooks, which may change a learning rate
         if early is not None:
             early.forget()
-        self._updates.after_step()
+        self.updates.after_step()
 
     def _use_margin(self) -> None:
-        """Once, when a step has been traced: state moves into what the device has left (``auto``)."""
+        """Once, after a step was traced: move state into the free device memory (``auto``)."""
         meter = self.engine.meter
         if meter is not None and meter.stats is not None and not self._margin_used:
             self._margin_used = True
-            self._updates.promote(meter.margin_bytes())
+            self.updates.move_to_device(meter.margin_bytes())
 
     def _skip(self, scaler: LossScaler) -> None:
         """Leave parameters and state as they are, move the scale, and drop the gradients."""
-        name = first_non_finite(self.engine, self._states)
-        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
+        engine = self.engine
+        name = first_non_finite(self._states, engine.layout.facts, engine.mesh)
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {engine.counts.loss_scale:g})"
         scaler.update(overflow=True)
         self.last_step_skipped = True
         self.steps_ended += 1
-        if self.engine.plan.verbose and self.engine.mesh.first:
+        if engine.plan.verbose and engine.mesh.first:
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
-        self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
-        self.engine.visible.clear(self.index)
+        self.engine.stale_grads.cleared(self.index)
+        self.engine.facade.clear(self.index)
 
     def _drop(self) -> None:
-        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
-        self.engine.used.note(self.index, self._states)
+        """Drop the gradients. ``.grad`` stays until :meth:`zero_grad`, and raises when it is used."""
+        self.engine.stale_grads.note(self.index, self._states)
         self.engine.drop_gradients(self.index)
 
     def close(self, given_back: bool = False) -> None:
-        """The state of the user's optimizer stays that of pieces, and its own ``step`` is refused. Again is as good.
+        """Stop updates. The state of the user's optimizer stays sharded, and its own ``step`` is refused. Idempotent.
 
         Args:
             given_back: the model's parameters have their values again.
         """
         if self._early is not None:
             self._early.close()
-        self._updates.close(given_back)
-        take_back(self.optimizer)
+        self.updates.close(given_back)
+        restore_zero_grad(self.optimizer)
+
+    # ---- backward passes
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that losses are multiplied by now; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses have to be multiplied by a scale, that is, one that is not always 1."""
+        return self.scaler is not None and not self.scaler.plan.min_scale == self.scaler.plan.max_scale == 1.0
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """The attribute that torch's ``GradScaler`` reads before it scales in ``step()``.
+
+        Raises:
+            RuntimeError: a ``GradScaler`` reads it. It would divide this rank's shards only.
+        """
+        if called_by("torch.amp.grad_scaler"):
+            raise RuntimeError(
+                f"torch's GradScaler with {type(self).__name__}({type(self.optimizer).__name__}): it cannot unscale "
+                "gradients of a sharded model. Leave it out: precision='fp16' brings a loss scale, which "
+                "backward(loss) multiplies by and step() divides by; bf16 and fp32 need none (or give enabled=False)"
+            )
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
+        """Run the backward pass of ``loss`` (a scalar) times the loss scale; gradients are reduced as the plan says.
+
+        Args:
+            loss: the mean over this rank's micro-batch.
+            tokens: how many tokens it is the mean of, under ``GradPlan(average="tokens")`` only.
+            retain_graph: as in :meth:`torch.Tensor.backward`.
+
+        Raises:
+            RuntimeError: the model has pipeline stages, or it was closed.
+        """
+        self._check_no_stages(loss, "loss")
+        self._loss_watch.see(loss)
+        self.engine.passes.backward(loss, tokens, self.loss_scale, retain_graph)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Run the backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as in
+        :meth:`backward`."""
+        self._check_no_stages(tensor, "tensor")
+        with self.engine.passes.weighed(None, self.loss_scale) as factor:
+            torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
+
+    def _check_no_stages(self, tensor: object, name: str) -> None:
+        as_tensor(name, tensor, "the tensor that the model's forward pass led to")
+        if self.engine.staging is not None:
+            raise RuntimeError(
+                f"backward() of a model in {self.engine.staging.stages} pipeline stages: execute_pipeline(), or "
+                "pipeline.step() of the session, runs forward and backward passes"
+            )
+
+    # ---- norm and clipping
+
+    @property
+    def max_norm(self) -> float:
+        """The norm that the next step clips the averaged, unscaled gradients to; 0 is off. By default the plan's. Set
+        it to the same value on every rank: the next step (with replicas, the next pass) compares it.
+
+        Raises:
+            ValueError: set to a negative number, or one that is not finite.
+            RuntimeError: set where gradients are not kept until a norm is known (``update="backward"``).
+        """
+        return self.engine.limits.get(self.index, self.engine.plan.grad.max_norm)
+
+    @max_norm.setter
+    def max_norm(self, norm: float) -> None:
+        limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
+        self.engine.check_open(f"max_norm={norm}")
+        if limit > 0.0 and self.engine.plan.grad.update == "backward":
+            raise RuntimeError(
+                f"max_norm={norm} with update={self.engine.plan.grad.update!r}: gradients are used before their norm "
+                "is known; use update='step'"
+            )
+        self.engine.limits[self.index] = limit
+        if isinstance(self._late_norm, TileNorm):
+            self._late_norm.collects = False  # until the next step without a limit
+
+    def divisor(self) -> float:
+        """Return the divisor of accumulated gradients: loss scale times number or tokens of the passes. Collective.
+
+        Gradients that the user assigned to ``.grad`` are taken over first.
+        """
+        self.engine.passes.reduce_rest()
+        self.engine.facade.collect()
+        return self.engine.facade.divisor(self.index)
+
+    def _reduced(self) -> list[torch.Tensor]:
+        return [state.reduced for state in self._states if state.reduced is not None]
+
+    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
+        others = self._counting.others(self._settings) if self._counting is not None else None
+        return global_norm(self._reduced(), p, self._ask, inverse, known, others)
+
+    def _ask(self, mine: float, largest: bool) -> float:
+        """Return the sum of all ranks' shares of the norm, or the largest. The settings of the step travel with it.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks assigned different gradients.
+            ValueError: on every rank, if they have different settings.
+        """
+        engine, settings = self.engine, self._settings
+        words = [engine.facade.user_grads.mark(self.index), *settings.beside_norm()]
+        total, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, words, largest)
+        if not same[0]:
+            engine.facade.user_grads.compare(self.index)
+        if not all(same[1:]):
+            settings.explain()
+        return total
+
+    @property
+    def _clip(self) -> float:
+        """A factor of the next step. The engine has it, so that wrappers that share these methods do."""
+        return self.engine.facade.clip.get(self.index, 1.0)
+
+    def get_grad_norm(self, norm_type: float | None = None) -> float | None:
+        """Return the global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a
+        step.
+
+        Raises:
+            ValueError: ``norm_type`` is not the one that the plan has steps compute.
+        """
+        of_steps = self.engine.plan.grad.norm_type
+        if norm_type not in (None, of_steps):
+            raise ValueError(
+                f"norm_type={norm_type}: step() computes the norm of p={of_steps:g} (norm_type of the plugin); call "
+                "clip_grad_by_norm before the step for any other"
+            )
+        return self._norm() if self._norm is not None else None
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip the gradients that the next :meth:`step` applies, and return their norm before. Every rank calls it.
+
+        Args:
+            max_norm: limit of the norm of all parameters' gradients together, averaged over the ranks and unscaled.
+            norm_type: p of the p-norm, ``math.inf`` included.
+            error_if_nonfinite: raise on every rank if the norm is not finite; otherwise nothing is clipped then.
+
+        Raises:
+            ValueError: ``max_norm`` or ``norm_type`` is not positive.
+            RuntimeError: gradients are not kept (``update="backward"``); or see ``error_if_nonfinite``.
+        """
+        number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
+        number("max_norm", max_norm, "(0, inf]", "a positive norm")
+        self._check_kept(f"clip_grad_by_norm({max_norm})")
+        inverse = 1.0 / self.divisor()
+        norm = self._global_norm(norm_type, inverse) * self._clip
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"clip_grad_by_norm({max_norm}): the norm of the gradients is {norm}; call zero_grad(), or leave "
+                "error_if_nonfinite False"
+            )
+        factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
+        self.engine.facade.note(self.index, "clip_grad_by_norm()", max_norm, factor)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Limit every element of the gradients that the next :meth:`step` applies to ``[-clip_value, clip_value]``.
+
+        The limit is of averaged, unscaled gradients. Nothing is clipped if one of them is not finite, so that a loss
+        scale still skips the step. Every rank calls it.
+
+        Raises:
+            ValueError: ``clip_value`` is not positive.
+            RuntimeError: gradients are not kept.
+        """
+        number("clip_value", clip_value, "(0, inf]", "a positive value")
+        self._check_kept(f"clip_grad_by_value({clip_value})")
+        inverse = 1.0 / self.divisor()
+        self.engine.facade.note(self.index, "clip_grad_by_value()", clip_value)
+        if math.isfinite(self._global_norm(math.inf, inverse)):
+            limit = clip_value * self.engine.facade.scale(self.index)
+            for gradient in self._reduced():
+                bound = min(limit, torch.finfo(gradient.dtype).max)
+                gradient.clamp_(-bound, bound)
+
+    def unscale(self, scale: float) -> bool:
+        """Divide the gradients of the next :meth:`step` by ``scale``, which losses were multiplied by. Every rank calls
+        it. A second call for the same gradients divides nothing.
+
+        Returns:
+            Whether all of them are finite, on every rank.
+        """
+        number("scale", scale, "(0, inf)", "a loss scale > 0")
+        self._check_kept(f"unscale({scale})")
+        norm = self._global_norm(math.inf, 1.0 / self.divisor())
+        if not self.unscaled:
+            self.engine.facade.note(self.index, UNSCALE, scale, 1.0 / scale)
+        return math.isfinite(norm)
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether :meth:`unscale` was called for the current gradients."""
+        return any(call == UNSCALE for call, _ in self.engine.facade.asked.get(self.index, ()))
+
+    def _check_kept(self, call: str) -> None:
+        self.engine.check_open(call)
+        if self.engine.plan.grad.update == "backward":
+            raise RuntimeError(
+                f"{call} with update={self.engine.plan.grad.update!r}: gradients have been used already; use "
+                "update='step'"
+            )
 
     # ---- state
 
-    def places_by_group(self) -> list[tuple[int, ...]]:
-        """See :meth:`OptimizerState.places_by_group`."""
-        return self._full.places_by_group()
-
     @collective("state_dict() of an optimizer")
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
-        """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective.
+        """Return the full state on every rank, with the keys of plain torch, and ``scaler`` if there is one.
+        Collective.
 
         Args:
-            only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
+            only_rank_0: other ranks, which call it too, get groups without state and need no memory for it.
         """
-        state_wanted(self.optimizer)
+        call_state_pre_hooks(self.optimizer)
         self.engine.values.make_current("a state")
-        full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.first)
+        full = self.full_state.collect(wanted=not only_rank_0 or self.engine.mesh.first)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
-        return state_given(self.optimizer, full)
-
-    def fresh_state(self, position: int) -> list[dict[str, Any] | None]:
-        """See :meth:`OptimizerState.fresh`."""
-        return self._full.fresh(position)
-
-    def replacing_state(self) -> AbstractContextManager[None]:
-        """See :meth:`TileUpdates.replacing_state`."""
-        return self._updates.replacing_state()
+        return call_state_post_hooks(self.optimizer, full)
 
     @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a full state (ours or plain torch's for the same parameters), the same on every rank, each of which
-        keeps its part. Collective.
+        """Load a full state (ours or plain torch's for the same parameters), the same on every rank; each rank keeps
+        its part. Collective.
 
         Raises:
             ValueError: groups or shapes do not match, or ranks give different states; nothing has changed.
@@ -344,19 +534,73 @@ class ShardedOptimizer(Norms, torch.optim.Optimizer):
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
         if self._early is not None:
-            self.engine.passes.recover(dropping=True)  # it would take what is loaded for what a failed pass has left
-        self._full.distribute(lambda: self._taken(state_dict), self.scaler)
-        self.engine.broken.loaded(state_of(self.index))
-        loaded(self.optimizer)
+            self.engine.passes.recover(dropping=True)  # otherwise the next step would end updates of a failed pass
 
-    def _taken(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is loaded where the user gives ``state_dict``; it may be now."""
-        state_dict = state_taken(self.optimizer, state_dict)
-        self.engine.early.check_current("loading a state")
-        return state_dict
+        def checked() -> dict[str, Any]:
+            state = call_load_pre_hooks(self.optimizer, state_dict)
+            self.engine.early.check_current("loading a state")
+            return state
+
+        self.full_state.distribute(checked, self.scaler)
+        self.engine.broken.loaded(state_of(self.index))
+        call_load_post_hooks(self.optimizer)
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
-    """What a build made of ``optimizer``, which it was given, also once that is closed; ``None``: nothing."""
+    """Return the sharded optimizer that a build made of ``optimizer``, also after it was closed; ``None`` if there is
+    none."""
     owner = getattr(vars(optimizer).get("state_dict"), "__self__", None)
     return owner if isinstance(owner, ShardedOptimizer) else None
+
+
+def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamFact], mesh: Mesh) -> str:
+    """Return the name of the first parameter whose reduced gradient is not finite on any rank. Collective.
+
+    Args:
+        states: gradients of chunks.
+        facts: of the parameters, by index.
+        mesh: the ranks.
+    """
+    nobody = float(len(facts))
+    checks = dict[torch.device, list[tuple[int, torch.Tensor]]]()
+    for state in states:
+        if (reduced := state.reduced) is None:
+            continue
+        for slot in state.spec.slots:
+            start, end = (at - state.chunk.shard_start for at in state.chunk.overlap(slot))
+            if start < end:
+                finite = torch.isfinite(reduced[start:end]).all()
+                checks.setdefault(reduced.device, []).append((slot.param, finite))
+    bad = [nobody]
+    for own in checks.values():  # one read a device, however many parameters
+        flags = torch.stack([finite for _, finite in own]).tolist()
+        bad += [float(param) for (param, _), finite in zip(own, flags, strict=True) if not finite]
+    first = mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0]
+    if first < nobody:
+        return facts[int(first)].names[0]
+    elsewhere = ", or of one on another model-parallel rank" if mesh.model_parallel is not None else ""
+    return f"no single parameter (their norm{elsewhere})"
+
+
+class LossWatch:
+    """Warns once about a NaN loss where parameters are gathered on use: a loss may have read one outside of a forward
+    pass. A gradient of a parameter that no forward pass reads is an error when it comes.
+
+    On a device only the first loss is looked at, since reading it waits for the device.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._waiting = any(not chunk.resident for chunk in chunks)
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Look at the loss of a backward pass that begins."""
+        if not self._waiting:
+            return
+        self._waiting = not runs_ahead(loss.device)
+        if bool(torch.isnan(loss.detach()).any()):
+            self._waiting = False
+            warn_user(
+                "the loss is NaN. A sharded parameter has its values during a forward pass, and is NaN outside of it. "
+                "If the loss reads parameters itself (a penalty over model.parameters()), compute it inside "
+                "`with model.gathered():` of what boost/build returned"
+            )

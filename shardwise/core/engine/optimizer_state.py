@@ -1,4 +1,4 @@
-"""Optimizer state between its sharded form (flat pieces) and the full form that plain torch has."""
+"""Converts optimizer state between its sharded form (flat shards) and the full form of plain torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardwise.core.checks.description import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.staging import gather_chunk
-from shardwise.core.engine.updates import TileUpdates
-from shardwise.core.engine.whole import (
+from shardwise.core.engine.full_values import (
     LOAD,
     READ_AGAIN,
     READING_STATE,
     WRITING_STATE,
-    first_holders,
+    first_owners,
+    merge_parts,
     reads_disk,
-    together,
 )
+from shardwise.core.engine.staging import gather_chunk
+from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
@@ -42,23 +42,23 @@ __all__ = ["MOST_SMALL", "OptimizerState"]
 
 LARGE = "large"
 MOST_SMALL = 4096
-"""Elements of a state that is not element-wise (rows, columns) and goes between ranks, and into files, as text."""
+"""Largest number of elements of a state that is not element-wise (rows, columns) and is exchanged as JSON."""
 _Described = dict[int, dict[str, Any]]
 
 
 class OptimizerState:
-    """Cuts a full state into pieces and puts pieces together again, for one optimizer of an engine."""
+    """Shards and unshards the state of one optimizer."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
         self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
         position = {id(p): i for i, p in enumerate(engine.params)}
-        self._groups = engine.division.census.groups[index]
+        self._groups = engine.partition.table.groups[index]
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
     def check_prior(self) -> None:
         """Raises:
-        ValueError: state that the optimizer has already cannot be cut.
+        ValueError: state that the optimizer has already cannot be sharded.
         """
         for position, tile in enumerate(self._updates.tiles):
             for piece, entry in zip(tile.pieces, self._prior_of(position), strict=True):
@@ -66,7 +66,7 @@ class OptimizerState:
                     self._cut(piece, entry)
 
     def adopt(self) -> None:
-        """State that the optimizer had when this was made (Adagrad, a resumed run) becomes that of pieces."""
+        """Shard the state that the optimizer had before the build (Adagrad, a resumed run)."""
         with self._all_write("Repair the disk and build again."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
@@ -82,13 +82,13 @@ class OptimizerState:
         return collectively(self.engine.mesh.everyone, READING_STATE, READ_AGAIN, DiskError, needed)
 
     def _commit(self) -> None:
-        """What was written to the disk is from here on what a failed step goes back to."""
+        """Make what was written to the disk current."""
         if self.engine.storage.store is not None:
             self.engine.storage.store.commit()
 
     def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
-        """Of a tile's parameters; ``None`` on the meta device, without values: what was made with the optimizer is made
-        again."""
+        """Return the earlier state of a tile's parameters; ``None`` on the meta device if the optimizer's constructor
+        made it, which makes it again."""
         pieces = self._updates.tiles[position].pieces
         entries = [self._prior.get(piece.param) for piece in pieces]
         if self._made_at_once:
@@ -96,7 +96,7 @@ class OptimizerState:
         return entries
 
     def _completed(self, position: int, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
-        """A tile's part of full states; ``None`` starts anew."""
+        """Return a tile's shards of full states; fresh state for ``None``."""
         pieces = self._updates.tiles[position].pieces
         fresh = self.fresh(position) if None in entries else [None] * len(pieces)
         return [
@@ -105,8 +105,8 @@ class OptimizerState:
         ]
 
     def fresh(self, position: int) -> list[dict[str, Any] | None]:
-        """The state that the pieces of a tile begin with: what the class gives them when it is built (Adagrad's sums);
-        ``None`` where it makes its state in its steps."""
+        """Return the initial state of a tile's shards, if the constructor makes it (Adagrad's sums); ``None`` if steps
+        make it."""
         tile = self._updates.tiles[position]
         if not self._made_at_once:
             return [None] * len(tile.pieces)
@@ -124,7 +124,7 @@ class OptimizerState:
                 cut[key] = value
             elif value.is_meta:
                 raise ValueError(
-                    f"optimizer state {key!r} of {name} is on {value.device}: build the optimizer on real parameters"
+                    f"optimizer state {key!r} of {name} is on {value.device}: create the optimizer on real parameters"
                 )
             elif value.shape == shape and value.dim() > 0:
                 if part is None:
@@ -148,23 +148,23 @@ class OptimizerState:
         return nested(cut)
 
     def places_by_group(self) -> list[tuple[int, ...]]:
-        """Places in the whole model of the parameters of each group, as the groups stand now; frozen ones included."""
+        """Return the places in the whole model of each current group's parameters, frozen ones included."""
         return [self._groups[index] for index in self._updates.param_groups.order()]
 
     def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
-        """The number in torch's state_dict of each parameter, by place, and the packed groups, as they stand now."""
+        """Return each parameter's number in torch's state_dict, by place, and the packed groups."""
         number: dict[int, int] = {}
         groups = []
         for group, places in zip(self.optimizer.param_groups, self.places_by_group(), strict=True):
             for place in places:
                 number[place] = len(number)
-            # A learning rate in a tensor goes on changing.
+            # Copied, since a learning rate may be a tensor that changes.
             packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
             groups.append(packed | {"params": [number[p] for p in places]})
         return number, groups
 
     def collect(self, wanted: bool = True) -> dict[str, Any]:
-        """The full state_dict, tensors on the host; without state on a rank where it is not ``wanted``. Collective."""
+        """Return the full state_dict, tensors on the host; without state if it is not ``wanted``. Collective."""
         number, groups = self._numbering()
         described = self._described()
         own = self._own_entries(described, wanted or self.engine.mesh.pipeline.size > 1)
@@ -175,11 +175,11 @@ class OptimizerState:
     def _of_all_stages(
         self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each parameter's state by place, from the ranks that have it. Collective."""
-        census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
-        with self._all_read():  # ranks of a stage agree on each; the other stages learn of it here
+        """Yield each parameter's state by place, from the stages that have it. Collective."""
+        table, pipeline = self.engine.partition.table, self.engine.mesh.pipeline
+        with self._all_read():  # a stage agrees on each read; the other stages learn of failures here
             found = dict(own)
-        for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
+        for place, rank, kinds in first_owners(self.engine, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
                 if not isinstance(kind, str) and kind[0] != LARGE:
@@ -188,13 +188,13 @@ class OptimizerState:
                 if rank == pipeline.rank:
                     value = found[place][key].to(self.engine.mesh.device)
                 else:
-                    value = self._room(kind, census.facts[place].whole)
+                    value = self._room(kind, table.facts[place].whole)
                 pipeline.broadcast(value, rank)
                 entry[key] = value.cpu() if wanted else None
             yield place, entry
 
     def _own_entries(self, described: _Described, wanted: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The state of this rank's parameters by place."""
+        """Yield the full state of this rank's parameters by place."""
         engine, layout = self.engine, self.engine.layout
         positions: dict[int, list[int]] = {}
         for position, tile in enumerate(self._updates.tiles):
@@ -209,7 +209,7 @@ class OptimizerState:
                 arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
             entry = described.get(param)
             if entry is not None:
-                yield engine.division.census.place[param], self._entry(param, slot, entry, arrays[index], wanted)
+                yield engine.partition.table.place[param], self._entry(param, slot, entry, arrays[index], wanted)
             left[index] -= 1
             if not left[index]:
                 del arrays[index]
@@ -217,7 +217,7 @@ class OptimizerState:
     def _gathered(
         self, index: int, positions: Sequence[int], described: _Described, wanted: bool, known: bool
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """One chunk's element-wise state by key, on the host; nothing where it is ``known``."""
+        """Return one chunk's element-wise state by key, on the host; nothing if it is ``known``."""
         engine, shards = self.engine, dict[str, torch.Tensor]()
         chunk = engine.chunks[index]
         entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
@@ -239,7 +239,7 @@ class OptimizerState:
     def _entry(
         self, param: int, slot: Slot, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
     ) -> dict[str, Any]:
-        """A parameter's state; of one that ranks hold parts of, put together by all of them."""
+        """Return a parameter's state, merged over tensor-parallel ranks."""
         entry, part = dict[str, Any](), self.engine.layout.facts[param].part
         for key, kind in described.items():
             if not isinstance(kind, str) and kind[0] == LARGE:
@@ -249,20 +249,20 @@ class OptimizerState:
                 entry[key] = _plain(kind)
             elif part is not None:
                 value = full[key][slot.start : slot.end].view(slot.shape)
-                value = together(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
+                value = merge_parts(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
                 entry[key] = value.cpu() if wanted else None
             elif wanted:
                 entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
         return entry
 
     def _room(self, kind: Any, shape: Sequence[int]) -> torch.Tensor:
-        """Memory for what is described as ``kind``, of a parameter of ``shape``."""
+        """Allocate a tensor for a state described as ``kind``, of a parameter of ``shape``."""
         size, dtype = (shape, kind) if isinstance(kind, str) else kind[1:]
         dtype = getattr(torch, dtype.removeprefix("torch."))
         return torch.empty(tuple(size), dtype=dtype, device=self.engine.mesh.device)
 
     def _from_owner(self, param: int, slot: Slot, key: str, kind: Any) -> torch.Tensor:
-        """State that is not element-wise, from the rank that has the parameter whole. Collective."""
+        """Return state that is not element-wise, from the rank that has the unsharded parameter. Collective."""
         shard, chunk = self.engine.mesh.shard, self.engine.layout.chunks[self.engine.layout.where[param][0]]
         owner, value = bisect_right(chunk.bounds, slot.start) - 1, self._room(kind, slot.shape)
         if shard.rank == owner:
@@ -272,11 +272,10 @@ class OptimizerState:
         return value
 
     def _described(self) -> _Described:
-        """By parameter that was ever stepped, as in torch, and by key: the dtype of element-wise state, as text; or the
-        value itself, packed.
+        """Describe the state of each stepped parameter by key: the dtype of element-wise state, or the packed value.
 
         Raises:
-            TypeError: on every rank, where one has a value that is no tensor, number, text, list, tuple nor dict.
+            TypeError: on every rank, if one has a value of another type than tensor, number, string, list, tuple, dict.
         """
         mesh, pieces = self.engine.mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
         wrong = self._not_plain(pieces)
@@ -294,14 +293,14 @@ class OptimizerState:
         return {int(param): entry for param, entry in found.items()}
 
     def _not_plain(self, pieces: Sequence[Piece]) -> str:
-        """What no state dictionary of several ranks can have, in words; empty where there is nothing."""
+        """Return a message about state of an unsupported type; empty if there is none."""
         for piece in pieces:
             entry = self.optimizer.state.get(piece.value, {})
             for told in (each for key, value in entry.items() for each in misfits(value, key)):
                 name = self.engine.layout.facts[piece.param].names[0]
                 return (
-                    f"state of {type(self.optimizer).__name__} of {name}: {told}; keep tensors, numbers, texts, None, "
-                    "lists, tuples and dicts of these there"
+                    f"state of {type(self.optimizer).__name__} of {name}: {told}; only tensors, numbers, strings, "
+                    "None, and lists, tuples and dicts of these can be saved"
                 )
         return ""
 
@@ -323,29 +322,29 @@ class OptimizerState:
     def _shards(
         self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
     ) -> dict[str, torch.Tensor]:
-        """This rank's shard of every element-wise key of one chunk's state, zero where there is none."""
+        """Return this rank's shard of one chunk's element-wise state by key; zero where there is none."""
         shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
         for position in positions:
             with self._updates.opened(position):
                 for piece in self._updates.tiles[position].pieces:
                     state = flat(self.optimizer.state.get(piece.value, {}))
                     for key, shard in shards.items():
-                        if key in state and state[key].shape == piece.value.shape:  # of others it is not element-wise
+                        if key in state and state[key].shape == piece.value.shape:  # element-wise
                             shard[piece.start : piece.end].copy_(state[key].view(-1))
         return shards
 
     def distribute(self, given: Callable[[], dict[str, Any]], scaler: LossScaler | None = None) -> None:
-        """Take over what ``given`` returns; nothing is changed unless all of it fits, on every rank. Collective.
+        """Load the state that ``given`` returns; nothing changes unless all of it fits, on every rank. Collective.
 
         Args:
-            given: a full state, the same on every rank, see [Note: States that ranks are given]; what it raises on one
-                rank is an error on all.
-            scaler: takes over the loss scale, if one is in it.
+            given: returns a full state, the same on every rank, see [Note: States that ranks are given]; an exception
+                on one rank is an error on all.
+            scaler: loads the loss scale, if the state has one.
 
         Raises:
-            ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have; or
+            ValueError: groups or shapes differ from this optimizer's, a group has a mode that cannot be sharded, or
                 ranks give different states.
-            PeerError: another rank's does not fit.
+            PeerError: another rank's state does not fit.
         """
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
@@ -367,56 +366,58 @@ class OptimizerState:
             scaler.load_state_dict(full["scaler"])
 
     def _in_our_form(self, full: Any) -> dict[str, Any]:
-        """A state as optimizers here have it.
+        """Check that the argument is a state, and return it in the form of our optimizers.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not the state of an optimizer.
         """
         held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
         if not {"state", "param_groups"} <= held.keys():
-            raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
+            raise ValueError(
+                f"state_dict has {sorted(map(str, held))}: an optimizer's state needs 'state' and 'param_groups'"
+            )
         return counted(full) if getattr(self.optimizer, "counts_by_parameter", False) else full
 
     def _checked(self, full: dict[str, Any]) -> dict[int, int]:
-        """By place of a parameter its number in ``full``, whose groups and state are this optimizer's.
+        """Return each parameter's number in ``full`` by place.
 
         Raises:
-            ValueError: they are not.
+            ValueError: groups or state do not fit this optimizer.
         """
         places, theirs = self.places_by_group(), full["param_groups"]
         if [len(g["params"]) for g in theirs] != [len(own) for own in places]:
             raise ValueError(
-                f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
-                f"{[len(own) for own in places]}; load it into an optimizer with the same groups"
+                f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
+                f"groups of {[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        census = self.engine.division.census
-        check_full_state(self.optimizer, full, [[census.facts[place].whole for place in own] for own in places])
+        table = self.engine.partition.table
+        check_full_state(self.optimizer, full, [[table.facts[place].whole for place in own] for own in places])
         numbers: dict[int, int] = {}
         for own, group in zip(places, theirs, strict=True):
             numbers |= dict(zip(own, group["params"], strict=True))
         return numbers
 
     def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:
-        """By tile its part of ``full``; ``None``: it is only known to fit, because its state is on a disk."""
+        """Return each tile's shards of ``full``; ``None`` if its state is on a disk, where it is only checked."""
         tiles = self._updates.tiles
-        # All of it is cut before the first is replaced, so that a state that does not fit changes nothing.
+        # All shards are made before the first is replaced, so that a state that does not fit changes nothing.
         new = [
             self._own(full, numbers, position) if not tile.state.on_disk else None
             for position, tile in enumerate(tiles)
         ]
         for position, tile in enumerate(tiles):
-            if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
+            if tile.state.on_disk:  # all of them at once may not fit into memory
                 self._own(full, numbers, position)
         return new
 
     def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:
-        census, pieces = self.engine.division.census, self._updates.tiles[position].pieces
-        return self._completed(position, [full["state"].get(numbers[census.place[p.param]]) for p in pieces])
+        table, pieces = self.engine.partition.table, self._updates.tiles[position].pieces
+        return self._completed(position, [full["state"].get(numbers[table.place[p.param]]) for p in pieces])
 
     def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
-        """What of a state is taken over, for the ranks to compare."""
-        facts, found = self.engine.division.census.facts, dict[str, Mapping[str, Any]]()
+        """Describe the parts of a state that are loaded, which the ranks compare."""
+        facts, found = self.engine.partition.table.facts, dict[str, Mapping[str, Any]]()
         if scaler is not None and "scaler" in full:
             found["the loss scale in the state"] = scaler.state_dict()
         for number, group in enumerate(full["param_groups"]):

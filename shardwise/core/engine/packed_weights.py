@@ -1,9 +1,8 @@
-"""Frozen weights in packed numbers (QLoRA): parameters of their own classes, and what their modules keep beside them.
+"""Frozen packed weights (QLoRA): parameters of special classes, with tensors that depend on them.
 
-Any frozen parameter is sharded, whatever its dtype. What is special of packed ones is beside the parameter: scales in
-its attributes, other tensors that are the same memory, and layers that replace a weight or a bias in their forward
-pass. That is put right before values move, so that a layer finds what it expects in memory that comes and goes.
-No library is imported for that; classes are told by the attributes that they have.
+Frozen parameters of any dtype are sharded. Packed ones have scales in attributes, other tensors with the same memory,
+and layers that replace a weight or bias in their forward pass. All of this is adapted before values move, so that the
+layers work with memory that comes and goes. No library is imported; classes are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -30,37 +29,36 @@ from shardwise.core.base.torch_internals import (
 __all__ = ["Follower", "check_packed", "follow", "settle_packed"]
 
 REPACKS = "support_avx512bf16_for_cpu"
-"""An attribute of layers that, evaluated on a CPU, replace their weight by another order of its numbers."""
+"""An attribute of layers that repack their weight when they are evaluated on a CPU."""
 
 
 def check_packed(model: nn.Module) -> None:
-    """Before anything is changed.
+    """Check the packed weights before anything changes.
 
     Raises:
-        ValueError: a weight is not packed yet, which its class would do on its way to a device; or it has its values in
-            other tensors.
+        ValueError: a weight is not packed yet, or has its values in other tensors.
     """
     for name, param in model.named_parameters():
         kind = type(param).__name__
         waits = vars(param).get("bnb_quantized") is False or vars(param).get("has_fp16_weights") is False
         if waits and param.is_floating_point():
             raise ValueError(
-                f"{name} ({kind}, {tuple(param.shape)}) is {param.dtype} still, and packed on its way to a device: "
-                "call model.to(device) before, or load the model with from_pretrained(..., quantization_config=...)"
+                f"{name} ({kind}, {tuple(param.shape)}) is still {param.dtype}, and is packed when it moves to a "
+                "device: call model.to(device) first, or load it by from_pretrained(..., quantization_config=...)"
             )
         if is_wrapper(param) and not isinstance(param, DTensor):
             raise ValueError(
-                f"{name} ({kind}, {tuple(param.shape)}) has its values in other tensors, which cannot be sharded: give "
+                f"{name} ({kind}, {tuple(param.shape)}) has its values in other tensors, which cannot be sharded: use "
                 "plain parameters, or weights that are one packed tensor each"
             )
 
 
 def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Have the layers leave their parameters where they are from here on. What undoes it.
+    """Stop layers from replacing their parameters. Return a function that undoes it.
 
     Args:
         model: the user's.
-        device: where parameters will be; scales go there with them.
+        device: of the parameters; scales are moved there.
     """
     undo: list[Callable[[], None]] = []
     for module in model.modules():
@@ -71,7 +69,7 @@ def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
         bias, dtype = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
         packed = [p for p in module.parameters(recurse=False) if hasattr(p, "quant_state")]
         if packed and isinstance(bias, nn.Parameter) and dtype is not None and bias.dtype != dtype:
-            # Its first forward pass would do that, to a parameter that is sharded by then.
+            # Its first forward pass would do that, when the parameter is sharded.
             undo.append(partial(point, bias, plain(bias)))
             point(bias, plain(bias).to(dtype))
         for param in module.parameters(recurse=False):
@@ -86,14 +84,14 @@ def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def _pack_as_saved(module: nn.Module) -> None:
-    """A layer that was evaluated has another order of its numbers; saving turns them back."""
+    """Undo the repacking of a layer that was evaluated; saving it does."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         module._save_to_state_dict({}, "", False)
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:
-    """Scales, wherever the parameter's class keeps them; the parameter itself moves with its chunk."""
+    """Move scales, wherever the class keeps them; the parameter itself moves with its chunk."""
     for name, value in list(vars(param).items()):
         if type(value) is Tensor:
             if storage_id(value.untyped_storage()) != storage_id(param.untyped_storage()):
@@ -103,20 +101,19 @@ def _move(param: nn.Parameter, device: torch.device) -> None:
 
 
 # [Note: Tensors that follow a parameter]
-# A layer of 8-bit weights keeps its weight a second time, in an attribute of the parameter or of an object of its own,
-# reads that in the place of the parameter in backward too, and points the parameter at it after each forward pass. Once
-# sharded, that tensor would keep all of the weight. So what is the same memory as a frozen parameter becomes a
-# Follower: it is pointed wherever the parameter is, so that the parameter may be pointed at it, and whoever reads it
-# reads the parameter, which gathers it.
+# A layer of 8-bit weights has a second reference to its weight, in an attribute of the parameter or of another object.
+# It reads that one in backward, and points the parameter at it after each forward pass. After sharding, that tensor
+# would keep the full weight alive. So a tensor with the same memory as a frozen parameter becomes a Follower: it always
+# points where the parameter points, and reading it gathers the parameter.
 class Follower(Tensor):
-    """Stands for a parameter, in the place of a tensor that was the same memory."""
+    """Replaces a tensor that had the same memory as a parameter."""
 
     param: Callable[[], nn.Parameter | None]
     on_read: Callable[[], None] | None
 
     @classmethod
     def of(cls, param: nn.Parameter) -> Follower:
-        """One of ``param``."""
+        """Return a follower of ``param``."""
         made: Follower = give_subclass(cls, plain(param))
         made.param, made.on_read = weakref.ref(param), None
         return made
@@ -140,7 +137,7 @@ def _read(follower: Follower) -> Tensor:
 
 
 def follow(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, list[Follower]]:
-    """By index of ``params``, what stands now for tensors that were the same memory as a frozen one."""
+    """Replace tensors with the memory of a frozen parameter; return the followers by index of ``params``."""
     index = {id(param): at for at, param in enumerate(params)}
     found: dict[int, list[Follower]] = {}
     for module in model.modules():
@@ -156,7 +153,7 @@ def follow(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, list[F
 
 
 def _tensors_beside(module: nn.Module, param: nn.Parameter) -> Iterator[tuple[Any, str, Tensor]]:
-    """In attributes of the parameter, of its module, and of plain objects that are attributes of the module."""
+    """Yield tensors in attributes of the parameter, of its module, and of plain objects in the module's attributes."""
     owners: list[Any] = [param]
     if vars(param) or type(param) is not nn.Parameter:
         own = [each for each in vars(module).values() if hasattr(each, "__dict__")]

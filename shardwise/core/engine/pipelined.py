@@ -1,4 +1,4 @@
-"""A step's micro-batches through this rank's stages, as passes of the engine."""
+"""Runs the micro-batches of a step through this rank's pipeline stages, as passes of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from shardwise.core.checks.batches import TEXT_LENGTH, differing, outline, told_
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.not_finite import NanWatch
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.parallel.pipeline import (
     MicroBatch,
@@ -38,11 +37,11 @@ __all__ = ["PipelineSteps"]
 
 
 class PipelineSteps:
-    """Of one session.
+    """The pipeline steps of one session.
 
     Args:
-        engine: with stages.
-        optimizer: that scales losses; ``None``: nothing does.
+        engine: of a model with stages.
+        optimizer: its loss scale is applied; ``None``: losses are not scaled.
     """
 
     def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
@@ -53,27 +52,27 @@ class PipelineSteps:
         wire = wire.compressed() if engine.plan.comm.compress is not None else wire
         self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes, self._tell)
         self._sent: Later | None = None
-        """A word of the running step's batch, where that is on a GPU: on its way to the host since before the passes,
-        which are not waited for when the end of the step reads it."""
-        self._shared, self._nan = engine.division.shared, NanWatch()
+        """A fingerprint of the step's batch on a GPU: it is copied to the host during the passes, and read at the end
+        of the step."""
+        self._shared = engine.partition.shared
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the last stage, and with it outputs and loss."""
+        """Whether this rank has the last stage, with outputs and loss."""
         return self._staging.stages - 1 in self._staging.own
 
     def step(
         self, batch: Any, criterion: Callable[[Any, Any], Tensor], train: bool, wants_outputs: bool = False
     ) -> Outcome:
-        """Forward passes of a batch's parts, and with ``train`` their backward passes. Every rank calls it.
+        """Run forward passes of a batch's micro-batches, with ``train`` also backward passes. Every rank calls it.
 
         Args:
             batch: the same on all ranks of the pipeline: a mapping of the model's arguments, a sequence, or a tensor;
-                it is put on the device.
-            criterion: ``criterion(outputs, inputs)`` of a part, where the last stage is.
-            train: gradients add up to those of the loss over the batch.
+                it is moved to the device.
+            criterion: ``criterion(outputs, inputs)`` of a micro-batch, called on the last stage.
+            train: gradients accumulate to those of the loss over the batch.
             wants_outputs: see :class:`Outcome`.
         """
         engine = self._engine
@@ -82,7 +81,6 @@ class PipelineSteps:
         if not train:
             with torch.no_grad():
                 outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
-            self._nan.see(outcome.losses)
             return outcome
         late, before = engine.plan.shard.reduce == "last", engine.passes.held()
         try:
@@ -90,22 +88,21 @@ class PipelineSteps:
                 with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
                     outcome = self._run.step(schedule, parts, criterion, self._passes, wants_outputs)
                 if self._shared is not None:
-                    with self._passes.one() as _:  # also where there is nothing: replicas make the same passes
+                    with self._passes.one() as _:  # also without shared gradients: replicas run the same passes
                         for param, grad in self._shared.summed(self._run.tag_of_shared):
                             torch.autograd.backward(param, grad)
         except BaseException:
             self._passes.forget()
-            engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
+            engine.passes.fail(before)  # also if a forward pass failed: the gradients are incomplete
             raise
-        engine.passes.due = late and engine.passes.sync  # false: under a no_sync() of the program's own
-        self._nan.see(outcome.losses)
+        engine.passes.due = late and engine.passes.sync  # false under a no_sync() of the program
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:
-        """The batch in parts, of which all ranks have the same.
+        """Split the batch into micro-batches, after checking that all ranks have the same.
 
         Raises:
-            ValueError: it cannot be divided, on all ranks if on one; or another rank has another batch.
+            ValueError: on all ranks, if it cannot be split on one, or ranks have different batches.
         """
         plan, refusal, parts = self._engine.plan.pipeline, None, list[MicroBatch]()
         number = plan.microbatches
@@ -130,10 +127,10 @@ class PipelineSteps:
         return parts
 
     def _compare_number(self, microbatches: int) -> None:
-        """Where each micro-batch is reduced, the ranks that reduce with this one make as many. Collective over them.
+        """Check that data-parallel ranks have equally many micro-batches, since each is reduced. Collective over them.
 
         Raises:
-            ValueError: they do not, on each.
+            ValueError: on each of them, if they do not.
         """
         world = self._engine.mesh.world
         found = [int(post[0]) for post in world.exchange([float(microbatches)], "the number of micro-batches")]
@@ -141,13 +138,12 @@ class PipelineSteps:
             by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(found))
             raise ValueError(
                 f"data-parallel ranks divide their batches into different numbers of micro-batches ({by_rank}), and "
-                "ZeRO-2 reduces each one's gradients: give all of them batches of as many rows (drop_last=True), or "
-                "use zero_stage=0 or 1. No pass of the step was made, on any rank"
+                "ZeRO-2 reduces the gradients of each: give all ranks batches with the same number of rows "
+                "(drop_last=True), or use zero_stage=0 or 1. No pass of the step was run on any rank"
             )
 
     def without_batch(self, error: Exception) -> None:
-        """This rank was given no batch for a step that the others may begin: they are told. Collective, as
-        :meth:`step`.
+        """Tell the other ranks, which may begin a step, that this rank has no batch. Collective, as :meth:`step`.
 
         Raises:
             Exception: ``error``.
@@ -155,7 +151,7 @@ class PipelineSteps:
         self._agree("", 0.0, error, "was not given")
 
     def _agree(self, told: str, values: float, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
-        """What each rank's batch is like. Collective.
+        """Exchange fingerprints of the batches. Collective.
 
         Raises:
             Exception: ``refusal``.
@@ -170,11 +166,11 @@ class PipelineSteps:
             if refusal is not None:
                 raise refusal
             first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(found) if text)
-            raise PeerError(f"a batch {first}. No pass of the step was made, on any rank")
+            raise PeerError(f"a batch {first}. No pass of the step was run on any rank")
         return [tuple(post) for post in posts]
 
     def _tell(self, failure: str | None) -> dict[int, str]:
-        """What went wrong in a step, by rank of those that hold the model. Collective over them."""
+        """Exchange what failed in a step, by rank of the model-parallel group. Collective over it."""
         word = 0.0 if self._sent is None else told_word(self._sent)
         posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
         if any(post[0] for post in posts):
@@ -186,13 +182,13 @@ class PipelineSteps:
 
     @property
     def _model(self) -> Group:
-        """All that hold the model."""
+        """The model-parallel group."""
         group = self._engine.mesh.model_parallel
         assert group is not None
         return group
 
     def _schedule(self, microbatches: int) -> Schedule:
-        """The plan's own is for so many micro-batches; of others there is none."""
+        """Return the plan's own schedule if it is for this number of micro-batches, otherwise a new one."""
         plan, ranks = self._engine.plan.pipeline, self._staging.ranks
         if plan.orders is not None:
             given = given_schedule(ranks, plan.orders)
@@ -201,7 +197,7 @@ class PipelineSteps:
         return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
 
     def everywhere(self, loss: Tensor | None) -> Tensor:
-        """The loss of the rank with the last stage, on every rank of the pipeline. Collective over these."""
+        """Return the loss of the last stage on every rank of the pipeline. Collective over these."""
         mesh = self._engine.mesh
         own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
         value, kind = mesh.pipeline.exchange_object(own, "the loss")[self._staging.last_rank]
@@ -209,8 +205,8 @@ class PipelineSteps:
 
 
 class _EnginePasses(Passes):
-    """Each is one of the engine's. Where the backward pass is made in two, the gradients of both go to the engine with
-    the second: a micro-batch's are reduced once, if they are.
+    """Backward passes of stages as passes of the engine. If one is split in two (zero bubble), the engine gets the
+    gradients of both with the second, so that a micro-batch is reduced once.
 
     Args:
         engine, optimizer: see :class:`PipelineSteps`.
@@ -235,12 +231,12 @@ class _EnginePasses(Passes):
             super().weights(later)
 
     def forget(self) -> None:
-        """A step failed: what waited is nobody's."""
+        """Drop pending gradients after a step failed."""
         self._kept.clear()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[float]:
-        """Around one backward pass; the loss scale, which gradients between stages have in them."""
+        """Return a context for one backward pass, with the loss scale that gradients between stages include."""
         scaler = self._optimizer.scaler if self._optimizer is not None else None
         scale = scaler.scale if scaler is not None else 1.0
         with self._engine.passes.around(scale):

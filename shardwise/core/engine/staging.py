@@ -1,4 +1,4 @@
-"""Gathering a private shard once, for states and inspection, and gathers that wait until somebody asks."""
+"""Gathers of private tensors, for states and inspection, and gathers that start when they are waited for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.core.shards.layout import ChunkSpec, Slot
 __all__ = ["WhenAsked", "gather_chunk", "gather_parts", "gather_shards"]
 
 KEPT_NUMEL = 1 << 14
-"""Shards of at most so many elements pass through a buffer that the group keeps, one for each dtype: making a buffer
-takes the ranks several exchanges, and a state has many small tensors."""
+"""Shards up to this number of elements use a buffer that the group keeps, one for each dtype, since creating a buffer
+takes several exchanges and a state has many small tensors."""
 
 
 def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
-    """All ranks' equally long 1-D ``shard`` tensors (any float dtype) in rank order, a new tensor. Collective."""
+    """Gather equally long 1-D ``shard`` tensors (any float dtype) in rank order, into a new tensor. Collective."""
     with ordinary_tensors():
         return _gathered(group, shard)
 
@@ -27,10 +27,10 @@ def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
 def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
     if group.size == 1:
         return shard.clone()
-    if not group.one_sided_gather:  # a rank that is at something else is told so; fences tell it where memory is shared
+    if not group.one_sided_gather:  # finds ranks that do something else; with shared memory, fences do
         group.exchange([float(shard.numel())], "a gather of shards")
     staging = _staging(group, shard.numel(), shard.dtype)
-    # Nobody reads it any more: the end of the last gather saw to that.
+    # No rank reads it: the last gather ended with a fence.
     staging.local.copy_(shard)
     group.fence()
     out = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
@@ -40,8 +40,8 @@ def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
 
 
 def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -> torch.Tensor:
-    """The flattened parameter in ``slot``, of which each rank has ``own``, the part in its shard (1-D, perhaps empty).
-    A new tensor. Collective."""
+    """Gather the flattened parameter in ``slot``, of which this rank's shard has ``own`` (1-D, may be empty), into a
+    new tensor. Collective."""
     with ordinary_tensors():
         if group.size == 1:
             return own.clone()
@@ -50,8 +50,8 @@ def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -
 
 
 def gather_chunk(group: Group, spec: ChunkSpec, shard: torch.Tensor) -> torch.Tensor:
-    """All of a chunk, of which each rank has its ``shard`` (1-D, any dtype). A new tensor. Collective."""
-    if spec.uneven is None:
+    """Gather a chunk from the ranks' ``shard`` tensors (1-D, any dtype), into a new tensor. Collective."""
+    if spec.shard_offsets is None:
         return gather_shards(group, shard)
     with ordinary_tensors():
         return _gather_unequal(group, shard, [spec.shard_numel(rank) for rank in range(group.size)])
@@ -74,17 +74,17 @@ def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:
 
 
 class WhenAsked:
-    """A gather that reads the peers' memory by itself: it is done by whoever needs its result."""
+    """A gather that reads the peers' memory, and starts when it is waited for."""
 
     def __init__(self, start: Callable[[], Handle]) -> None:
         self._start: Callable[[], Handle] | None = start
 
     def finished(self) -> bool:
-        """Whether it was asked for."""
+        """Whether it is done."""
         return self._start is None
 
     def wait(self) -> None:
-        """Gather, the first time."""
+        """Gather at the first call."""
         if self._start is not None:
             self._start().wait()
             self._start = None

@@ -1,4 +1,4 @@
-"""Gives every chunk its memory: parameter shards, masters and gradients in the tiers that the plan names."""
+"""Allocates parameter shards, masters and gradients of every chunk, in the tiers of the plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from shardwise.core.base.device import side_stream, total_bytes
 from shardwise.core.base.events import Events
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import Buffer, Group, collectively
-from shardwise.core.engine.narrow import Narrow, trained
+from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
+from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.grads.grads import ChunkGrads, GradRing
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.memory.host import HostArena, host_block
@@ -23,50 +23,48 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
-from shardwise.core.shards.secondary import SecondarySource
-from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, ShardSource
+from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
 from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import Plan
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["Storage"]
+__all__ = ["CommDtypes", "Storage", "trained"]
 
-REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
+REMEDY = "Nothing was sharded and no file is left: repair the disk or choose another directory, and build again."
 
 
 # [Note: Which memory a tensor gets]
-# * Exchange memory of the group, what peers read: shards and arrays that stay, where there are peers. On CPU ranks
-#   shards of the host tier are there too, since that is host memory. Shards that are gathered and evicted may lie side
-#   by side in one mapping (joint), so that a gather is a view of it; not under a declared capacity, where gathers are
-#   to take room.
-# * The arena, one block of host memory, page-locked where that is wanted: masters, gradients and shards of the host
-#   tier, and what waits there for step(). Its size is known before, so that a build that does not fit fails at once.
-# * Exchange memory of the smaller group that keeps a second copy, or the arena, in the tier of the shard: secondary
-#   shards. Beside them nothing is joint: gathers are copies.
-# * The store's buffers, for what is at home on a disk; see [Note: Buffers of shards on a disk].
-# * Memory of the device: the rest.
-# Every rank makes the same buffers in the same order, whatever it holds itself, because making them is collective.
+# * Exchange memory of the group, which peers read: shards and resident arrays, if there are peers; on CPU ranks also
+#   shards of the host tier. Shards that are gathered and evicted may be neighbours in one mapping (joint), so that a
+#   gather is a view of it; not under a declared capacity, where gathers have to take room.
+# * The arena, one block of host memory, page-locked on request: masters, gradients and shards of the host tier, and new
+#   parameters that wait for step(). Its size is known before, so that a build that does not fit fails at once.
+# * Exchange memory of the smaller group, or the arena: secondary shards, in the tier of the shard. With them nothing is
+#   joint: gathers are copies.
+# * Buffers of the store: what is at home on a disk; see [Note: Buffers of shards on a disk].
+# * Device memory: the rest.
+# Every rank allocates the same buffers in the same order, since this is collective.
 class Storage:
     """The memory of one model on this rank. Collective.
 
     Attributes:
         chunks: by index.
-        states: what the optimizer updates, by index of the chunks that it trains.
-        homes: tiers, by chunk index.
-        ledger: the device's accounts.
+        states: masters by chunk index, of chunks that an optimizer trains.
+        homes: tiers by chunk index.
+        ledger: accounts of device memory.
         uses_disk: whether any rank has something on a disk.
-        store: this rank's part of the disk, or ``None``.
-        value_buffer_bytes: the store's buffers for the values of tiles have this size.
-        narrow: which chunks travel in fewer bits, and over which groups.
-        new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
+        store: this rank's file on the disk, or ``None``.
+        value_buffer_bytes: size of the store's buffers for the values of tiles.
+        comm_dtypes: chunks that are quantized for communication.
+        new_shards: by chunk index, host memory for parameters that are updated on a disk before ``step()``.
 
     Raises:
-        DiskError: on every rank, where one cannot open its file or reserve what it needs.
+        DiskError: on every rank, if one cannot open its file or reserve space.
         ValueError: the plan wants secondary shards, and the mesh has no groups for them.
 
     Warns:
-        UserWarning: on rank 0, where chunks are too large for a share to be met.
+        UserWarning: on rank 0, if chunks are too large to meet a fraction.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
@@ -78,11 +76,11 @@ class Storage:
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warn_user(missed)
-        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among, self._resident)
-        if self.narrow.left and mesh.first:
-            first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
+        self.comm_dtypes = CommDtypes(layout, params, plan, mesh.shard, self._among, self._resident)
+        if self.comm_dtypes.left and mesh.first:
+            first, kinds = self.comm_dtypes.left[0], {type(params[index]).__name__ for index in self.comm_dtypes.left}
             warn_user(
-                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.narrow.left)} frozen parameters (as "
+                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.comm_dtypes.left)} frozen parameters (as "
                 f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
                 "be packed: they, and what shares a chunk with them, travel as they are"
             )
@@ -101,7 +99,7 @@ class Storage:
             with self._all_reserve():
                 self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
         except BaseException:
-            # The file must not outlive a build that failed.
+            # Remove the file of a build that failed.
             self.close()
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
@@ -125,8 +123,8 @@ class Storage:
         self._ahead = ReadAhead(largest, count - renewals, renewals)
 
     def on_any_disk(self, own: bool) -> bool:
-        """Whether any rank has something on a disk: data-parallel ranks have alike, ranks with other parts or stages
-        other chunks. Collective where there are such."""
+        """Whether any rank has something on a disk. Data-parallel ranks have the same chunks; with model parallelism
+        ranks have different ones, and this is collective."""
         if self.mesh.model_parallel is None or self.plan.tiers.disk is None:
             return own
         posts = self.mesh.everyone.exchange([float(own)], "whether anything is on a disk")
@@ -142,36 +140,36 @@ class Storage:
 
     @property
     def _pins_for(self) -> torch.device | None:
-        """The GPU that host memory is page-locked for: copies would else pass through the driver's own."""
+        """The GPU that host memory is page-locked for, so that copies are direct."""
         device = self.mesh.device
         return device if self.plan.tiers.pin_memory and device.type == "cuda" else None
 
     # ---- which memory
 
     def _resident(self, spec: ChunkSpec) -> bool:
-        """Whether the whole array stays on the device."""
+        """Whether the full array stays on the device."""
         stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
         return stays and self.homes[spec.index].param is Tier.DEVICE
 
     def round_(self, chunk: Chunk) -> None:
-        """The shard becomes what its peers get of it; its master is up to date. See [Note: Rounded parameters]."""
-        if self.narrow.rounds(chunk.spec):
+        """Quantize the shard to what its peers get, from its current master. See [Note: Rounded parameters]."""
+        if self.comm_dtypes.rounds(chunk.spec):
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
                     shard.copy_(master)
-                self.narrow.trained.round_(shard)
+                self.comm_dtypes.trained.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
-        """As :meth:`round_`, the peers' shards too where they are here."""
+        """As :meth:`round_`, with the peers' shards if they are here."""
         if not chunk.resident:
             self.round_(chunk)
-        elif self.narrow.rounds(chunk.spec):
-            group = self.narrow.trained
+        elif self.comm_dtypes.rounds(chunk.spec):
+            group = self.comm_dtypes.trained
             for rank in range(group.size):
                 group.round_(group.slice_of(chunk.exchange.local, rank))
 
     def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
-        """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
+        """Return the dtype of masters; ``None`` if the shard itself is updated, because its state has the same home."""
         home = self.homes[spec.index]
         if not trained(spec):
             return None
@@ -179,21 +177,21 @@ class Storage:
             return torch.float32
         # Parameters that backward still reads cannot be updated themselves.
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
-        return None if shared and not self.narrow.rounds(spec) else spec.dtype
+        return None if shared and not self.comm_dtypes.rounds(spec) else spec.dtype
 
     def _waits(self, spec: ChunkSpec) -> bool:
-        """Whether new parameters need memory of their own between their update and ``step()``."""
+        """Whether new parameters need separate memory between their update and ``step()``."""
         home = self.homes[spec.index]
         on_disk = home.state is Tier.DISK and home.param is not Tier.DISK
         return trained(spec) and on_disk and self.plan.grad.update == "backward"
 
     @property
     def _keeps_whole(self) -> bool:
-        """Whether whole gradients stay on the device until the step."""
+        """Whether full gradients stay on the device until the step."""
         return self.plan.shard.reduce == "last"
 
     def _host_bytes(self) -> int:
-        """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
+        """Return the size of the arena. CPU ranks keep host shards in the group's exchange memory instead."""
         total = 0
         for spec, home in zip(self.layout.chunks, self.homes, strict=True):
             master = self.master_dtype(spec)
@@ -209,7 +207,7 @@ class Storage:
         return total
 
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
-        """In which gradients travel and add up."""
+        """Return the dtypes in which gradients are reduced and accumulated."""
         precision = self.plan.precision
         travel = precision.reduce_dtype or spec.dtype
         return travel, precision.accumulate_dtype or travel
@@ -217,7 +215,7 @@ class Storage:
     # ---- parameters
 
     def _own(self, spec: ChunkSpec) -> int:
-        """Elements of this rank's shard."""
+        """Return the number of elements of this rank's shard."""
         return spec.shard_numel(self.mesh.shard.rank)
 
     def _exchanged(self, spec: ChunkSpec) -> bool:
@@ -231,17 +229,17 @@ class Storage:
         return spec.trainable or not self._resident(spec)
 
     def _joint(self, spec: ChunkSpec) -> bool:
-        """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
+        """Whether the ranks' shards may be mapped as one array; not under a declared capacity."""
         in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
-        in_place = in_place and not self.narrow.rounds_on_the_way(spec)
+        in_place = in_place and not self.comm_dtypes.rounds_on_the_way(spec)
         return in_place and not self._resident(spec) and self._among is None
 
     def _secondary_numel(self, spec: ChunkSpec) -> int:
-        """Elements of the chunk's secondary shard; 0: it has none."""
+        """Return the number of elements of the chunk's secondary shard; 0 if it has none."""
         return 0 if self._among is None or self._resident(spec) else spec.padded_numel // self._among.size
 
     def _secondary_buffers(self) -> dict[int, Buffer]:
-        """Memory of secondary shards, by chunk."""
+        """Allocate secondary shards, by chunk."""
         if self._among is None:
             return {}
         kept = [s for s in self.layout.chunks if self._secondary_numel(s)]
@@ -262,7 +260,7 @@ class Storage:
         made += group.shards([(s.bounds, s.dtype) for s in joint], joint=True)
         buffers = dict[int, Buffer]()
         for spec, buffer in zip([*full, *apart, *joint], made, strict=True):
-            buffer.bounds, buffers[spec.index] = spec.uneven, buffer
+            buffer.bounds, buffers[spec.index] = spec.shard_offsets, buffer
         staging, secondary = self._staging(), self._secondary_buffers()
         self._reserve_disk_buffers()
         chunks = []
@@ -270,7 +268,7 @@ class Storage:
             for spec in self.layout.chunks:
                 source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
                 if self._among is not None and spec.index in secondary and isinstance(source, MemorySource):
-                    few = self.narrow.over_few(spec)
+                    few = self.comm_dtypes.over_few(spec)
                     kept = MemorySource(secondary[spec.index], source.tier, self._uploads, few)
                     source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
@@ -278,7 +276,7 @@ class Storage:
         return chunks
 
     def _staging(self) -> dict[torch.dtype, Buffer]:
-        """Exchange memory for shards that come from the disk, one a dtype."""
+        """Allocate exchange memory for shards that come from the disk, one for each dtype."""
         on_disk = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         if self.mesh.shard.size == 1 or not on_disk:
             return {}
@@ -304,12 +302,12 @@ class Storage:
             self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
-        tier, over = self.homes[spec.index].param, self.narrow.over(spec)
+        tier, over = self.homes[spec.index].param, self.comm_dtypes.over(spec)
         if buffer is not None:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
             kept = Buffer(self._arena.take(self._own(spec), spec.dtype))
-            kept.bounds = spec.uneven
+            kept.bounds = spec.shard_offsets
             return MemorySource(kept, tier, self._uploads, over)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging, over)
@@ -325,7 +323,7 @@ class Storage:
     # ---- masters
 
     def tile_ranges(self, spec: ChunkSpec) -> list[TileRange]:
-        """How the chunk's update is cut on this rank."""
+        """Return the tiles in which this rank updates the chunk."""
         on_device = self.homes[spec.index].state is Tier.DEVICE
         numel = TILE_NUMEL[self.mesh.device.type if on_device else "cpu"]
         return plan_tiles(spec, self.mesh.shard.rank, [fact.group for fact in self.layout.facts], numel)
@@ -347,7 +345,7 @@ class Storage:
     # ---- gradients
 
     def make_grads(self) -> dict[int, ChunkGrads]:
-        """Gradient states of the trainable chunks."""
+        """Create the gradient states of the trainable chunks."""
         return {chunk.spec.index: self._make_grads(chunk) for chunk in self.chunks if chunk.spec.trainable}
 
     def _make_grads(self, chunk: Chunk) -> ChunkGrads:
@@ -357,16 +355,16 @@ class Storage:
         if self.plan.grad.update == "backward":
             return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
         if home is Tier.HOST and self._keeps_whole:
-            # Only several reduced passes a step need it, which a plan like that is not for.
+            # Needed only with several reduced passes in one step, which is unusual for such a plan.
             take = partial(torch.empty, chunk.shard_numel, dtype=accumulate)
         elif home is Tier.HOST:
-            # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
+            # Taken now, since the arena's size was computed with it; its pages are touched at the first use.
             memory = self._arena.take(chunk.shard_numel, accumulate)
             take = lambda: memory  # noqa: E731
         return ChunkGrads(chunk, travel, accumulate, home, take)
 
     def ring(self, home: Tier) -> GradRing:
-        """Memory of gradients that stream, in the tier where their updates read them."""
+        """Return the buffers of gradients that stream, in the tier where their updates read them."""
         on_host = home is Tier.HOST
         device = torch.device("cpu") if on_host else self.mesh.device
         return self._rings.setdefault(home, GradRing(device, self._pins_for if on_host else None))
@@ -374,7 +372,7 @@ class Storage:
     # ---- accounts
 
     def parameter_bytes(self, tier: Tier) -> int:
-        """Bytes of parameter shards and resident arrays in ``tier``."""
+        """Return the bytes of parameter shards and resident arrays in ``tier``."""
         total = 0
         for chunk in self.chunks:
             if chunk.source.tier is tier:
@@ -383,12 +381,12 @@ class Storage:
         return total
 
     def secondary_bytes(self, tier: Tier) -> int:
-        """Bytes of secondary shards in ``tier``."""
+        """Return the bytes of secondary shards in ``tier``."""
         sources = [chunk.source for chunk in self.chunks if chunk.source.tier is tier]
         return sum(each.kept.exchange.local.nbytes for each in sources if isinstance(each, SecondarySource))
 
     def master_bytes(self, tier: Tier) -> int:
-        """Bytes of masters in ``tier``."""
+        """Return the bytes of masters in ``tier``."""
         total = 0
         for state in self.states.values():
             if state.tier is tier and state.dtype is not None:
@@ -396,17 +394,17 @@ class Storage:
         return total
 
     def new_shard_bytes(self, tier: Tier) -> int:
-        """Bytes of :attr:`new_shards` in ``tier``."""
+        """Return the bytes of :attr:`new_shards` in ``tier``."""
         return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file on the disk."""
         if self.store is not None:
             self.store.close()
 
 
 def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
-    """The ranks that keep a second copy of parameters together, if the plan wants one and it is not the first."""
+    """Return the ranks that share a second copy of parameters; ``None`` if the plan has none beyond the first."""
     wanted, group = plan.mesh.secondary, mesh.secondary
     if wanted is None or wanted == mesh.shard.size:
         return None
@@ -414,16 +412,99 @@ def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
         return group
     if group is None or group.size != wanted:
         raise ValueError(
-            f"secondary={wanted} with a mesh whose groups for secondary shards are of {group and group.size} ranks: "
-            "make the mesh of the same plan (Mesh.create(plan.mesh, ...))"
+            f"secondary={wanted}, but the mesh has groups of {group and group.size} ranks for secondary shards: make "
+            "the mesh from the same plan (Mesh.create(plan.mesh, ...))"
         )
     return group
 
 
 def _capacity(plan: Plan, device: torch.device) -> int | None:
-    """Declared bytes; under ``auto``, what the device has."""
+    """Return the declared bytes; under ``auto``, those of the device."""
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
     if device.type == "cuda":
         return total_bytes(device)
     return None
+
+
+PLAIN = nn.Parameter, DeferredParameter
+
+
+# [Note: Rounded parameters]
+# Where parameters are communicated in 8 bits, all ranks compute with the same quantized values.
+# * Trained chunks: every rank, the owner included, has the quantized shard. It is quantized when it is published,
+#   always from its master (master_dtype), since quantizing twice with different scales changes values. States and files
+#   are made from masters.
+# * Frozen chunks have no master. The shard keeps what was loaded, for states and files, and each gather quantizes it,
+#   this rank's own part too (Group.brought). Resident arrays are never communicated. A chunk with numbers that cannot
+#   be quantized (integers, fp64), or with a parameter class of its own, which may be packed weights, is communicated as
+#   it is.
+# * Chunks that no optimizer trains and that are not frozen are communicated as they are.
+# * A secondary shard consists of neighbours' shards as they arrived, and is quantized in the same blocks again.
+class CommDtypes:
+    """Which chunks are quantized for communication, and by which groups.
+
+    Args:
+        layout: of the parameters.
+        params: the parameters.
+        plan: see :class:`~shardwise.plan.CommPlan`.
+        shard: the ranks that shard parameters.
+        among: the ranks that share secondary shards.
+        resident: whether a chunk stays unsharded on the device.
+
+    Attributes:
+        trained: the group for trained shards; ``shard`` if they are not quantized.
+        left: indices of frozen parameters with classes of their own, whose chunks are not quantized.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        plan: Plan,
+        shard: Group,
+        among: Group | None,
+        resident: Callable[[ChunkSpec], bool],
+    ) -> None:
+        weights, frozen = plan.comm.weights, plan.comm.compress_frozen
+        self._shard, self._among = shard, among
+        self.trained = shard if weights is None else compressed(shard, FORMATS[weights][0])
+        self._frozen = shard if frozen is None else compressed(shard, FORMATS[frozen][0], on_the_way=True)
+        own = dict[int, list[int]]()
+        if frozen is not None and shard.size > 1:
+            for spec in layout.chunks:
+                if not spec.trainable and not resident(spec) and FORMATS[frozen][0].takes(spec.dtype):
+                    own[spec.index] = [slot.param for slot in spec.slots if type(params[slot.param]) not in PLAIN]
+        self._on_the_way = frozenset(index for index, others in own.items() if not others)
+        self.left = [param for others in own.values() for param in others]
+
+    def rounds(self, spec: ChunkSpec) -> bool:
+        """Whether owners quantize the chunk's shards before they are communicated."""
+        return self.trained is not self._shard and trained(spec)
+
+    def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
+        """Whether gathers quantize the chunk."""
+        return spec.index in self._on_the_way
+
+    def over(self, spec: ChunkSpec) -> Group | None:
+        """Return the group that quantizes the chunk's shards; ``None`` if they are not quantized."""
+        if self.rounds_on_the_way(spec):
+            return self._frozen
+        return self.trained if self.rounds(spec) else None
+
+    def over_few(self, spec: ChunkSpec) -> Group | None:
+        """Return the same for its secondary shards."""
+        over, few = self.over(spec), self._among
+        if few is None or not isinstance(over, CompressedGroup):
+            return None
+        return compressed(few, over.format, rows=over.size // few.size)
+
+    def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function from a master's values, cast, from the beginning of a block on, to the shard's; ``None``
+        if they are equal."""
+        return self.trained.rounded if self.rounds(spec) else None
+
+
+def trained(spec: ChunkSpec) -> bool:
+    """Whether an optimizer updates the chunk."""
+    return spec.trainable and spec.optimizer >= 0

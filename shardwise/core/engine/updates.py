@@ -1,6 +1,6 @@
-"""One update of everything that an optimizer trains on this rank, whichever tier it is in.
+"""Updates all tiles of one optimizer on this rank, in whichever tier they are.
 
-A failure leaves parameters and state half-changed, and breaks the session: a checkpoint has to be loaded.
+A failure leaves parameters and state half-changed and breaks the session, so that a checkpoint has to be loaded.
 """
 
 from __future__ import annotations
@@ -8,26 +8,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.aside import Aside
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.promote import promote
+from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.tier import Tier
+from shardwise.core.optim.nested_state import mapped, tensors_of
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyUpdates
-from shardwise.core.update.tiles import Calls, Piece, Tile, TileStepper, is_foreign, make_tiles
+from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.tiles import Calls, Piece, Tile, TileStepper, make_tiles
 
 __all__ = ["TileUpdates"]
 
@@ -36,15 +39,16 @@ HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (o
 
 
 # [Note: The order of an update]
-# The parts that an update changes are marked as broken before its first value changes (run), and the mark is removed
-# when the step has ended. Tiles of state on a disk are visited first, then parameters at home on a disk, then what is
-# in memory. Where a disk or an unknown optimizer may fail on one rank alone, the ranks tell each other whether it did;
-# publish() commits. See [Note: Two versions of a record] and [Note: Broken sessions].
+# The parts that an update changes are marked as broken before the first value changes (run), and the mark is removed
+# when the step has ended. Tiles with state or parameters on a disk come first, in the uncommitted version of their
+# records; then what is in memory. Where a disk or an unknown optimizer may fail on one rank alone, the ranks tell each
+# other whether it did; then the store is rolled back and every rank raises. Otherwise publish() commits the records.
+# See [Note: Two versions of a record] and [Note: Broken sessions].
 class TileUpdates:
-    """The tiles of one optimizer.
+    """Updates the tiles of one optimizer.
 
     Args:
-        engine: the model side.
+        engine: of the model.
         optimizer: the user's own.
         index: its position among the engine's optimizers.
         grads: gradient states of the chunks that it trains.
@@ -56,9 +60,9 @@ class TileUpdates:
         self._engine, self.optimizer, self._index = engine, optimizer, index
         self.tiles: list[Tile] = []
         self._disk: dict[int, DiskTile] = {}
-        """By position among the tiles."""
+        """Tiles on a disk by position among all tiles."""
         homes = [engine.storage.homes[each.spec.index] for each in grads]
-        # Not whether this rank has tiles on a disk: it may have none of a small chunk, and its peers some.
+        # By homes, since a rank may have no tile of a small chunk whose other tiles its peers have on a disk.
         own = any(Tier.DISK in (home.param, home.state) for home in homes)
         self.uses_disk = engine.storage.on_any_disk(own)
         self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
@@ -76,16 +80,17 @@ class TileUpdates:
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
-        """Whose state is in memory."""
+        """Tiles with state in memory and parameters on a disk."""
+        self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
+        self._tells = self._stepper.foreign or index in engine.whole_tensor_optimizers
+        """Whether a step may raise on one rank alone without a disk."""
         self._calls = Calls(together=not self._stepper.foreign)
-        self.tells = index in engine.whole or is_foreign(optimizer)
-        """Ranks tell each other whether an update raised: not of torch's own, whose steps cost no message so."""
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if engine.plan.grad.update == "backward":  # which comes from the last chunk to the first
-            # The order that is expected of the first step; later ones follow the last (TileVisits).
+        if self._updates_early:  # backward comes from the last chunk to the first
+            # The expected order of the first step; later steps follow the previous one (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
@@ -93,20 +98,20 @@ class TileUpdates:
         if self._disk:
             engine.events.masters_wanted.listen(self._give_back)
             engine.events.update_expected.listen(self._visits.read_ahead)
-        self._aside = Aside(optimizer, self.tiles, self._stepper.state_changed)
-        engine.asides.append(self._aside)
-        engine.events.backward_asked.listen(self._aside.check)
+        self._offload = StateOffload(optimizer, self.tiles, self._stepper.state_changed)
+        engine.state_offloads.append(self._offload)
+        engine.events.backward_asked.listen(self._offload.check)
 
     def state_bytes(self, tier: Tier) -> int:
-        """Optimizer state at home in ``tier``."""
+        """Return the bytes of optimizer state in ``tier``."""
         return self._stepper.state_bytes(tier)
 
     def expected_bytes(self, tier: Tier) -> int:
-        """What the state in ``tier`` will be once every parameter has been stepped. Steps a dummy to know it."""
+        """Return the bytes of state in ``tier`` after every parameter was stepped, found by stepping a dummy."""
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
-        # What is kept of matrices may differ from what is of vectors, and in each param group by its options.
+        # State may differ between matrices and vectors, and between param groups by their options.
         numels: dict[tuple[int, int, torch.dtype], tuple[Piece, int]] = {}
         for group, piece in ((tile.group, piece) for tile in own for piece in tile.pieces):
             kind = group, piece.value.dim(), piece.value.dtype
@@ -116,12 +121,12 @@ class TileUpdates:
         return sum(self._stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
 
     def _give_back(self, optimizer: int) -> None:
-        """Buffers that hold what was read ahead, if it is of this optimizer's."""
+        """Free the buffers of reads ahead, if they are this optimizer's."""
         if optimizer == self._index:
             self._visits.release()
 
     def _make_room(self, element_bytes: int) -> None:
-        """Buffers for the state of the largest tile, reserved when it is known what the optimizer keeps."""
+        """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
         disk = self._engine.plan.tiers.disk
         if element_bytes > self._roomy and disk is not None and self._engine.storage.store is not None:
             largest = max(each.tile.end - each.tile.start for each in self._disk.values())
@@ -131,18 +136,18 @@ class TileUpdates:
             self._roomy = element_bytes
 
     def opened(self, position: int) -> AbstractContextManager[None]:
-        """Inside the block the values and state of the tile at ``position`` can be read."""
+        """Return a context in which values and state of the tile at ``position`` can be read."""
         self._visits.release()
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
     def norm_of_tiles(self) -> TileNorm:
-        """Made by updates from here on."""
+        """Return the norm that updates compute from now on."""
         self._stepper.norm = TileNorm()
         return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
-        """Give the pieces of the tile at ``position`` this state, ``None`` for pieces that were never stepped."""
+        """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
         disk_tile = self._disk.get(position)
         if disk_tile is not None:
             self._visits.release()
@@ -155,19 +160,60 @@ class TileUpdates:
         self._stepper.state_changed()
 
     def dtype_for(self, key: str, stored: torch.dtype, piece: Piece) -> torch.dtype:
-        """Of per-element state that is loaded; see :meth:`TileStepper.dtype_for`."""
+        """Return the dtype for loaded element-wise state; see :meth:`TileStepper.dtype_for`."""
         return self._stepper.dtype_for(key, stored, piece.value)
 
-    def promote(self, room_bytes: int) -> None:
-        """Move state to the device, as much as has room; see :func:`shardwise.core.engine.promote.promote`."""
-        promote(self._engine, self.optimizer, self.tiles, room_bytes)
+    def move_to_device(self, room_bytes: int) -> None:
+        """Move masters and state of whole chunks from the host to the device, in the order of the tiles, as long as
+        they fit. Called between steps, when no gradient is held.
+
+        Source: Gemini's ``gpu_margin_mem_ratio`` and ZeRO-Offload++'s twin flow: their updates then run on the device.
+        """
+        engine, early = self._engine, self._updates_early
+        by_chunk: dict[int, list[Tile]] = {}
+        for tile in self.tiles:
+            if tile.state.tier is Tier.HOST:
+                by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
+        moved = 0
+        for index, own in by_chunk.items():
+            state, grads = engine.states[index], engine.grads[index]
+            size = self._bytes_on_device(state, grads, own)
+            if moved + size <= room_bytes:
+                self._move(state, own)
+                grads.move_to_device(engine.storage.ring(Tier.DEVICE) if early else None)
+                moved += size
+        if moved and early:
+            engine.storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
         self._calls.forget()
         self._stepper.state_changed()
+
+    def _bytes_on_device(self, state: ChunkState, grads: ChunkGrads, tiles: Sequence[Tile]) -> int:
+        entries = [self.optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
+        itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
+        state_bytes: int = sum(value.nbytes for value in tensors_of(entries))
+        return state_bytes + state.chunk.shard_numel * itemsize
+
+    @torch.no_grad()
+    def _move(self, state: ChunkState, tiles: Sequence[Tile]) -> None:
+        chunk = state.chunk
+        with chunk.opened() as shard:
+            # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
+            values = state.master if state.master is not None else shard
+            state.master = values.to(chunk.device, copy=True)
+        # From here on these are masters of their own, also where the shard itself was updated before.
+        state.dtype = state.master.dtype
+        state.home = replace(state.home, state=Tier.DEVICE)
+        for tile in tiles:
+            for piece in tile.pieces:
+                entry = self.optimizer.state.get(piece.value, {})
+                point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
+                move = partial(_moved, elements=piece.value.shape, device=chunk.device)
+                entry.update({key: mapped(value, move) for key, value in entry.items()})
 
     @contextmanager
     def replacing_state(self) -> Iterator[None]:
         """Mark the state as broken while the block replaces it. The caller removes the mark when all ranks are done."""
-        if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
+        if not isinstance(self.optimizer.state, dict):  # set to another type by the user
             self.optimizer.state = defaultdict(dict)
         self._engine.broken.mark("loading a state", state_of(self._index))
         try:
@@ -180,17 +226,12 @@ class TileUpdates:
 
     @property
     def param_groups(self) -> ParamGroups:
-        """The user's groups, and which they were when the model was sharded."""
+        """The user's param groups, now and when the model was sharded."""
         return self._stepper.param_groups
-
-    @property
-    def hooked(self) -> bool:
-        """See :attr:`TileStepper.hooked`."""
-        return self._stepper.hooked
 
     def before_step(self) -> None:
         """See :meth:`TileStepper.before_step`."""
-        self._aside.check()
+        self._offload.check()
         self._stepper.before_step()
 
     def after_step(self) -> None:
@@ -198,7 +239,7 @@ class TileUpdates:
         self._stepper.after_step()
 
     def early(self) -> EarlyUpdates:
-        """Updates during backward; of parameters on a disk only where their state is there too."""
+        """Create the updates during backward; of parameters on a disk only if their state is there, too."""
         by_chunk: dict[int, list[DiskTile]] = {}
         for each in self._disk.values():
             by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
@@ -218,12 +259,12 @@ class TileUpdates:
         The :attr:`parts` are marked as broken; the caller removes the mark when the step has ended.
 
         Args:
-            factor: Gradients are multiplied by it.
-            early: Updates during backward; only the parameters of what these updated are renewed.
+            factor: gradients are multiplied by it.
+            early: updates that were made during backward; only their parameters are written here.
 
         Raises:
-            DiskError: The disk of a rank failed; raised on every rank.
-            PeerError: An optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+            DiskError: on every rank, if the disk of one failed.
+            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         self._engine.broken.mark("optimizer.step()", *self.parts)
         try:
@@ -232,7 +273,6 @@ class TileUpdates:
                     raise early.failure
                 if self.uses_disk:
                     self._update_disk(update)
-                    self._update_params_on_disk(update)
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
                 self._update_memory(update)
@@ -243,25 +283,25 @@ class TileUpdates:
             raise
 
     def _together(self) -> AbstractContextManager[None]:
-        """A block that fails on every rank if it fails on one, where it may fail on one rank alone."""
+        """Return a block that fails on every rank if it fails on one, where it may fail on one rank alone."""
         error = DiskError if self.uses_disk else PeerError
         name = type(self.optimizer).__name__
-        needed = self.uses_disk or self.tells
-        return collectively(self._engine.mesh.everyone, f"step() of {name}", HALF, error, needed)
+        return collectively(self._engine.mesh.everyone, f"step() of {name}", HALF, error, self.uses_disk or self._tells)
 
     def _roll_back(self) -> None:
-        """After a failure: no buffers are held, and nothing uncommitted is left on the disk."""
+        """Free buffers and drop what was written to the disk and not committed, after a failure."""
         self._visits.end_step()
         if self._engine.storage.store is not None:
             self._engine.storage.store.rollback(self._index)
         self._stepper.state_changed()
 
     def finish_early(self, early: EarlyUpdates) -> None:
-        """Before a step: wait for the updates during backward. With a disk, what failed is raised by :meth:`run`.
+        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises what
+        failed.
 
         Raises:
-            Exception: What one of them raised.
-            PeerError: An optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+            Exception: what one of them raised.
+            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         early.catch_up()
         if self.uses_disk:
@@ -282,26 +322,23 @@ class TileUpdates:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """What an update changes; see :class:`Broken`."""
+        """The parts that an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
 
     def _active(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
-        """Those that have a gradient, by chunk."""
+        """The tiles that have a gradient, by chunk."""
         active = [tile for tile in tiles if self._stepper.active(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
 
     def _update_disk(self, update: Update) -> None:
-        """Tiles whose state is on a disk."""
+        """Update tiles that have their state or their parameters on a disk."""
         with _shards() as shard_of:
             for each in self._disk.values():
                 if self._stepper.active(each.tile):
-                    self._visits.visit(each, partial(_step_disk_tile, update, shard_of))
-        # Out here, since the last parameters are written when the block ends, together with these tiles.
+                    self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
+        # After the block, at whose end the last parameters are written.
         self._visits.drain()
         self._visits.end_step()
-
-    def _update_params_on_disk(self, update: Update) -> None:
-        """Tiles whose parameters are on a disk and whose state is in memory."""
         for chunk, tiles in self._active(self._params_on_disk):
             with _for_update(chunk, tiles[0].grads) as shard:
                 for tile in tiles:
@@ -312,18 +349,14 @@ class TileUpdates:
         self._stepper.close(given_back or all(chunk.resident for chunk in self._engine.chunks))
 
 
-def _step_disk_tile(update: Update, shard_of: Callable[[Tile], torch.Tensor], each: DiskTile) -> None:
-    update([(each.tile, shard_of(each.tile))])
-
-
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
-    """The chunk's shard; where all of it will be written, it is not read."""
+    """Open the chunk's shard, without reading it if all of it will be written."""
     return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
 
 
 @contextmanager
 def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
-    """A function that opens the shard of the tile it is asked for, for writing, and closes the one before."""
+    """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
     stack = ExitStack()
     current: list[tuple[Chunk, torch.Tensor]] = []
 
@@ -335,3 +368,10 @@ def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
 
     with stack:
         yield shard_of
+
+
+def _moved(value: Any, elements: torch.Size, device: torch.device) -> Any:
+    """Return a tensor on ``device``, unless it is a count."""
+    if isinstance(value, torch.Tensor) and (value.shape == elements or value.numel() > 1):
+        return value.to(device, copy=True)
+    return value

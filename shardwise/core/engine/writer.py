@@ -1,4 +1,4 @@
-"""Writes whole parameters into this rank's part of shards and masters, wherever they are at home."""
+"""Writes full parameters into this rank's shards and masters, in any tier."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 import torch
+from torch import nn
 
+from shardwise.core.base.sparse import parts_of
+from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import collectively
+from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
+from shardwise.core.engine.partition import Partition
 from shardwise.core.engine.storage import Storage
 from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.chunk import absent_value
+from shardwise.plan import Plan
 
-__all__ = ["ValueWriter"]
+__all__ = ["ValueWriter", "load_initial_values"]
 
 DOING = "writing parameters to disk"
-OUTCOME = "Some parameters have their new values and others have not: load them again once that is put right."
+OUTCOME = "Some parameters have their new values and others do not: repair the disk and load them again."
 
 
 class ValueWriter:
-    """Takes parameters one at a time; a context, inside which the last chunk written stays in memory.
+    """Stores parameters one at a time; a context, which keeps the last chunk in memory.
 
-    Leaving the context is collective where a disk is in use. A disk that fails on one rank does not interrupt the
-    block, in which ranks may need each other, but makes all of them raise at its end.
+    Leaving the context is collective if a disk is in use. A disk that fails on one rank does not interrupt the block,
+    in which ranks may need each other; all of them raise at its end.
 
     Args:
         storage: the chunks and masters to write. Call ``Values.publish`` on every rank afterwards.
@@ -53,7 +61,7 @@ class ValueWriter:
                 raise self._failure
 
     def _open(self, index: int | None) -> None:
-        """Keep what was written to the chunk before, and open another."""
+        """Close the previous chunk, which keeps its values, and open another."""
         if index == self._chunk or self._failure is not None:
             return
         self._chunk, self._shard, self._master = index, None, None
@@ -64,16 +72,15 @@ class ValueWriter:
                 self._shard = self._stack.enter_context(chunk.opened(write=True))
                 self._master = self._stack.enter_context(state.opened(write=True)) if state is not None else None
         except DiskError as error:
-            # The block goes on without writing: the peers need this rank's part in it, and learn of the failure at its
-            # end.
+            # Go on without writing: the peers need this rank in the block, and are told at its end.
             failed, self._stack, self._failure = self._stack, ExitStack(), error
             with suppress(DiskError):
-                failed.__exit__(type(error), error, error.__traceback__)  # buffers go back, nothing is written
+                failed.__exit__(type(error), error, error.__traceback__)  # frees buffers without writing
 
     @torch.no_grad()
     def store(self, param: int, value: torch.Tensor, local: bool = False) -> None:
-        """Store parameter ``param`` (index into the layout's facts): its whole ``value``, any float dtype. Where ranks
-        hold parts of it this one keeps its own, unless that is what is given (``local``)."""
+        """Store the full ``value`` (any float dtype) of parameter ``param``, an index into the layout's facts. Under
+        tensor parallelism ``local`` says that it is this rank's part already."""
         index, slot = self._storage.layout.where[param]
         self._open(index)
         if self._failure is not None:
@@ -83,7 +90,7 @@ class ValueWriter:
         flat = (value.detach() if fact.part is None or local else fact.part.of(value.detach())).reshape(-1)
         state = self._storage.states.get(index)
         if state is not None and state.dtype is not None:
-            flat = flat.to(state.dtype)  # the parameter is what the master rounds to
+            flat = flat.to(state.dtype)  # the parameter is the rounded master
         start, end = chunk.overlap(slot)
         part = flat[start - slot.start : end - slot.start] if start < end else flat[:0]
         if chunk.resident:
@@ -92,3 +99,48 @@ class ValueWriter:
             self._shard[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
         if self._master is not None and start < end:
             self._master[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
+
+
+def load_initial_values(model: nn.Module, partition: Partition, storage: Storage, plan: Plan, mesh: Mesh) -> None:
+    """Write initial values to shards and masters, one full parameter at a time. Collective.
+
+    Args:
+        model: the user's module; its parameters belong to the chunks afterwards.
+        partition: of the model.
+        storage: of the shards.
+        plan, mesh: whether rank 0's values are broadcast, and the dtype of buffers.
+    """
+    index_of = {id(param): index for index, param in enumerate(partition.params)}
+    sync = plan.comm.sync_init and mesh.everyone.size > 1
+    with ValueWriter(storage) as writer:
+        for names, held, value, is_parameter in initial_values(model, mesh.device):
+            if sync:
+                value = value.contiguous() if value.layout is torch.strided else value
+                for part in parts_of(value):  # the same shapes on all ranks: describe_build compares them
+                    mesh.everyone.broadcast(part, 0)
+            if not is_parameter:
+                dtype = plan.precision.buffer_dtype
+                cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                set_buffer(model, names, cast)
+            elif isinstance(held, nn.Parameter) and id(held) in index_of:
+                writer.store(index_of[id(held)], value)
+                _let_go(held, storage, index_of[id(held)], mesh.device)
+            elif isinstance(held, nn.Parameter):
+                held.grad = None
+                adopt(held, value.new_zeros(()).expand(value.shape))  # of another rank's stage
+    if storage.store is not None:
+        storage.store.commit()  # makes it current
+    for chunk in storage.chunks:
+        storage.round_whole(chunk)
+        chunk.adopt_params()
+
+
+def _let_go(param: nn.Parameter, storage: Storage, index: int, device: torch.device) -> None:
+    """Free the parameter's old memory."""
+    chunk_index, slot = storage.layout.where[index]
+    dtype = storage.chunks[chunk_index].spec.dtype
+    param.grad = None  # from before the build: not part of the first step
+    absent = torch.full((), absent_value(dtype), dtype=dtype, device=device).expand(slot.shape)
+    adopt(param, absent)
+    for each in storage.chunks[chunk_index].followers_of(index):
+        point(each, absent)

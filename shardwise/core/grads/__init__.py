@@ -1,5 +1,7 @@
-"""Gradients, from where backward leaves them to reduced shards: their arrays, the order of reductions, norm and scale.
+"""Gradients, from backward to reduced shards.
 
-A gradient comes in whole, from a hook, and is left as this rank's reduced shard. Nothing here updates a parameter;
-whoever works on results ahead of the step hears of them by events, and is waited for at the end of a pass.
+A gradient goes down these files: ``passes.py`` notices the backward pass, ``reducer.py`` takes each gradient from its
+hook (``Reducer.add``) and orders the reductions, ``grads.py`` has the chunk's bucket and its gradient shard, and
+``offload.py`` copies shards to the host. ``norm.py`` and ``scaler.py`` are the global norm and the loss scale;
+``sharded_grad.py`` is the tensor in ``.grad``. Nothing here updates a parameter.
 """

@@ -1,4 +1,4 @@
-"""One norm, one clip factor, one test for non-finite gradients, over every axis of the mesh.
+"""The global gradient norm, the clip factor and the check for non-finite gradients, over every axis of the mesh.
 
 Source: ``torch.nn.utils.clip_grad_norm_`` (the factor ``max_norm / (norm + 1e-6)``, never above 1).
 """
@@ -20,7 +20,7 @@ NORMS = "the norms that .grad is asked for"
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
-    """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, computed in ``wide`` or wider."""
+    """Return this rank's share, computed in ``wide`` or wider: the sum of ``|x|**p``, or the maximum for p = inf."""
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -35,14 +35,14 @@ def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> fl
 
 
 def shard_norm(tensor: torch.Tensor, p: float) -> float:
-    """Norm of one shard, as :func:`global_norm` makes it."""
+    """Return the norm of one shard, computed like :func:`global_norm`."""
     share = _partial([tensor], p, torch.float32)
     norm = share ** (1.0 / p) if p != math.inf else share
     return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
 
 
 Ask = Callable[[float, bool], float]
-"""All ranks' numbers made one: their sum, or the largest of them. Collective."""
+"""Returns the sum of all ranks' numbers, or the largest of them. Collective."""
 
 
 def _asking(group: Group) -> Ask:
@@ -51,13 +51,13 @@ def _asking(group: Group) -> Ask:
 
 @dataclass(frozen=True)
 class OtherParts:
-    """Ranks that hold other parts of the model (tensor parallelism).
+    """The tensor-parallel ranks, which hold other parts of the model.
 
     Attributes:
         group: those ranks and this one.
-        counted: of this rank's gradients those that no lower rank of ``group`` has too; ``None``: all.
-        words: numbers that are the same on all of them, or ``differ`` is called, on each.
-        differ: raises.
+        counted: this rank's gradients without those that a lower rank of ``group`` has, too; ``None``: all.
+        words: numbers that have to be the same on all of them.
+        differ: called on each rank if the numbers differ; raises.
     """
 
     group: Group
@@ -66,7 +66,7 @@ class OtherParts:
     differ: Callable[[], None] | None = None
 
     def ask(self, mine: float, largest: bool) -> float:
-        """All ranks' numbers made one."""
+        """Return the sum of the ranks' numbers, or the largest of them. Collective."""
         found, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
         if self.differ is not None and not all(same):
             self.differ()
@@ -78,7 +78,7 @@ def _combined(
 ) -> float:
     share, largest = _partial(tensors, p, wide), p == math.inf
     if others is not None:
-        # What does not count must be finite all the same.
+        # Gradients that do not count must be finite, too.
         if others.counted is not None and math.isfinite(share):
             share = _partial(others.counted, p, wide)
         share = others.ask(ask(share, largest), largest)
@@ -95,15 +95,16 @@ def global_norm(
     known: Sequence[float] = (),
     others: OtherParts | None = None,
 ) -> float:
-    """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
+    """Return the p-norm of gradients whose shards lie over ``group``, multiplied by ``inverse_scale``. Collective.
 
     Args:
         tensors: this rank's gradient shards, 1-D, any float dtype.
         p: order of the norm, ``math.inf`` included.
-        group: the ranks that hold the other shards (replicas are not counted twice), or how to ask them.
+        group: the ranks that hold the other shards (replicas are not counted twice), or a function that combines
+            their numbers.
         inverse_scale: 1 / loss scale, so that the result is the true norm.
-        known: norms of further shards of this rank, whose gradients are no longer there.
-        others: the ranks that hold other parts of the model, whose gradients count as well.
+        known: norms of further shards of this rank, whose gradients are freed already.
+        others: the tensor-parallel ranks, whose gradients count as well.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
@@ -112,7 +113,7 @@ def global_norm(
     extra = [torch.tensor(known, dtype=torch.float64, device="cpu")] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
     norm = _combined(everything, p, torch.float32, ask, others)
-    # The same on all ranks, so all of them ask again.
+    # The same on all ranks, so all of them compute it again.
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
         norm = _combined(everything, p, torch.float64, ask, others)
@@ -120,14 +121,14 @@ def global_norm(
 
 
 PART = 1 << 22
-"""Elements of which a norm is made in fp64 at a time."""
+"""Elements whose norm is computed in fp64 at a time."""
 
 
 class LateNorm:
-    """The norm of gradients that nothing in their step depends on: made on the device, read when it is asked for.
+    """A norm that the step itself does not need: computed on the device, and read later.
 
     Args:
-        group: the ranks that hold the other shards. Collective: every rank makes one, and calls :meth:`note` alike.
+        group: the ranks that hold the other shards. Collective: every rank makes one, and makes the same calls.
     """
 
     def __init__(self, group: Group) -> None:
@@ -135,15 +136,15 @@ class LateNorm:
         self._group, self._gather = group, DONE
 
     def note(self, tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
-        """The p-norm of all ranks' ``tensors``, on the device, times ``factor``, to be read before the next call.
+        """Begin the p-norm of all ranks' ``tensors``; return a function that reads it before the next call.
 
-        Powers are summed up in fp64: there is no second look at gradients that are gone.
+        Powers are summed up in fp64, since freed gradients cannot be read again. The norm is multiplied by ``factor``.
         """
         gathered, self._gather = self._gather, DONE
         gathered.wait()
         self._group.fence()  # peers that read this memory have read it
         own = self._group.slice_of(self._shares.local, self._group.rank)
-        # A GPU's kernel widens what it is given as a whole, beside it; parts bound that.
+        # A GPU's kernel converts its whole input in new memory; parts bound that.
         parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
         norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
         own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
@@ -160,24 +161,23 @@ class LateNorm:
 
 
 class TileNorm:
-    """The norm of one rank's gradients that nothing in their step depends on: made while the update has each in the
-    cache."""
+    """A norm that the step itself does not need, of a single rank: computed while the update has gradients in cache."""
 
     def __init__(self) -> None:
         self._p, self._shares = 2.0, list[float]()
         self.collects = False
-        """Whether an update is to :meth:`add` what it reads."""
+        """Whether the update has to call :meth:`add`."""
 
     def note(self, _tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
-        """The p-norm of what the next update reads, times ``factor``, to be read behind it and before the next call."""
+        """Begin the p-norm of the next update's gradients; return a function that reads it, times ``factor``."""
         self._p, self._shares, self.collects = p, [], True
         return lambda: self._read(factor)
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """An update has read these: 1-D, of one dtype."""
+        """Add gradients of an update: 1-D, of one dtype."""
         wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
-        if not math.isfinite(sum(norms)):  # an infinite one may have overflown
+        if not math.isfinite(sum(norms)):  # an infinite norm may be an overflow
             norms = [shard_norm(each, self._p) for each in gradients]
         self._shares += norms
 
@@ -186,13 +186,13 @@ class TileNorm:
 
 
 def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:
-    """This rank's share of each norm."""
+    """Return this rank's share of each norm."""
     shares = [0.0] * len(parts)
-    alike: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for at, part in enumerate(parts):
         if part is not None and part.numel():
-            alike.setdefault((part.device, part.dtype), {})[at] = part
-    for (_, kind), own in alike.items():
+            by_kind.setdefault((part.device, part.dtype), {})[at] = part
+    for (_, kind), own in by_kind.items():
         dtype = torch.float64 if kind == torch.float64 else wide
         found = torch.stack(torch._foreach_norm(list(own.values()), p, dtype=dtype)).double().cpu()
         for at, share in zip(own, (found if p == math.inf else found**p).tolist(), strict=True):
@@ -203,13 +203,13 @@ def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -
 def each_norm(
     parts: Sequence[torch.Tensor | None], p: float, group: Group, others: Group | None, divided: Sequence[bool]
 ) -> list[float]:
-    """p-norm of each of several gradients, as :func:`global_norm` makes that of all. Ranks meet once for all of them.
+    """Return the p-norm of each gradient, computed like :func:`global_norm`, with one exchange for all. Collective.
 
     Args:
-        parts: this rank's part of each, 1-D, any float dtype; ``None``: it has none.
+        parts: this rank's part of each gradient, 1-D, any float dtype, or ``None``.
         p: order of the norm, above 0, ``math.inf`` included.
         group: the ranks that hold the other parts.
-        others: ranks that hold other parts of the model, or ``None``.
+        others: the tensor-parallel ranks, or ``None``.
         divided: by gradient, whether the ranks of ``others`` have different parts of it.
     """
     norms: list[float] = []
@@ -226,9 +226,9 @@ def each_norm(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What every gradient is multiplied by so that the global norm is at most ``max_norm`` (0.0: no clipping)."""
+    """Return the factor that limits the global norm to ``max_norm`` (0.0: no clipping)."""
     if max_norm <= 0.0:
         return 1.0
     factor = max_norm / (norm + 1e-6)
-    # Of a NaN min() would make 1.0, and the step would be taken.
+    # min() would turn NaN into 1.0, and the step would be taken.
     return factor if math.isnan(factor) else min(1.0, factor)

@@ -1,4 +1,8 @@
-"""The life of backward passes: when one begins, when it ends, and what happens if it fails."""
+"""Backward passes: when one begins, when it ends on every rank, and how a failed one is dropped.
+
+A pass begins at its first gradient or gather (``note``), and ends in ``_finish``: gathers first, then
+:meth:`Reducer.finish` reduces what is left.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,6 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.saved_outside import end_graph_at
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["BackwardPasses"]
@@ -29,37 +32,37 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 
 
 # [Note: A pass that failed]
-# Where a pass fails nothing waits for the peers: they may be in the midst of it, and come to no agreement. It is noted
-# (``_failed``), and stays so until all ranks have dropped the pass. Before anything at the end of a pass can raise it
-# is set, and taken back when the last reduction is in, so whatever interrupts the end counts as a failure; and so does
-# what interrupts a change of gradients that are held (``rewriting``: the scale has moved, or they were clipped). A pass
-# that autograd itself gave up shows by its callback, which autograd drops then (``_tasks`` has weak references). The
-# next forward pass or zero_grad() recovers, on every rank alike: the ranks tell how far each came, begin what any of
-# them has begun, wait for it, and forget the gradients of the step. A rank that noticed nothing comes to another
-# exchange instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new
-# pass before that is refused, because what was reduced by then differs between the ranks. With the failed pass go those
-# that the step had before, whose sums it may have been added to; a forward pass or a new pass, after which a program
-# would go on to its step, warns of them. Where gathers go in program order, a forward pass that ended in an exception
-# counts as well, with or without a graph: ranks that stopped at different places have issued different gathers.
+# If a pass fails, nothing waits for the peers: they may be in the midst of it, and come to no agreement. The failure is
+# noted (``_failed``) until all ranks have dropped the pass. The flag is set before the end of a pass, where anything
+# can raise, and taken back when the last reduction is done, so an interrupted end counts as a failure; so does an
+# interrupted change of present gradients (``rewriting``: rescaled or clipped). If autograd itself gave up a pass, it
+# has dropped its callback (``_tasks`` has weak references). The next forward pass or zero_grad() recovers, on every
+# rank: the ranks exchange how far each came, begin the reductions that any of them has begun, wait for them, and drop
+# the gradients of the step. A rank that noticed no failure comes to another exchange instead; the purposes differ, all
+# raise, and the pass counts as failed until they do agree. step() or a new pass before that is refused, because reduced
+# gradients differ between the ranks. Earlier gradients of the step go with the failed pass, since it may have been
+# added to them; a forward pass or a new pass, after which a program would go on to its step, warns of that. If gathers
+# go in program order, a forward pass that ended in an exception counts as well, with or without a graph: ranks that
+# stopped at different places have issued different gathers.
 class BackwardPasses:
     """Notices backward passes over one model and ends them on every rank alike.
 
-    A pass that comes through :meth:`around` ends with its block. One that the user starts (``loss.backward()``) ends
-    with autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
+    A pass inside :meth:`around` ends with that context. One that the user starts (``loss.backward()``) ends with
+    autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
 
     Args:
-        pool, reducer, meter: of the model; ``meter`` is ``None`` where memory has no limit.
-        events: is told of passes.
+        pool, reducer, meter: of the model; ``meter`` is ``None`` if memory has no limit.
+        events: notified of passes.
         average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`. Under ``"tokens"`` gradients must
             come through :meth:`backward` or :meth:`weighed`, with the number of tokens.
 
     Attributes:
-        scaled: set where losses have to be multiplied by a scale: gradients must then come through :meth:`around`.
-        takes_unscaled: passes that the program makes of a loss that nobody scaled are taken, with a warning.
-        own_divisor: gradients of passes that the program makes itself are to be divided by it.
+        scaled: losses have to be multiplied by a scale, so passes must go through :meth:`around`.
+        takes_unscaled: passes of the program over an unscaled loss are accepted, with a warning.
+        own_divisor: divisor of the gradients of passes that the program makes itself.
         sync: whether passes are reduced now.
-        unreduced: whether the last pass was not.
-        due: set where that was not asked for by the program: who uses its gradients has them reduced.
+        unreduced: whether the last pass was not reduced.
+        due: the program did not ask for ``unreduced`` gradients, so a use of them reduces them first.
     """
 
     def __init__(
@@ -73,22 +76,22 @@ class BackwardPasses:
         self.sync = True
         self._tokens = 0.0
         self._dropped: dict[int | None, float] = {}
-        """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
+        """By optimizer (``None``: all), the tokens of passes whose gradients were used or dropped."""
         self._around = False
         self._expected: float | None = None
-        """What the loss of the next pass that the program makes was multiplied by; ``None``: nobody has said."""
+        """The loss scale of the program's next pass; ``None`` if it is not known."""
         self._failed = False
         """A pass has failed, and not all ranks have dropped it yet."""
         self._before: int | None = None
-        """Passes whose gradients were held when the running pass began."""
+        """The number of passes with gradients when the running pass began."""
         self._gathering = False
-        """The peers that gather with this rank may still be in a pass that this one has begun."""
+        """Whether peers may still wait for gathers of a pass that this rank has begun."""
         self.unreduced = self.due = False
         self._tasks: dict[int, weakref.ref[partial[None]]] = {}
-        """Of autograd, begun and not ended, with what each will call at its end; one that failed has dropped that."""
+        """Running autograd tasks and their callbacks; autograd drops the callback of a task that failed."""
 
     def note(self, _gradient: object = None) -> None:
-        """Called by what may happen first in a backward pass: an output's or a parameter's gradient, or a gather."""
+        """Begin a pass, if this is its first event: a gradient of an output or of a parameter, or a gather."""
         if self._around:
             return
         task = current_graph_task()
@@ -99,7 +102,7 @@ class BackwardPasses:
                 self._rescale(self._own_scale())
                 self._gathering = True
             ending = partial(self._task_ended, task)
-            # Autograd holds it, and drops it with a pass that fails.
+            # Autograd holds the callback, and drops it with a pass that fails.
             self._tasks[task] = weakref.ref(ending)
             at_end_of_backward(ending)
 
@@ -124,7 +127,7 @@ class BackwardPasses:
         self._failed = False
 
     def held(self) -> int:
-        """Of how many passes the step has gradients so far."""
+        """Return the number of passes that the step has gradients of."""
         return max(map(self._counts.so_far, self._counts.optimizers), default=0)
 
     @property
@@ -133,24 +136,22 @@ class BackwardPasses:
         return self._around or bool(self._tasks)
 
     def watch(self, output: Any) -> None:
-        """Have a model's output note the pass that starts from it, which is then the outermost one."""
+        """Hook a model's output, so that a pass that starts from it is noticed as the outermost one."""
         if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
             return
         if not is_transformed(output):  # a transform's own passes give no gradients
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
-            if self._meter is not None:
-                end_graph_at(output)
 
     def _own_scale(self) -> float | None:
-        """What gradients of a pass that the program makes are to be divided by; ``None``: it is refused."""
+        """Return the divisor of gradients of the program's own pass, or ``None`` if such a pass is refused."""
         unscaled = self.takes_unscaled or not self.scaled
         return self.own_divisor if self._expected is None and unscaled else self._expected
 
     def gradient_came(self) -> None:
-        """A parameter has a gradient: under a loss scale, or weights, only passes through :meth:`around` may make one.
+        """Note a parameter's gradient.
 
         Raises:
-            RuntimeError: this one did not, and is not to be taken.
+            RuntimeError: under a loss scale or token weights, the pass did not go through :meth:`around`.
         """
         if not self._around:
             self._check_weighed("loss.backward()")
@@ -160,9 +161,9 @@ class BackwardPasses:
     def _check_weighed(self, call: str) -> None:
         if self._average == "tokens":
             raise RuntimeError(
-                f"{call} without a number of tokens under average={self._average!r}: gradients of such a pass have no "
-                "weight among those of the step; call session.backward(loss, tokens=...), or set requires_grad False "
-                "where gradients only flow through this model to another one"
+                f"{call} without a number of tokens under average={self._average!r}: the pass has no weight in the "
+                "step's mean; call session.backward(loss, tokens=...), or set requires_grad False where gradients only "
+                "flow through this model to another one"
             )
 
     def _check_scaled(self) -> None:
@@ -172,40 +173,39 @@ class BackwardPasses:
             if not self._warned:
                 self._warned = True
                 warn_user(
-                    "loss.backward() under a loss scale, of a loss that nobody scaled: its gradients are taken as they "
-                    "are, and small ones are 0 in 16 bits. Scale the loss where the front-end can, or train in bf16"
+                    "loss.backward() of an unscaled loss under a loss scale: small gradients become 0 in 16 bits. "
+                    "Scale the loss, or train in bf16"
                 )
             return
         raise RuntimeError(
             "Loss scaling is required: a parameter got a gradient from loss.backward() under a loss scale "
-            f"(scaled={self.scaled}); call backward(loss) of the optimizer, or of "
-            "what made it, which multiplies the loss by it, and set requires_grad False where gradients only flow "
-            "through this model to another one"
+            f"(scaled={self.scaled}); call backward(loss) of the optimizer, or of the object that made it, which "
+            "scales the loss, and set requires_grad False where gradients only flow through this model to another one"
         )
 
     def fail(self, before: int) -> None:
-        """What was to follow on the passes of this step failed: they count as failed, until all ranks drop them.
+        """Count the passes of this step as failed, until all ranks drop them.
 
         Args:
-            before: what :meth:`held` was before the passes that failed.
+            before: :meth:`held` before the passes that failed.
         """
         self._failed, self._before = True, before
 
     def recover(self, dropping: bool = False) -> None:
-        """At a forward pass or ``zero_grad``, outside any pass: one that never ended has failed; drop its remains.
+        """Drop a failed pass, if there is one. Called by forward passes and ``zero_grad``, outside any pass.
 
         Args:
             dropping: the caller drops the gradients of all passes anyway.
 
         Warns:
-            UserWarning: gradients of passes that did not fail go with it.
+            UserWarning: gradients of passes that did not fail are dropped, too.
 
         Raises:
-            PeerError: not on all ranks yet; all of them learn of it now, and the next call drops it.
+            PeerError: not all ranks have noticed the failure; they do now, and the next call drops the pass.
         """
         if self._has_failed():
             earlier = self.held() if self._before is None else self._before
-            # Until it is done: a rank that forgot would meet the others' agreement with its next pass.
+            # Until it is done: otherwise this rank's next pass would answer the others' exchange.
             self._failed = True
             self._tasks.clear()
             if self._gathering:
@@ -213,7 +213,7 @@ class BackwardPasses:
                 self._gathering = False
             try:
                 self._reducer.abort(self._pool.make_up)
-            except PeerError:  # others may still be at what comes before it
+            except PeerError:  # others may still be at the exchange before it
                 self._gathering = True
                 raise
             self._pool.catch_up()
@@ -228,11 +228,11 @@ class BackwardPasses:
                 )
 
     def expect(self, loss_scale: float) -> None:
-        """The next pass is one that the program makes (``loss.backward()``), of a loss multiplied by ``loss_scale``."""
+        """Expect a pass of the program (``loss.backward()``) over a loss multiplied by ``loss_scale``."""
         self._expected = loss_scale * self.own_divisor
 
     def _rescale(self, loss_scale: float | None) -> None:
-        """Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line with new ones."""
+        """Convert gradients from before a change of the loss scale (another optimizer's, not yet stepped)."""
         if loss_scale is not None and loss_scale != self._counts.loss_scale:
             with self.rewriting():
                 self._reducer.rescale(loss_scale / self._counts.loss_scale)
@@ -243,11 +243,11 @@ class BackwardPasses:
         return bool(self._tasks or self._failed or forward) and not self._around and not in_backward()
 
     def tokens(self, optimizer: int) -> float:
-        """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
+        """Return the tokens of this rank's passes since the gradients of ``optimizer`` were used or dropped."""
         return self._tokens - max(self._dropped.get(each, 0.0) for each in (optimizer, None))
 
     def forget_tokens(self, optimizer: int | None) -> None:
-        """Gradients of an optimizer (of all, for ``None``) were used or dropped."""
+        """Reset the tokens of an optimizer (``None``: all), whose gradients were used or dropped."""
         self._dropped[optimizer] = self._tokens
 
     def _task_ended(self, task: int) -> None:
@@ -255,13 +255,13 @@ class BackwardPasses:
         if self._around or (nested and any(other != task for other in self._tasks)):
             self._tasks.pop(task, None)
             return
-        self._failed = True  # before nobody knows of the task any more
+        self._failed = True  # before the task is forgotten
         self._tasks.clear()
         self._finish()
 
     def _finish(self) -> None:
         with torch.no_grad():
-            self._failed = True  # whatever comes in between
+            self._failed = True  # if anything below raises
             self._pool.finish_phase()
             self._gathering = False
             self._reducer.finish(self.sync)
@@ -274,7 +274,7 @@ class BackwardPasses:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
 
         Raises:
-            RuntimeError: the last pass failed; how much of it was gathered or reduced differs between ranks.
+            RuntimeError: the last pass failed, and reduced gradients differ between ranks.
         """
         if self._has_failed():
             raise RuntimeError(
@@ -289,48 +289,42 @@ class BackwardPasses:
             self._events.backward_ended()
 
     def reduce_due(self) -> None:
-        """:meth:`reduce_rest` before a use of gradients, of passes that the program did not make under
-        :meth:`no_sync` itself. Collective."""
+        """Reduce gradients before they are used, unless the program itself asked for :meth:`no_sync`. Collective."""
         if self.due and self.unreduced and not self.running:
             self.reduce_rest()
 
     def backward(self, loss: torch.Tensor, tokens: float | None, loss_scale: float, retain_graph: bool) -> None:
-        """Backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
+        """Make the backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
-        with self.weighed(tokens, loss_scale, loss) as factor:
+        with self.weighed(tokens, loss_scale) as factor:
             (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def weighed(
-        self, tokens: float | None, loss_scale: float = 1.0, loss: torch.Tensor | None = None
-    ) -> Iterator[float]:
-        """:meth:`around` a backward pass; gives what its loss, a mean over ``tokens``, is to be multiplied by.
+    def weighed(self, tokens: float | None, loss_scale: float = 1.0) -> Iterator[float]:
+        """Enter :meth:`around` for a pass over a mean of ``tokens``; yields the factor for its loss.
 
         Raises:
-            ValueError: ``tokens`` under another average than ``"tokens"``, or none under that.
+            ValueError: ``tokens`` is given under another average than ``"tokens"``, or missing under that.
         """
         if (tokens is None) == (self._average == "tokens"):
             raise ValueError(
                 f"backward(tokens={tokens}) under average={self._average!r}: give tokens exactly under 'tokens'"
             )
         weight = None if tokens is None else number("tokens", tokens, "[0, inf)") / TOKEN_UNIT
-        with self.around(loss_scale, weight, loss):
+        with self.around(loss_scale, weight):
             yield loss_scale if weight is None else loss_scale * weight
 
     @contextlib.contextmanager
-    def around(
-        self, loss_scale: float = 1.0, weight: float | None = None, loss: torch.Tensor | None = None
-    ) -> Iterator[None]:
-        """Around ``loss.backward()``.
+    def around(self, loss_scale: float = 1.0, weight: float | None = None) -> Iterator[None]:
+        """Wrap ``loss.backward()``.
 
         Args:
-            loss_scale: what the loss was multiplied by and gradients must be divided by.
-            weight: the pass's weight among those of a step (its tokens), by which the loss was multiplied, too.
-            loss: what the pass begins from, where that is known.
+            loss_scale: factor of the loss, by which gradients are divided later.
+            weight: further factor of the loss: the pass's weight among those of a step (its tokens).
 
         Raises:
-            RuntimeError: there is none under ``average="tokens"``.
+            RuntimeError: ``weight`` is missing under ``average="tokens"``.
         """
         if weight is None:
             self._check_weighed("a backward pass")
@@ -340,7 +334,7 @@ class BackwardPasses:
         # From here on peers may wait for a gather of this rank.
         self._around = self._gathering = True
         try:
-            with self._meter.measuring(loss) if self._meter is not None else contextlib.nullcontext():
+            with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
                 yield
             self._finish()
             self._tokens += weight or 0.0
@@ -356,7 +350,7 @@ class BackwardPasses:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Passes inside are not reduced."""
+        """Do not reduce passes inside."""
         previous, self.sync = self.sync, False
         try:
             yield

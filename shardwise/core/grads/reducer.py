@@ -1,64 +1,286 @@
-"""Moves gradients from backward into reduced shards, in an order that all ranks share.
+"""Reduce gradients from buckets into shards, in an order that all ranks share.
 
-Every chunk is reduced in one agreed order, early when its gradients have all arrived, the rest at the end of backward,
-so that ranks which use different parameters still issue the same operations. At the end of each reduced pass the ranks
-exchange which parameters had a gradient: what nobody used is neither reduced nor updated (as in plain PyTorch, where
-its gradient is None), and what only some used counts as zero on the others (as in DDP).
+The way of a gradient: the engine's post-accumulate-grad hook calls :meth:`Reducer.add`, which copies it into the
+chunk's bucket. When all gradients of the chunk have arrived, and the chunks before it in the shared order have begun,
+its reduce-scatter begins (``_launch``). ``_complete`` waits for it and adds the result to this rank's gradient shard,
+which the update reads. The chunks that are left are reduced at the end of backward, so that ranks which use different
+parameters still issue the same collectives. At that point the ranks exchange which parameters had a gradient: a
+parameter that no rank used is neither reduced nor updated (its gradient is None in plain PyTorch), and a parameter that
+only some ranks used counts as zero on the others (as in DDP).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
-from shardwise.core.base.device import side_stream
+from shardwise.core.base.device import on_stream, record_event, side_stream, wait_event
 from shardwise.core.base.events import Events
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.checks.hyper_parameters import Rider
-from shardwise.core.comm import Buffer, Party
-from shardwise.core.grads.counts import StepCounts
+from shardwise.core.comm import Buffer, Group, Handle, Party
 from shardwise.core.grads.grads import (
+    BucketPool,
     ChunkGrads,
     Reduction,
     Sizes,
-    SlotPool,
     exchange_sizes,
-    further_bytes,
+    extra_bucket_bytes,
     gradient_bytes,
 )
-from shardwise.core.grads.landing import Landings
-from shardwise.core.grads.marks import marks_of, take_marks
-from shardwise.core.grads.patience import Patience
-from shardwise.core.grads.reductions import Observer, ThenReplicas
+from shardwise.core.grads.offload import GradOffload
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.rounds import Rounds
+from shardwise.core.shards.gather_order import GatherAgreement
 from shardwise.plan import Plan
 
-__all__ = ["Reducer"]
-
-MOST_ORDERS = 64  # kept, one for each set of chunks in use
+__all__ = ["Observer", "Reducer", "StepCounts", "ThenReplicas", "WaitPolicy"]
 
 
-# See [Note: Who owns a gradient's array], [Note: One order of reductions] and, for whatever it waits for, [Note: Why no
-# wait inside backward is without end].
+class StepCounts:
+    """Counts of backward passes since gradients were last used; the same on every rank after each reduced pass.
+
+    Attributes:
+        loss_scale: the loss scale of the present gradients.
+        optimizers: indices of the optimizers that have gradients; -1 stands for parameters of no optimizer.
+        reduced: by optimizer, passes that reached one of its parameters on some rank since its gradients were used or
+            dropped.
+    """
+
+    def __init__(self, optimizers: Iterable[int]) -> None:
+        self.loss_scale = 1.0
+        self.optimizers = sorted(set(optimizers))
+        self.reduced = dict.fromkeys(self.optimizers, 0)
+        self._unreduced = dict.fromkeys(self.optimizers, 0)
+
+    def so_far(self, optimizer: int) -> int:
+        """Return :attr:`reduced` plus the passes of this rank that are not reduced yet."""
+        return self.reduced.get(optimizer, 0) + self._unreduced.get(optimizer, 0)
+
+    def unreduced(self) -> list[int]:
+        """Return this rank's passes that are not reduced yet, in the order of :attr:`optimizers`."""
+        return [self._unreduced[optimizer] for optimizer in self.optimizers]
+
+    def pass_reached(self, optimizers: Iterable[int]) -> None:
+        """Count a pass on this rank that gave gradients to ``optimizers``."""
+        for optimizer in optimizers:
+            self._unreduced[optimizer] += 1
+
+    def were_reduced(self, passes: Sequence[int]) -> None:
+        """Count ``passes`` of each of :attr:`optimizers` as reduced."""
+        for optimizer, count in zip(self.optimizers, passes, strict=True):
+            self.reduced[optimizer] += count
+            self._unreduced[optimizer] = 0
+
+    def forget(self, optimizers: Iterable[int] | None = None) -> None:
+        """Reset the counts of ``optimizers`` (``None``: all), whose gradients were used or dropped."""
+        for optimizer in self.optimizers if optimizers is None else self.reduced.keys() & set(optimizers):
+            self.reduced[optimizer] = self._unreduced[optimizer] = 0
+
+
+def used_mask(states: Sequence[ChunkGrads]) -> list[bool]:
+    """Return for each chunk: whether this rank used it, whether it has overflow, and which slots have gradients."""
+    mask: list[bool] = []
+    for state in states:
+        mask += [state.state is not Reduction.EMPTY, bool(state.overflow_filled)]
+        count, filled = len(state.spec.slots), state.filled
+        mask += [True] * count if len(filled) == count else [slot in filled for slot in range(count)]
+    return mask
+
+
+def take_used_mask(states: Sequence[ChunkGrads], mask: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """Note the slots that any rank has a gradient of. Return by chunk whether any rank used it, and whether any rank
+    has overflow."""
+    used, overflow, at = list[bool](), list[bool](), 0
+    for state in states:
+        used.append(mask[at])
+        overflow.append(mask[at + 1])
+        first, at = at + 2, at + 2 + len(state.spec.slots)
+        if True in (own := mask[first:at]):
+            state.touched.update([slot for slot, flag in enumerate(own) if flag])
+    return used, overflow
+
+
+SHORT_S = 0.05
+FIRST_S = 0.1  # before any pass has shown how long one takes
+LONGEST_S = 20.0  # far below any time-out of a group
+WITHOUT_MEMORY_S = 10.0  # where private memory would go over the device's capacity
+SLEEP_MAX_S = 0.001
+DIFFERENT = 8  # passes with short waits after one in which ranks used different parameters
+MAX_BACKOFF = 1024
+
+
+# [Note: Why no wait inside backward is without end]
+# On CPU ranks the host waits. A peer that does not use a chunk, or that has stopped waiting, joins the chunk's
+# reduction only at the end of its pass. So an unbounded wait for a reduction in the midst of backward could last for
+# ever. Until a rank's last gradient it waits for these things only:
+# * a bucket that chunks share: its last reduction, and peers that read it; for a limited time;
+# * a bucket of the chunk's own: peers that still read the last pass's sum, which need nothing of this rank any more;
+# * the next gather, where the ranks agree on gathers, and the operations that follow at once (the result of a read from
+#   a disk, the gather's messages, a fence): every rank comes to its next gather, or to the end of its backward, with
+#   nothing but this list in between;
+# * a gather in program order ([Note: Program order]): every rank comes to it, or those that wait time out;
+# * a disk, its buffers, an update in its thread: these wait for no peer.
+# Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
+# one order ([Note: One order of reductions]), so a wait for the n-th is a wait for ranks that wait for an earlier one
+# at most. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside a pass
+# closes a cycle]. tests/ranks/grads/test_waits.py ends the wait at every place of every rank in turn.
+class WaitPolicy:
+    """How long backward waits for a bucket that peers still use, before it goes on in private memory.
+
+    A wait costs nothing if all ranks do the same: a rank that is behind will come, and a step ends with its slowest
+    rank. Private memory costs fresh pages, a copy and overlap. But a rank that does not use a chunk, or uses chunks in
+    another order, joins the reduction only at the end of its pass, so a wait for it is in vain. Hence the limit is half
+    a backward pass. After a wait in vain there is none in the same pass, and it is short in the next passes: 2, then 4,
+    and so on. It is short, too, after a pass in which the ranks used different parameters.
+    """
+
+    def __init__(self) -> None:
+        self._half_pass_s, self._short_passes, self._backoff = FIRST_S, 0, 1
+        self._began: float | None = None
+        self._waited_s, self._in_vain = 0.0, False
+
+    def begin(self) -> None:
+        """Start the clock at the first gradient of a pass."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def limit_s(self, private_fits: bool) -> float:
+        """Return the seconds to wait now; ``private_fits``: the device has memory to go on without the bucket."""
+        if not private_fits:
+            return WITHOUT_MEMORY_S
+        if self._in_vain:
+            return 0.0
+        return SHORT_S if self._short_passes else max(SHORT_S, self._half_pass_s)
+
+    def waited(self, seconds: float, in_vain: bool) -> None:
+        """Count a wait that is over."""
+        self._waited_s += seconds
+        self._in_vain |= in_vain
+
+    def end_backward(self) -> None:
+        """Measure the pass at its last gradient: half of its time, without waits, is the next limit."""
+        if self._began is not None:
+            self._half_pass_s = min((time.monotonic() - self._began - self._waited_s) / 2, LONGEST_S)
+        self._began, self._waited_s = None, 0.0
+
+    def compared(self, same: bool) -> None:
+        """Note at the end of a reduced pass whether every rank had gradients of the same parameters."""
+        if self._in_vain and not self._short_passes:
+            self._short_passes = self._backoff = min(2 * self._backoff, MAX_BACKOFF)
+        elif self._short_passes:
+            self._short_passes -= 1
+        if not same:
+            self._short_passes = max(self._short_passes, DIFFERENT)
+
+    def end_pass(self) -> None:
+        """Reset the clock, also after a pass that failed."""
+        self._began, self._waited_s, self._in_vain = None, 0.0, False
+
+
+# [Note: One order of reductions]
+# All ranks begin the same reductions in the same order, whatever parameters they use. The order is that of the layout,
+# backwards, and from the first pass on rank 0's order of arrival. All ranks adopt it when a set of chunks comes into
+# use, and again whenever that set does (of the last sets; a pass that failed forgets them on all ranks).
+# Within a pass a chunk begins early only behind all chunks before it (Reducer.begun). At the end of the pass the ranks
+# exchange which parameters had gradients, and begin the rest: a chunk that no rank used is not reduced, one that some
+# used counts as zero on the others. Gradients that came after their chunk was reduced follow in a second round, in the
+# same order. Results are waited for in that order, too, oldest first: with replicas the all-reduces begin in it.
+class ThenReplicas:
+    """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
+
+    The all-reduce starts when the reduce-scatter is done, and only the oldest operation in flight is ever polled, so
+    all ranks start their all-reduces in one order.
+
+    Args:
+        first: the reduce-scatter into ``shard``.
+        group: the replicas.
+        shard: their buffer.
+        stream: of a GPU, on which the all-reduce waits for the reduce-scatter.
+    """
+
+    def __init__(self, first: Handle, group: Group, shard: Buffer, stream: torch.cuda.Stream | None) -> None:
+        self._first, self._group, self._shard = first, group, shard
+        self._second: Handle | None = None
+        self._between: torch.cuda.Event | None = None
+        if group.waits_in_queue:  # it is queued behind the first, in the same order on all ranks
+            with on_stream(stream):
+                self._start()
+
+    def wait_for_first(self) -> None:
+        """Wait until the reduce-scatter has read its input, which may be written again."""
+        if self._between is not None:
+            wait_event(self._shard.local.device, self._between)
+        else:
+            self._first.wait()
+
+    def _start(self) -> Handle:
+        if self._second is None:
+            self._first.wait()
+            if self._shard.local.is_cuda:  # only this stream has waited
+                self._between = record_event(self._shard.local.device)
+            self._second = self._group.all_reduce(self._shard, 1.0)
+        return self._second
+
+    def finished(self) -> bool:
+        """Whether both are done; starts the all-reduce when the reduce-scatter is done."""
+        return (self._second is not None or self._first.finished()) and self._start().finished()
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self._start().wait()
+
+
+class Observer(Protocol):
+    """Uses gradients as soon as they are reduced, while the pass goes on. Events notify it of single results."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything uses gradients early. Then a chunk has one result a pass."""
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """The optimizers that have used gradients of a whole pass and made no step since."""
+
+    def catch_up(self) -> None:
+        """Finish what was begun."""
+
+    def end_pass(self) -> None:
+        """A reduced pass is over."""
+
+    def lose(self) -> None:
+        """A pass failed after something was reduced on some rank."""
+
+
+MAX_ORDERS = 64  # one for each set of chunks in use
+REDUCTION = "a reduction"
+
+
+# See [Note: Who owns a gradient's array], [Note: One order of reductions] and, on waits, [Note: Why no wait inside
+# backward is without end].
 class Reducer:
     """Gradients of one model over one mesh.
 
     Args:
-        states: the trainable chunks' gradient states.
+        states: the trainable chunks' gradients.
         mesh: the ranks.
-        ledger: the device's memory.
-        plan: when and in which numbers. Under ``reduce="last"`` every chunk has a buffer of its own that accumulates
-            locally; with ``predivide`` gradients are divided by it before their sum, and the rest of the way to the
-            mean, or back to the sum, after it.
-        party: the model, among those that share the mesh.
+        ledger: accounts of the device's memory.
+        plan: when gradients are reduced, and in which dtypes. Under ``reduce="last"`` every chunk has a bucket of its
+            own that accumulates locally; with ``predivide`` gradients are divided by it before their sum, and by the
+            rest of the divisor after it.
+        party: id of the model on the mesh.
         counts: of the passes that gradients are made of.
-        events: is told of reductions and their results.
-        observer: works beside the pass.
+        events: notified of reductions and their results.
+        observer: uses results while the pass goes on.
+
+    Attributes:
+        begun: reductions of this pass that have begun, a prefix of the shared order.
+        riders: settings that must be the same on all ranks, compared in the exchange at the end of a pass.
     """
 
     def __init__(
@@ -76,7 +298,6 @@ class Reducer:
         self._broadcast = partial(mesh.world.broadcast_values, whose=party)
         self._summarize = partial(mesh.world.summarize, whose=party)
         self.riders: list[Rider] = []
-        """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
         self._agrees = mesh.size > 1
@@ -84,34 +305,34 @@ class Reducer:
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order, self._orders = list(reversed(self.states)), dict[tuple[bool, ...], list[ChunkGrads]]()
-        """Of this pass, and behind a pass by the chunks that were in use; alike on all ranks."""
-        self._cursor, self._reduces = 0, False
-        """Of the order, and whether the running pass is a reduced one."""
-        self._in_rounds, self._patience, self._landings = False, Patience(), Landings()
+        """The shared order of this pass, and after a pass the orders by set of chunks in use."""
+        self.begun, self._reduces = 0, False
+        self._in_agreements, self._waits, self._offload = False, WaitPolicy(), GradOffload()
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
-        """Results that come now are dropped at once; of the replicas, their buffers by chunk."""
-        self._slots, self._sizes = self._exchange_memory()
-        self._beside = side_stream(mesh.device) if self._sizes[1] else None
+        """Whether results are dropped at once; by chunk, the replicas' buffers."""
+        self._buckets, self._sizes = self._exchange_memory()
+        self._side_stream = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
 
-    def _exchange_memory(self) -> tuple[SlotPool, tuple[Sizes, Sizes]]:
-        """What :meth:`allocate` will make."""
-        mesh, more = self.mesh, further_bytes(self._exchange_bytes, self._group, self._ledger) if self.overlap else 0
-        slots = SlotPool([] if self.keep_whole else self.states, 2 if self.overlap else 1, more)
-        return slots, exchange_sizes(self.states, slots, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
+    def _exchange_memory(self) -> tuple[BucketPool, tuple[Sizes, Sizes]]:
+        """Plan the memory that :meth:`allocate` makes."""
+        mesh = self.mesh
+        extra = extra_bucket_bytes(self._exchange_bytes, self._group, self._ledger) if self.overlap else 0
+        buckets = BucketPool([] if self.keep_whole else self.states, 2 if self.overlap else 1, extra)
+        return buckets, exchange_sizes(self.states, buckets, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
 
     def allocate(self) -> None:
-        """Make the exchange memory, which is accounted for from the beginning. Collective."""
+        """Allocate the exchange memory, which the ledger has counted from the beginning. Collective."""
         whole, shards = self._sizes
         buffers = self._group.buffers(whole)
         if self.keep_whole:
             for state, buffer in zip(self.states, buffers, strict=True):
-                buffer.bounds = state.spec.uneven
+                buffer.bounds = state.spec.shard_offsets
                 state.keep_whole(buffer, self._ledger)
         else:
-            self._slots.fill(buffers)
+            self._buckets.fill(buffers)
         if shards:
             made = zip(self.states, self.mesh.replicate.buffers(shards), strict=True)
             self._replica = {state.spec.index: buffer for state, buffer in made}
@@ -119,52 +340,48 @@ class Reducer:
 
     # ---- during backward
 
-    def begin_in(self, rounds: Rounds) -> None:
-        """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.gather.rounds`."""
-        self._in_rounds = self.overlap
-        rounds.carry(self)
-
-    @property
-    def begun(self) -> int:
-        """Reductions of this pass that have begun, a prefix of the agreed order."""
-        return self._cursor
+    def begin_in(self, agreement: GatherAgreement) -> None:
+        """Begin reductions where the ranks agree on gathers, and at the end of a pass."""
+        self._in_agreements = self.overlap
+        agreement.carry(self)
 
     @property
     def ready(self) -> int:
-        """As :attr:`begun`, with those that could begin now."""
-        at, last = self._cursor, len(self._order) if self._reduces and self._in_rounds else 0
+        """:attr:`begun` plus the reductions that could begin now."""
+        at, last = self.begun, len(self._order) if self._reduces and self._in_agreements else 0
         while at < last and self._order[at].state is Reduction.DEPOSITED:
             at += 1
         return at
 
     def begin(self, count: int) -> None:
-        """Begin the first ``count`` of the agreed order."""
-        while self._cursor < count:
-            self._launch(self._order[self._cursor])
-            self._cursor += 1
+        """Begin reductions in the shared order until ``count`` have begun."""
+        with deferred_interrupts(REDUCTION):
+            while self.begun < count:
+                self._launch(self._order[self.begun])
+                self.begun += 1
 
     def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
-        """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one (``sync``)."""
-        self._patience.begin()
+        """Take the gradient of slot ``index``; in a reduced pass (``sync``) begin the reductions that are complete."""
+        self._waits.begin()
         self._reduces = sync
         if not state.launched:
-            if state.array is None:
-                self._assign(state)
+            if state.bucket is None:
+                self._assign_bucket(state)
             elif state.state is Reduction.EMPTY:
                 self._before_write(state)
         state.accumulate(index, grad)
         if sync and state.deposit():
             self._arrivals.append(state)
             if self.overlap:
-                if not self._in_rounds:
+                if not self._in_agreements:
                     self._advance()
                 while self._observer.active and self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
 
     def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
-        """In program order ``unit`` is used: units that do not come again in the pass get no more gradients."""
-        while self._reduces and self._cursor < len(self._order):
-            state = self._order[self._cursor]
+        """``unit`` is used, in program order: units that do not come again in the pass get no more gradients."""
+        while self._reduces and self.begun < len(self._order):
+            state = self._order[self.begun]
             if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):
                 return
             state.become(Reduction.DEPOSITED)
@@ -175,26 +392,26 @@ class Reducer:
         if state.buffer is not None:
             state.buffer.wait_writable()
 
-    def _assign(self, state: ChunkGrads) -> None:
-        buffer = self._patient_take(state)
+    def _assign_bucket(self, state: ChunkGrads) -> None:
+        buffer = self._take_bucket(state)
         if buffer is None:
             self._ledger.require(state.spec.padded_numel * state.dtype.itemsize, "a whole gradient")
-            state.array = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
-            self._ledger.claim(state.array)
+            state.bucket = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
+            self._ledger.claim(state.bucket)
         else:
             self._place(state, buffer)
 
-    def _patient_take(self, state: ChunkGrads) -> Buffer | None:
-        """The chunk's exchange buffer, waiting for its last user and for peers that still read it, but not for ever."""
-        if self._slots.free(state):
-            return self._slots.take(state)
-        if self._in_rounds or self._group.waits_in_queue:
+    def _take_bucket(self, state: ChunkGrads) -> Buffer | None:
+        """Take the chunk's bucket, after a limited wait for its last user and for peers that still read it."""
+        if self._buckets.free(state):
+            return self._buckets.take(state)
+        if self._in_agreements or self._group.waits_in_queue:
             return self._take_behind(state)
-        limit_s = self._patience.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
+        limit_s = self._waits.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
         began, waited_s, in_vain = time.monotonic(), 0.0, False
         try:
-            while not self._slots.free(state):
-                user, waited_s = self._slots.user(state), time.monotonic() - began
+            while not self._buckets.free(state):
+                user, waited_s = self._buckets.user(state), time.monotonic() - began
                 if user is not None and user not in self._in_flight:
                     return None
                 in_vain = waited_s > limit_s
@@ -202,27 +419,29 @@ class Reducer:
                     return None
                 if self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
-                else:
-                    self._patience.nap(waited_s)
-            return self._slots.take(state)
+                else:  # peers may need the core, and other threads of this process the lock
+                    time.sleep(min(waited_s / 10, SLEEP_MAX_S))
+            return self._buckets.take(state)
         finally:
-            self._patience.waited(waited_s, in_vain)
+            self._waits.waited(waited_s, in_vain)
 
     def _take_behind(self, state: ChunkGrads) -> Buffer | None:
-        """The same where what has begun ends by itself, because it has begun on all ranks (in rounds), or they begin it
-        in one order without waiting for this one: only a user whose turn has not come keeps the buffer.
+        """Take the bucket where a reduction that has begun ends without this rank's host.
+
+        That is so if it has begun on all ranks (in agreements), or if they begin it in one order without a wait for
+        this rank. Only a user whose turn has not come keeps the bucket.
         """
-        while not self._slots.free(state):
-            user = self._slots.user(state)
+        while not self._buckets.free(state):
+            user = self._buckets.user(state)
             if user is None or user not in self._in_flight:
                 return None
             self._vacate(user)
-        return self._slots.take(state)
+        return self._buckets.take(state)
 
     def _vacate(self, user: ChunkGrads) -> None:
-        """Have the buffer back of a chunk whose reduction has begun."""
+        """Free the bucket of a chunk whose reduction has begun."""
         if self._group.starts_together and isinstance(user.handle, ThenReplicas):
-            user.handle.wait_for_first()  # the rest needs other ranks, and not the buffer
+            user.handle.wait_for_first()  # the all-reduce needs other ranks, and not the bucket
             self._release(user)
         else:
             self._complete(self._in_flight[0])
@@ -232,38 +451,35 @@ class Reducer:
 
     def _place(self, state: ChunkGrads, buffer: Buffer) -> None:
         buffer.wait_writable()
-        state.buffer, state.array = buffer, buffer.local
+        state.buffer, state.bucket = buffer, buffer.local
 
     def _advance(self) -> None:
-        while self._cursor < len(self._order):
-            state = self._order[self._cursor]
+        while self.begun < len(self._order):
+            state = self._order[self.begun]
             if state.state is not Reduction.DEPOSITED:
                 return
-            if state.buffer is None and not self._move_in(state, self._patient_take(state)):
-                return  # no buffer without waiting: the rest is reduced at the end of the pass
-            self._launch(state)
-            self._cursor += 1
+            if state.buffer is None and not self._move_in(state, self._take_bucket(state)):
+                return  # no bucket without a wait: the rest is reduced at the end of the pass
+            self.begin(self.begun + 1)
 
     def _move_in(self, state: ChunkGrads, buffer: Buffer | None) -> bool:
         """Copy a gradient from private memory into ``buffer``."""
         if buffer is None:
             return False
-        private = state.array
+        private = state.bucket
         self._place(state, buffer)
-        if private is not None and state.array is not None:
-            state.array.copy_(private)
+        if private is not None and state.bucket is not None:
+            state.bucket.copy_(private)
         return True
 
     # ---- reducing
 
     def _into_buffer(self, state: ChunkGrads) -> Buffer:
-        """The exchange memory that holds the whole gradient, moved there from private memory if need be."""
+        """Return the exchange memory with the whole gradient, moved there from private memory if need be."""
         while (buffer := state.buffer) is None:
-            if self._slots.user(state) is state:  # taken, and interrupted before it was put there
-                self._slots.give(state)
-            if self._move_in(state, self._slots.take(state)):
+            if self._move_in(state, self._buckets.take(state)):
                 continue
-            user = self._slots.user(state)
+            user = self._buckets.user(state)
             if user is not None and user in self._in_flight:
                 self._vacate(user)
             else:
@@ -271,109 +487,108 @@ class Reducer:
         return buffer
 
     def _move_out(self, state: ChunkGrads | None) -> None:
-        """A chunk whose turn comes later has the buffer: its gradient moves to private memory."""
-        if state is None or state.array is None:
-            raise RuntimeError(f"an exchange buffer is neither free nor in use (user {state}); report this")
-        state.array = state.array.clone()
+        """Move the gradient of a chunk whose turn comes later from its bucket to private memory."""
+        if state is None or state.bucket is None:
+            raise RuntimeError(f"a bucket is neither free nor in use (user {state}); report this")
+        state.bucket = state.bucket.clone()
         self._release(state)
 
     def _release(self, state: ChunkGrads) -> None:
         state.buffer = None
-        if self._slots.user(state) is state:  # also where an interrupt came before it was noted down
-            self._slots.give(state)
+        if self._buckets.user(state) is state:
+            self._buckets.give(state)
 
     def _launch(self, state: ChunkGrads) -> None:
         if self.keep_whole and state.state is Reduction.EMPTY and state.buffer is not None:
             self._before_write(state)
-        self._reduce(state, state.seen)
+        self._reduce(state, state.filled)
 
     def _reduce(self, state: ChunkGrads, filled: Collection[int]) -> None:
-        """The slots ``filled`` of the array, and zero for the rest."""
+        """Begin the reduction of the slots ``filled`` of the bucket, and of zero for the rest."""
         whole = self._into_buffer(state)
         state.hand_over(whole, filled)
         if self._predivide != 1.0:
             whole.local.div_(self._predivide)
-        self._in_flight.append(state)
         state.become(Reduction.REDUCING)
-        self._ledger.claim(state.late)
-        self._begin(state, whole)
-
-    def _begin(self, state: ChunkGrads, whole: Buffer) -> None:
-        """Have the reduction of ``whole`` begin, of a chunk that counts as in flight."""
+        self._ledger.claim(state.overflow)
         self._events.reduction_began(state.spec.index)
         self.mesh.world.activity.at("backward", "reduction of chunk", str, state.spec.index)
         if self.mesh.shard.size == 1:
-            state.out = whole.local
+            state.rs_output = whole.local
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
-            return
-        if state.spec.index in self._replica:
-            replica = self._replica[state.spec.index]
+        else:
+            self._reduce_scatter(state, whole)
+        self._in_flight.append(state)
+
+    def _reduce_scatter(self, state: ChunkGrads, whole: Buffer) -> None:
+        replica = self._replica.get(state.spec.index)
+        if replica is not None:
             state.claim()
             replica.wait_writable()
-            state.out = replica.local
+            state.rs_output = replica.local
         elif self.keep_whole:
-            state.out = whole.local[state.chunk.shard_start : state.chunk.shard_end]
+            state.rs_output = whole.local[state.chunk.shard_start : state.chunk.shard_end]
         else:
-            state.out = state.result_memory()
-            self._ledger.claim(state.out)
-        scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
-        if state.spec.index in self._replica:
-            state.handle = ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index], self._beside)
-        else:
-            state.handle = scattered
+            state.rs_output = state.result_memory()
+            self._ledger.claim(state.rs_output)
+        state.handle = self.mesh.shard.reduce_scatter(state.rs_output, whole, self._scale)
+        if replica is not None:
+            state.handle = ThenReplicas(state.handle, self.mesh.replicate, replica, self._side_stream)
 
     def _complete(self, state: ChunkGrads) -> None:
-        """Wait for a launched reduction and add its result to what the step has so far. Oldest first, always."""
-        try:
+        """Wait for the oldest reduction in flight, ``state``, and add its result to the gradient shard."""
+        with deferred_interrupts(REDUCTION):
+            self._in_flight.remove(state)
             if state.handle is not None:
                 state.handle.wait()
-        except Exception:
-            self._in_flight.remove(state)
-            raise
-        self._in_flight.remove(state)  # only now: who is interrupted while it waits has to wait again
-        out, state.out, state.handle = state.out, None, None
-        if out is None:
-            raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
-        quietly = self._dropping or state.unwanted
+            self._take_result(state)
+
+    def _take_result(self, state: ChunkGrads) -> None:
+        output, state.rs_output, state.handle = state.rs_output, None, None
+        if output is None:
+            raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({output}); report this")
+        dropped = self._dropping or state.unwanted
         leaves = not self.keep_whole and self.mesh.shard.size == 1
-        if self._landings.takes(state, out):
-            self._landings.begin(state, out)
+        if self._offload.takes(state, output):
+            self._offload.begin(state, output)
         elif state.reduced is not None:
-            state.reduced.add_(out)
-        elif leaves or out.dtype != state.accumulate_dtype:
-            state.keep(out)
+            state.reduced.add_(output)
+        elif leaves or output.dtype != state.accumulate_dtype:
+            state.keep(output)
             if state.home is Tier.DEVICE:
                 self._ledger.claim(state.reduced)
         else:
-            state.reduced, state.borrowed = out, self.keep_whole or state.spec.index in self._replica
+            state.reduced, state.aliased = output, self.keep_whole or state.spec.index in self._replica
         if not self.keep_whole:
             self._release(state)
-            state.array = None
+            state.bucket = None
         state.result_added()
-        if not quietly:
+        if not dropped:
             self._events.result_added(state.spec.index)
 
     # ---- the end of a pass
 
     def finish(self, sync: bool) -> None:
-        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
-        self.counts.pass_reached({state.spec.optimizer for state in self.states if state.fired})
-        self._patience.end_backward()
+        """End a backward pass. Without ``sync``, gradients stay unreduced on this rank. Collective."""
+        self.counts.pass_reached({state.spec.optimizer for state in self.states if state.arrived})
+        self._waits.end_backward()
         if sync:
-            used, late = self._agree()
-            if self._observer.active and any(late):
+            used, overflow = self._exchange_used()
+            if self._observer.active and any(overflow):
                 raise RuntimeError(
-                    f"{sum(late)} chunks got gradients after their update in this backward pass (nested passes, as "
-                    "reentrant checkpointing makes): load a checkpoint, and use update='step'"
+                    f"{sum(overflow)} chunks got gradients after their update in this backward pass (nested passes, as "
+                    "in reentrant checkpointing): load a checkpoint, and use update='step'"
                 )
-            for state, anyone in zip(self._order, used, strict=True):
-                if anyone and not state.launched:
-                    self._launch(state)
-            self._cursor = len(self._order)  # as on every rank, should the rest of this fail
+            with deferred_interrupts(REDUCTION):
+                for state, any_rank in zip(self._order, used, strict=True):
+                    if any_rank and not state.launched:
+                        self._launch(state)
+                self.begun = len(self._order)  # as on every rank, should the rest of this fail
             self._complete_all()
-            for state, anyone in zip(self._order, late, strict=True):
-                if anyone:
-                    self._launch_late(state)
+            with deferred_interrupts(REDUCTION):
+                for state, any_rank in zip(self._order, overflow, strict=True):
+                    if any_rank:
+                        self._launch_overflow(state)
             self._complete_all()
             self._reorder(used)
             self._observer.end_pass()
@@ -381,33 +596,33 @@ class Reducer:
 
     def _end_pass(self, sync: bool) -> None:
         for state in self.states:
-            # If less comes the next time the end of the pass reduces it; if more, there is a second result.
-            if sync and state.fired and not self._observer.active:
-                state.expected = set(state.fired)
-            state.fired.clear()
+            # If fewer arrive the next time, the end of the pass reduces the chunk; if more, there is overflow.
+            if sync and state.arrived and not self._observer.active:
+                state.expected = set(state.arrived)
+            state.arrived.clear()
             if sync:
-                state.seen.clear()
+                state.filled.clear()
                 if state.launched:
                     state.become(Reduction.EMPTY)
-        self._cursor, self._reduces = 0, False
-        self._patience.end_pass()
+        self.begun, self._reduces = 0, False
+        self._waits.end_pass()
         self._arrivals.clear()
 
     def abort(self, make_up: Callable[[], None]) -> None:
-        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed. What
-        reductions may wait for on some rank begins on all in ``make_up``.
+        """Drop a pass that failed, and all gradients of the step. Collective: every rank must have noticed.
+
+        ``make_up`` begins on all ranks what reductions may wait for on some rank.
 
         Raises:
-            PeerError: some rank has not; nothing is forgotten.
+            PeerError: some rank has not noticed; nothing is dropped.
         """
-        self._count_launched()
         self._dropping = True
         try:
-            # Whoever reads gradients beside this thread is done first. How many have begun depends on each's patience.
+            # Anything that reads gradients in another thread is done first.
             self._observer.catch_up()
-            found = self._summarize([float(self._cursor)], "how far a failed backward pass came")
+            counts = self._summarize([float(self.begun)], "how far a failed backward pass came")
             make_up()
-            self.begin(int(found.most[0]))
+            self.begin(int(counts.most[0]))
             self._complete_all()
         finally:
             self._dropping = False
@@ -415,27 +630,17 @@ class Reducer:
             state.clear()
             if not self.keep_whole:
                 self._release(state)
-                state.array = None
+                state.bucket = None
         self.counts.forget()
         self._end_pass(sync=True)
         self._order, self._orders = list(reversed(self.states)), {}  # an interrupted rank may lack the last one
-        if found.most[0] or self._observer.pending:  # the latter where only the end of the pass failed
+        if counts.most[0] or self._observer.pending:  # the latter where only the end of the pass failed
             self._observer.lose()
         self._events.passes_lost()
         self._events.gradients_dropped(None)
 
-    def _count_launched(self) -> None:
-        """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
-        for state in self._in_flight:
-            if state.state is not Reduction.REDUCING:
-                state.become(Reduction.REDUCING)
-            if state.handle is None and state.buffer is not None:
-                self._begin(state, state.buffer)
-        while self._cursor < len(self._order) and self._order[self._cursor].launched:
-            self._cursor += 1
-
     def rescale(self, factor: float) -> None:
-        """Multiply all gradients held by ``factor``."""
+        """Multiply all present gradients by ``factor``."""
         for state in self.states:
             state.rescale(factor)
 
@@ -443,42 +648,39 @@ class Reducer:
         while self._in_flight:
             self._complete(self._in_flight[0])
 
-    def _launch_late(self, state: ChunkGrads) -> None:
-        """A second reduction, for gradients that came after the first."""
-        if state.array is not None:
+    def _launch_overflow(self, state: ChunkGrads) -> None:
+        """Begin a second reduction, for gradients that came after the first."""
+        if state.bucket is not None:
             self._before_write(state)
         else:
             self._into_buffer(state)
-        if state.late is not None and state.array is not None:
-            state.array.copy_(state.late)
-        filled = state.late_filled
-        state.late, state.late_filled = None, set()
+        if state.overflow is not None and state.bucket is not None:
+            state.bucket.copy_(state.overflow)
+        filled = state.overflow_filled
+        state.overflow, state.overflow_filled = None, set()
         self._reduce(state, filled)
 
-    def _agree(self) -> tuple[list[bool], list[bool]]:
-        """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
+    def _exchange_used(self) -> tuple[list[bool], list[bool]]:
+        """Return for each chunk in the shared order whether any rank used it in this pass, and whether any rank has
+        overflow for it."""
         counts = list(map(float, self.counts.unreduced()))
         if self._agrees:
-            marks = marks_of(self._order)
-            riding = [word for rider in self.riders for word in rider.beside_marks()]
-            found = self._summarize(riding + counts, "which parameters had gradients", flags=marks)
+            riding = [number for rider in self.riders for number in rider.beside_marks()]
+            votes = self._summarize(riding + counts, "which parameters had gradients", flags=used_mask(self._order))
             first = len(riding)
-            if found.least[:first] != found.most[:first]:
+            if votes.least[:first] != votes.most[:first]:
                 for rider in self.riders:
                     rider.explain()
-            self._patience.compared(found.flags_alike)
-            counts = found.most[first:]
-            used, late = take_marks(self._order, found.anywhere)
+            self._waits.compared(votes.flags_alike)
+            counts = votes.most[first:]
+            used, overflow = take_used_mask(self._order, votes.anywhere)
         else:
-            used = [state.state is not Reduction.EMPTY for state in self._order]
-            late = [bool(state.late_filled) for state in self._order]
-            for state in self._order:
-                state.touched |= state.seen
+            used, overflow = take_used_mask(self._order, used_mask(self._order))
         self.counts.were_reduced([int(count) for count in counts])
-        return used, late
+        return used, overflow
 
     def _reorder(self, used: list[bool]) -> None:
-        """Adopt rank 0's order of arrival, unused chunks last, when a set comes into use that none of late was."""
+        """Adopt rank 0's order of arrival, unused chunks last, when a new set of chunks comes into use."""
         in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
         chunks = tuple(in_use[s.spec.index] for s in self.states)
         if chunks not in self._orders:
@@ -486,7 +688,7 @@ class Reducer:
             order = [float(position[s.spec.index]) for s in dict.fromkeys([*self._arrivals, *self._order])]
             if self._agrees:
                 order = self._broadcast(order, "the order of reduction")
-            if len(self._orders) == MOST_ORDERS:
+            if len(self._orders) == MAX_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[chunks] = sorted((self.states[int(i)] for i in order), key=lambda s: not in_use[s.spec.index])
         self._order = self._orders[chunks]
@@ -500,7 +702,7 @@ class Reducer:
         self._events.gradients_dropped(optimizer)  # last: a listener may raise
 
     def bytes(self, tier: Tier) -> int:
-        """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
-        exchanged = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
-        further = {Tier.DEVICE: self._announced_bytes, Tier.HOST: self._landings.bytes()}
+        """Return the bytes of gradient memory in ``tier``: exchange buffers, private memory and gradient shards."""
+        exchanged = [*self._buckets.arrays(), *(buffer.local for buffer in self._replica.values())]
+        further = {Tier.DEVICE: self._announced_bytes, Tier.HOST: self._offload.bytes()}
         return further.get(tier, 0) + gradient_bytes(self.states, exchanged, tier)

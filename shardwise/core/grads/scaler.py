@@ -13,7 +13,7 @@ __all__ = ["LossScaler"]
 
 
 class LossScaler:
-    """Holds the scale and decides how it moves; knows nothing of gradients.
+    """The loss scale, and how it changes.
 
     Attributes:
         scale: what losses are multiplied by.
@@ -27,14 +27,14 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether it ever moves."""
+        """Whether the scale ever changes."""
         return self.plan.min_scale < self.plan.max_scale
 
     def update(self, overflow: bool) -> None:
-        """Account for one optimizer step, skipped because of ``overflow`` or taken."""
+        """Count one optimizer step, skipped because of ``overflow`` or taken."""
         plan = self.plan
         if overflow:
-            # Beyond the last one, too: each further overflow lowers the scale again, until a growth.
+            # Each further overflow lowers the scale again, until it grows.
             self.overflows += 1
             self.good_steps = -plan.growth_delay
             if self.overflows >= plan.hysteresis:
@@ -46,15 +46,19 @@ class LossScaler:
             self.overflows = self.good_steps = 0
 
     def forget_overflows(self) -> None:
-        """As many may come again as the plan allows before the scale falls."""
+        """Reset the count of overflows that precede a decrease of the scale."""
         self.overflows = 0
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale, "overflows": float(self.overflows), "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A static scale is the plan's, and stays. Raises KeyError for a missing entry; ValueError for a scale that is
-        not positive."""
+        """Load :meth:`state_dict`; a static scale stays the plan's.
+
+        Raises:
+            KeyError: an entry is missing.
+            ValueError: the scale is not positive.
+        """
         scale = float(state["scale"])
         if not scale > 0:
             raise ValueError(f"loss scale {scale} in the state: a positive number is expected; the state is damaged")

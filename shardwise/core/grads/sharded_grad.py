@@ -1,7 +1,7 @@
-"""What stands in ``.grad`` of a sharded parameter: a tensor without memory, whose operations go to the shards.
+"""The tensor in ``.grad`` of a sharded parameter: it has no memory, and its operations act on the shards.
 
 Norms and element-wise edits (all that gradient clipping needs) act on this rank's part and gather nothing. Any other
-operation gathers the parameter's whole gradient, averaged and unscaled, and what it writes goes back into the parts.
+operation gathers the parameter's full gradient, averaged and unscaled, and writes go back into the shards.
 """
 
 from __future__ import annotations
@@ -20,19 +20,34 @@ from shardwise.core.base.torch_internals import (
     no_own_torch_function,
     wrapper_subclass,
 )
-from shardwise.core.grads.no_memory import NoMemory, without_memory
 
-__all__ = ["GradOwner", "ShardedGrad"]
+__all__ = ["GradOwner", "NoMemory", "ShardedGrad", "without_memory"]
+
+
+class NoMemory(torch.UntypedStorage):
+    """A storage of no bytes, for tools that count memory and for the compiler. Access to its elements raises."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise RuntimeError(without_memory("the storage", "a gradient of a sharded parameter"))
+
+    tolist = data_ptr = clone = cpu = cuda = copy_ = resize_ = _refuse
+    __getitem__ = __setitem__ = __iter__ = _refuse
+
+
+def without_memory(what: str, of: object) -> str:
+    """Return the message of the error that ``what`` raises."""
+    return f"{what} of {of}: it has no memory of its own; call clone() on every rank first"
+
 
 aten = torch.ops.aten
 View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GradOwner(Protocol):
-    """Has the gradients. ``index`` is a parameter's.
+    """The object that has the gradients. ``index`` is a parameter's.
 
     Attributes:
-        loss_scaled: a step looks for values that are not finite, and is skipped where there are some.
+        loss_scaled: whether a step is skipped if some value is not finite.
     """
 
     loss_scaled: bool
@@ -44,39 +59,39 @@ class GradOwner(Protocol):
         """Raise if an optimizer of the user's own, made on sharded parameters, does ``what``."""
 
     def full(self, index: int, wide: bool) -> torch.Tensor:
-        """The whole averaged, unscaled gradient in a new tensor; ``wide``: in fp32 at least. Collective."""
+        """Return the full averaged, unscaled gradient in a new tensor; ``wide``: in fp32 at least. Collective."""
 
     def zeroed(self, index: int) -> bool:
-        """Whether the gradient, which is made zero, has been used already: nothing is left to do then."""
+        """Return whether the gradient, which is to be set to zero, has been used already, so that nothing is left."""
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
-        """The p-norm of each one's gradient, 0-dim. Collective."""
+        """Return the p-norm of each gradient, 0-dim. Collective."""
 
     def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
-        """To be written: this rank's part (1-D), where it lies in the flat parameter, and by what it is scaled.
+        """Return this rank's part (1-D) for a write, its place in the flat parameter, and its scale.
 
         Args:
             index: of the parameter.
-            operands: numbers and whole tensors that it is changed by; ``None``: another rank may not tell.
-            replaces: whether the first of them takes its place.
+            operands: numbers and full tensors of the edit; ``None`` if they may differ between ranks.
+            replaces: whether the first operand replaces the gradient.
         """
 
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
-        """Whether ``target`` shares memory with the parameter."""
+        """Return whether ``target`` shares memory with the parameter."""
 
     def name(self, index: int) -> str:
-        """The parameter's name."""
+        """Return the parameter's name."""
 
 
 # See [Note: What stands in .grad].
 class ShardedGrad(torch.Tensor):
-    """The gradient of one sharded parameter, of its shape, dtype and device. Views of it are of this class too.
+    """The gradient of one sharded parameter, of its shape, dtype and device. Views of it are of this class, too.
 
-    Every operation is one of all ranks: norms cost one small exchange for all parameters, anything that reads elements
-    one gather. Edits in place are made alike on every rank. Printing one gathers nothing.
+    Every operation is collective: norms cost one small exchange for all parameters, operations that read elements one
+    gather. Every rank has to make the same in-place edits. Printing a gradient gathers nothing.
     """
 
-    # What is called on it goes to the dispatcher at once.
+    # Calls go directly to the dispatcher.
     __torch_function__ = no_own_torch_function  # type: ignore[assignment]
 
     owner: Callable[[], GradOwner | None]
@@ -97,22 +112,22 @@ class ShardedGrad(torch.Tensor):
     ) -> ShardedGrad:
         """
         Args:
-            owner: gives who has the gradients, or ``None`` when the session is gone.
+            owner: returns the owner of the gradients, or ``None`` when the session is closed.
             index: the parameter's.
-            like: has the shape, strides and dtype; on whichever device.
-            device: where results are.
-            views: what makes the view out of the gradient, one after the other.
-            complete: the view has each element of the gradient once.
+            like: a tensor on any device with the shape, strides and dtype.
+            device: of results.
+            views: functions that make the view from the gradient, applied in order.
+            complete: whether the view has each element of the gradient once.
         """
         self: ShardedGrad = wrapper_subclass(cls, like, device)
         self.owner, self.param_index, self.views, self.complete, self.arrived = owner, index, views, complete, None
         return self
 
     def asked(self, what: str) -> GradOwner:
-        """Who has it, for operation ``what``.
+        """Return the owner, for operation ``what``.
 
         Raises:
-            RuntimeError: the gradient cannot be used now; says why.
+            RuntimeError: the gradient cannot be used now.
         """
         owner = self.owner()
         if owner is None:
@@ -124,7 +139,7 @@ class ShardedGrad(torch.Tensor):
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        """False. Optimizers ask before they change anything, so one that must not step hears of it here."""
+        """False. Optimizers read this before they change anything, so one that must not step gets its error here."""
         owner = self.owner()
         if owner is not None:
             owner.check_caller(self.param_index, "is_sparse")
@@ -159,19 +174,19 @@ class ShardedGrad(torch.Tensor):
         raise RuntimeError(without_memory("storage()", self))
 
     def __dlpack__(self, **_kwargs: Any) -> Any:
-        """Raises: whoever takes it may write to it, and it would be to a copy."""
+        """Raises, since a consumer could write to the array, which would be a copy."""
         raise BufferError(without_memory("__dlpack__()", self))
 
     def is_shared(self) -> bool:
-        """False: who is sent it gets a copy."""
+        """False, since another process gets a copy."""
         return False
 
     def share_memory_(self) -> ShardedGrad:
-        """Nothing is done, so that a model with gradients can be shared."""
+        """Do nothing, so that a model with gradients can be shared."""
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As :meth:`torch.Tensor.numpy`, read-only: what is written to a copy would be lost."""
+        """As :meth:`torch.Tensor.numpy`, read-only, since writes to a copy would be lost."""
         array = self.clone().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -220,8 +235,8 @@ _COMPLETE = {aten.view, aten._reshape_alias, aten.t, aten.transpose, aten.permut
 
 
 def _arrive(packet: Any, held: Any, arriving: torch.Tensor) -> torch.Tensor:
-    """Autograd adds the running pass's gradient of the parameter to what it finds there; the engine takes it."""
-    if not isinstance(held, ShardedGrad):  # ours is what arrives: the loss depends on a gradient
+    """Take the running pass's gradient, which autograd adds to the one in ``.grad``."""
+    if not isinstance(held, ShardedGrad):  # the arriving gradient is ours: the loss depends on a gradient
         return packet(held, arriving.clone())  # type: ignore[no-any-return]
     held.arrived = arriving
     return held if packet is aten.add_ else arriving
@@ -295,9 +310,9 @@ def _plain(value: Any) -> bool:
 
 
 def _local(name: str, edit: Callable[..., None], operands: int, bounds: bool = False) -> Callable[..., Any]:
-    """A handler that calls ``edit(part, scale, *operands)``, each a number or this rank's part of a tensor.
+    """Return a handler that calls ``edit(part, scale, *operands)`` with numbers and this rank's parts of tensors.
 
-    Under a loss scale what is not finite stays so where the edit only ``bounds`` values: the step has to be skipped.
+    Under a loss scale non-finite values stay if the edit only ``bounds`` values, so that the step is skipped.
     """
 
     def handler(x: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -338,7 +353,7 @@ def _sub(part: torch.Tensor, scale: float, other: Any, alpha: Any = 1) -> None:
 
 
 def _bound(value: Any, scale: float, dtype: torch.dtype) -> Any:
-    """A bound in the units of the stored values, which an infinite one stays in and a finite one stays within."""
+    """Return a bound in the units of the stored values; an infinite bound stays infinite, a finite one finite."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -390,7 +405,7 @@ def _zero(x: Any) -> Any:
 
 
 def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    if rounding_mode is not None:  # of what is stored in other units it would be another one
+    if rounding_mode is not None:  # rounding of values in other units gives another result
         return NotImplemented
     return _local("div_", lambda part, scale, by: part.div_(by), 1)(x, other)
 
@@ -418,7 +433,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def _one_by_one(op: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An in-place operation on lists, as that on each element."""
+    """Apply an in-place operation on lists to each element."""
     if op is None:
         _on_whole(func, args, kwargs)
         return
@@ -430,7 +445,7 @@ def _one_by_one(op: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any operation, on gathered gradients; what it writes into one is taken over."""
+    """Apply any operation to gathered gradients, and write changes of them back into the shards."""
     what = str(func.overloadpacket).removeprefix("aten.") + "()"
     ours = {id(each): each for each in each_leaf((args, kwargs)) if isinstance(each, ShardedGrad)}
     if func.namespace in ("c10d", "_c10d_functional"):
@@ -495,7 +510,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
 
 
 def _take_over(grad: ShardedGrad, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Elements that an operation changed; the others keep the precision that the parameter's dtype may not have."""
+    """Write the changed elements back; the others keep a precision that the parameter's dtype may not have."""
     part, where, scale = grad.asked("a change").part(grad.param_index, None, False)
     old, new = (each.reshape(-1)[where].to(part.device) for each in (before, after))
     part.copy_(torch.where(old == new, part, new.to(part.dtype) * scale))

@@ -63,7 +63,6 @@ class _Axes:
     sequence: Group
     wire: Wire | None = None
     ring: Wire | None = None
-    tensor_lines: list[list[int]] | None = None
     secondary: Group | None = None
 
 
@@ -118,8 +117,6 @@ class Mesh:
         self.wire = axes.wire
         self.sequence, self.ring = axes.sequence, axes.ring
         self._makers = [] if maker is None else [maker]
-        self._tensor_lines = axes.tensor_lines
-        self._tensor_wire: Wire | None = None
         self._parties = 0
         self._process = os.getpid()
 
@@ -242,14 +239,6 @@ class Mesh:
             self.model_parallel = self.joined = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
-    def tensor_wire(self) -> Wire | None:
-        """Between the ranks of ``tensor``, made the first time; ``None`` where there is one. Collective over all."""
-        if self._tensor_wire is None and self.tensor.size > 1:
-            assert self._tensor_lines is not None
-            with on_device(self.device):
-                self._tensor_wire = self._makers[0].make_wire(TENSOR_AXIS, self._tensor_lines)
-        return self._tensor_wire
-
     def enroll(self, name: str) -> Party:
         """A model that will use the groups. Every rank enrols the same ones in the same order."""
         self._parties += 1
@@ -298,14 +287,14 @@ class Mesh:
         """Bytes sent by this rank in all groups, by kind."""
         kinds = self.world.traffic.bytes
         counted = [group.traffic for group in self.groups]
-        counted += [wire.traffic for wire in (self.wire, self.ring, self._tensor_wire) if wire is not None]
+        counted += [wire.traffic for wire in (self.wire, self.ring) if wire is not None]
         return {kind: sum(each.bytes[kind] for each in counted) for kind in kinds}
 
     def reset_traffic(self) -> None:
         """Start counting from zero in all groups."""
         for group in self.groups:
             group.reset_traffic()
-        for wire in filter(None, (self.wire, self.ring, self._tensor_wire)):
+        for wire in filter(None, (self.wire, self.ring)):
             wire.traffic.reset()
 
     def close(self) -> None:
@@ -393,9 +382,7 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
     lines = _along(grid.reshape(stages, replicas * shards // sp, sp, parts), 2)
     sequence = maker.make(SEQUENCE_AXIS, lines)
     ring = maker.make_wire(SEQUENCE_AXIS, lines) if sp > 1 else None
-    return _Axes(
-        shard, replicate, world, tensor, pipeline, model, everyone, stage, sequence, wire, ring, _along(grid, 3)
-    )
+    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, stage, sequence, wire, ring)
 
 
 def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group | None:

@@ -1,15 +1,19 @@
-"""State that holds tensors in lists, tuples and dicts (SOAP's matrices, one a dimension), as flat entries.
+"""Optimizer state with tensors in lists, tuples and dicts (SOAP's matrices, one for each dimension), as flat entries.
 
-Flat, each tensor is an entry of its own, ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a, "GG.1": b}``,
-so that all that cuts, sends and stores state knows tensors and plain values alone. A list without any is a form alone.
+In flat form each tensor is an entry of its own: ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a,
+"GG.1": b}``, with the structure as JSON (:mod:`shardwise.core.base.tree`). So code that shards, sends and stores state
+handles only tensors and plain values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+
+from shardwise.core.base import tree
 
 __all__ = ["flat", "is_form", "mapped", "misfits", "nested", "outline", "tensors_of"]
 
@@ -17,10 +21,11 @@ NESTED = "$nested"
 
 
 def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -> dict[str, Any]:
-    """``entry`` with the ``leaves`` of nested values beside them.
+    """Return ``entry`` with the ``leaves`` of nested values as entries of their own.
 
     Raises:
         ValueError: an entry has the name that a nested tensor gets.
+        TypeError: a nested value is not a number, string, None, tensor, list, tuple or dict.
     """
     found: dict[str, Any] = {}
     for key, value in entry.items():
@@ -28,7 +33,7 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
             found[key] = value
             continue
         own: dict[str, Any] = {}
-        found[key] = {NESTED: _form(value, f"{key}.", own, leaves)}
+        found[key] = {NESTED: tree.encode_with(value, partial(_number, own, key), key, leaves)}
         if not own.keys().isdisjoint(entry):
             raise ValueError(f"optimizer state {sorted(own.keys() & entry.keys())}: {key!r} has tensors of these names")
         found |= own
@@ -36,28 +41,28 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
 
 
 def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`flat` was given, with other tensors in their places."""
-    made = {key: value for key, value in entry.items() if not is_form(value)}
+    """Invert :func:`flat`, with the tensors that ``entry`` has now."""
+    made = _Taken({key: value for key, value in entry.items() if not is_form(value)})
     for key, value in entry.items():
         if is_form(value):
-            made[key] = _filled(value[NESTED], made)
+            made[key] = tree.decode(value[NESTED], made)
     order = {key: place for place, key in enumerate(entry)}
     return dict(sorted(made.items(), key=lambda item: order[item[0]]))
 
 
 def is_form(value: object) -> bool:
-    """Whether it says of what form a nested value is."""
+    """Whether ``value`` is the structure of a nested value."""
     return isinstance(value, dict) and value.keys() == {NESTED}
 
 
 def outline(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """``entry``, flat or not, without the tensors of nested values, for which ``None`` stands."""
+    """Return ``entry``, flat or not, without the tensors of nested values."""
     inside = tuple(f"{key}." for key, value in entry.items() if is_form(value))
     return {key: value for key, value in entry.items() if not (inside and key.startswith(inside))}
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with every leaf (what is no list, tuple or dict) changed."""
+    """Apply ``change`` to every leaf (not a list, tuple or dict) of ``value``."""
     if isinstance(value, list):
         return [mapped(each, change) for each in value]
     if isinstance(value, tuple):
@@ -68,7 +73,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_of(value: Any, kind: type = torch.Tensor) -> Iterator[Any]:
-    """The tensors in it, or what of ``kind`` stands for them."""
+    """Iterate over the tensors in ``value``, or over values of ``kind``."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
@@ -80,7 +85,7 @@ def tensors_of(value: Any, kind: type = torch.Tensor) -> Iterator[Any]:
 
 
 def misfits(value: Any, path: str) -> Iterator[str]:
-    """What in ``value`` is neither a number, text, ``None`` nor a tensor, with its path."""
+    """Describe values that are not numbers, strings, ``None`` or tensors, with their paths."""
     if isinstance(value, list | tuple):
         for place, each in enumerate(value):
             yield from misfits(each, f"{path}[{place}]")
@@ -91,29 +96,18 @@ def misfits(value: Any, path: str) -> Iterator[str]:
         yield f"{path} is a {type(value).__name__} ({value!r:.80})"
 
 
+class _Taken(dict[str, Any]):
+    """Entries that leave the dictionary when they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.pop(name, None)
+
+
+def _number(own: dict[str, Any], key: str, leaf: Any, _path: str) -> dict[str, str]:
+    name = f"{key}.{len(own)}"
+    own[name] = leaf
+    return {"$tensor": name}
+
+
 def _holds(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) and not is_form(value)
-
-
-def _form(value: Any, path: str, own: dict[str, Any], leaves: tuple[type, ...]) -> Any:
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_form(each, f"{path}{place}.", own, leaves) for place, each in enumerate(value)]}
-    if isinstance(value, Mapping):
-        items = enumerate(value.items())
-        return {"dict": [[key, _form(each, f"{path}{place}.", own, leaves)] for place, (key, each) in items]}
-    if isinstance(value, leaves):
-        own[path[:-1]] = value
-        return {"of": path[:-1]}
-    return {"is": value}
-
-
-def _filled(form: Mapping[str, Any], made: dict[str, Any]) -> Any:
-    ((kind, content),) = form.items()
-    if kind == "list":
-        return [_filled(each, made) for each in content]
-    if kind == "tuple":
-        return tuple(_filled(each, made) for each in content)
-    if kind == "dict":
-        return {key: _filled(each, made) for key, each in content}
-    return made.pop(content, None) if kind == "of" else content

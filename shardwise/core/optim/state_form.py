@@ -1,6 +1,6 @@
-"""Which state an optimizer keeps for a parameter, so that what a file holds can be told from another optimizer's.
+"""The keys and shapes of an optimizer's state, to recognise the state of another optimizer in a file.
 
-Asked of the optimizer itself: a copy of it steps a small parameter of its own, with the options of a group.
+A copy of the optimizer steps a small parameter with the options of a group, and its state is inspected.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from shardwise.core.optim.nested_state import flat, outline
 __all__ = ["SavedForm", "StateForm", "check_full_state", "constructed_state", "makes_state_at_once", "options_for"]
 
 SAME_STATE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam", "DeepSpeedCPUAdam"})
-"""Classes that continue each other's state. Which way they take weight decay is theirs, not the state's."""
+"""Classes that continue each other's state; they may differ in weight decay."""
 OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
-"""Options that say which of two classes it is."""
+"""Options that distinguish two classes."""
 NOTED = frozenset({"params", "param_names", "initial_lr"})
-"""Keys of a group that no optimizer asks for."""
+"""Keys of a group that no optimizer reads."""
 MOST_STEPPED = 1 << 24
-"""Elements of a parameter that is stepped to know the shapes of its state."""
+"""Largest parameter that is stepped to find the shapes of its state."""
 MOST_TRIED = 1 << 16
-"""Elements of a parameter that stands for a large one."""
+"""Size of the parameter that replaces a larger one."""
 
 
 @dataclass(frozen=True)
 class SavedForm:
-    """What a file holds for one parameter.
+    """The form of the state of one parameter in a file.
 
     Attributes:
         shape: of the parameter.
-        keys: of its state; of tensors whether they hold floating-point numbers, of other values ``None``.
+        keys: keys of its state; for tensors with whether they are floating-point, for other values with ``None``.
     """
 
     shape: tuple[int, ...]
@@ -47,15 +47,15 @@ class SavedForm:
 
     @classmethod
     def of(cls, shape: Sequence[int], entry: Mapping[str, Any]) -> SavedForm:
-        """Of the state ``entry``, whose tensors (or what stands for them) have a ``dtype``."""
+        """Return the form of the state ``entry``, whose tensors have a ``dtype``."""
         kinds = {key: getattr(value, "dtype", None) for key, value in outline(entry).items() if value is not None}
         floats = {key: None if kind is None else bool(kind.is_floating_point) for key, kind in kinds.items()}
         return cls(tuple(shape), tuple(sorted(floats.items())))
 
 
 def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the saved options of a group those that ``optimizer`` takes over: all of its own class; of another's, or of
-    one that is not known, what its own groups have too."""
+    """Return the saved options of a group that ``optimizer`` loads: all if its class saved them; otherwise those that
+    its own groups have, too."""
     if saved_class == type(optimizer).__name__:
         return dict(options)
     known = {*_defaults(optimizer), *NOTED, *(key for group in optimizer.param_groups for key in group)}
@@ -64,10 +64,10 @@ def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Map
 
 
 class StateForm:
-    """Of one optimizer.
+    """The form of the state of one optimizer.
 
     Args:
-        optimizer: the user's own. Nothing of it is changed.
+        optimizer: the user's own; it is not changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,9 +76,9 @@ class StateForm:
         self._shapes: dict[tuple[str, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}
 
     def kept(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
-        """The keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
+        """Return the keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
 
-        ``None``: that cannot be found out, see :func:`shardwise.core.optim.element_wise.couples_elements`.
+        ``None``: unknown, see :func:`shardwise.core.optim.element_wise.couples_elements`.
         """
         plain = {key: value for key, value in options.items() if key not in NOTED}
         key = (repr(plain), shape)
@@ -87,8 +87,8 @@ class StateForm:
         return self._found[key]
 
     def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, found: tuple[int, ...]) -> bool:
-        """Whether the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, as rows and
-        columns of a factored one; of what is too large to be tried, whether it has no other sizes than the parameter.
+        """Whether the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, such as rows and
+        columns of a factored one. A parameter too large to try only needs all sizes of ``found``.
         """
         plain = {name: value for name, value in options.items() if name not in NOTED}
         place = (repr(plain), shape)
@@ -97,7 +97,11 @@ class StateForm:
             if math.prod(shape) <= MOST_STEPPED and {"param_groups", "state"} <= vars(self._optimizer).keys():
                 param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
                 param.grad = torch.ones_like(param)
-                with contextlib.suppress(NotTriedError), without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+                with (
+                    contextlib.suppress(NotTriedError, TypeError),
+                    without_global_step_hooks(),
+                    torch.random.fork_rng(devices=[]),
+                ):
                     made = flat(self._step(plain, param)).items()
                     self._shapes[place] = {k: tuple(v.shape) for k, v in made if isinstance(v, Tensor)}
         known = self._shapes[place]
@@ -134,19 +138,19 @@ class StateForm:
     def misfit(
         self, saved_class: str, options: Mapping[str, Any], saved_options: Mapping[str, Any], saved: SavedForm
     ) -> str | None:
-        """Why state is not this optimizer's; ``None``: it is, as far as that can be known.
+        """Return why this optimizer cannot continue a state, or ``None``.
 
         Args:
-            saved_class: the name of the class that made it; empty where that is not known.
-            options: those that it would go on with.
-            saved_options: those that it was made with.
-            saved: its form.
+            saved_class: the class that created the state; empty if unknown.
+            options: the options that it would continue with.
+            saved_options: the options that it was created with.
+            saved: the form of the state.
         """
         dimensions = len(saved.shape)
         reason = self._misfit(saved_class, options, saved_options, saved, (2,) * dimensions)
         if reason is None or not dimensions:
             return reason
-        # Some keep other things of large parameters, as moments in 8 bits from 4096 elements on.
+        # Some optimizers keep another state for large parameters, such as 8-bit moments from 4096 elements.
         size = min(math.prod(saved.shape), MOST_TRIED)
         return self._misfit(saved_class, options, saved_options, saved, (size, *(1,) * (dimensions - 1)))
 
@@ -178,7 +182,7 @@ class StateForm:
         return saved_class in (each.__name__ for each in type(self._optimizer).__mro__)
 
     def continues(self, saved_class: str) -> bool:
-        """Whether the class is known to keep the same state."""
+        """Whether the class keeps the same state."""
         own = {each.__name__ for each in type(self._optimizer).__mro__}
         return saved_class in own or (saved_class in SAME_STATE and bool(own & SAME_STATE))
 
@@ -188,7 +192,7 @@ def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _other_numbers(kept: Mapping[str, bool | None], there: Mapping[str, bool | None]) -> bool:
-    """Whether tensors of integers stand for others; a step count may be either."""
+    """Whether integer tensors replace floating-point ones; a step count may be either."""
     both = (kept.keys() & there.keys()) - {"step"}
     return any(there[key] != kept[key] for key in both if None not in (there[key], kept[key]))
 
@@ -198,9 +202,10 @@ def _listed(keys: Collection[str]) -> str:
 
 
 def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state that the class of ``optimizer`` gives ``param`` when it is built with the options of ``group``.
+    """Return the state that the constructor of ``optimizer``'s class creates for ``param`` with the options of
+    ``group``.
 
-    Adagrad's sums, for example. Empty for a class that makes its state in its steps, or that cannot be built from its
+    An example is Adagrad's sums. Empty for a class that creates its state in a step or cannot be constructed from its
     ``defaults``.
     """
     kind = type(optimizer)
@@ -216,7 +221,7 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
 
 
 def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class gives parameters state when it is built."""
+    """Whether the constructor creates state."""
     param = nn.Parameter(torch.ones(2, 2, device="cpu", dtype=torch.float32))
     return any(constructed_state(optimizer, group, param) for group in optimizer.param_groups[:1])
 
@@ -224,7 +229,7 @@ def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
 def check_full_state(
     optimizer: torch.optim.Optimizer, full: Mapping[str, Any], shapes: Iterable[Iterable[Sequence[int]]]
 ) -> None:
-    """Whether ``full``, a ``state_dict()`` with as many parameters in each group, can be this optimizer's.
+    """Check that ``full``, a ``state_dict()`` with as many parameters in each group, fits this optimizer.
 
     Args:
         optimizer: the user's own.
@@ -232,7 +237,7 @@ def check_full_state(
         shapes: by group and position, of the optimizer's parameters.
 
     Raises:
-        ValueError: it is another optimizer's; both are told.
+        ValueError: it is the state of another optimizer.
     """
     form, judged = StateForm(optimizer), set[tuple[int, SavedForm]]()
     for place, (own, theirs, sizes) in enumerate(
@@ -249,6 +254,6 @@ def check_full_state(
             reason = form.misfit("", options, saved_options, saved)
             if reason is not None:
                 raise ValueError(
-                    f"this state is not one of {type(optimizer).__name__}: of parameter {number} in group {place} "
+                    f"this is not a state of {type(optimizer).__name__}: for parameter {number} in group {place} "
                     f"{reason}; load it into an optimizer of the class that made it"
                 )

@@ -1,5 +1,7 @@
-"""Parameters in flat chunks: their layout, where shards are kept, and how they are gathered and freed.
+"""Parameters in flat chunks, gathered while they are used.
 
-Layouts are pure arithmetic and equal on every rank. The pool is the only part that gathers and frees. Nothing in this
-folder knows of gradients or optimizers.
+``layout.py`` packs parameters into chunks, ``chunk.py`` and ``source.py`` have one chunk's memory and the home of its
+shard. ``hooks.py`` notices uses; ``pool.py`` gathers and evicts, by the rules of ``policy.py``, in an order that
+``gather_order.py`` keeps equal on all ranks. ``meter.py`` measures the memory of a step. Layouts are pure arithmetic
+and equal on every rank; only the pool gathers and frees. Nothing in this folder knows of gradients or optimizers.
 """

@@ -1,47 +1,115 @@
-"""One chunk: flat storage, the parameters that are views of it, and what state these are in.
+"""One chunk: its flat storage, the parameters that are views of it, and its state.
 
-A *resident* chunk keeps its whole array for good (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps
-this rank's shard, and a whole array only between gather and eviction. Memory is never freed under a reader: eviction
-drops the chunk's reference, and whatever autograd still holds of it keeps the old array alive; a chunk whose parameters
-themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
+A *resident* chunk keeps its whole array (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps this rank's
+shard, and has a whole array only between gather and eviction (FSDP2's unshard and reshard). Memory is never freed under
+a reader: eviction drops the chunk's reference, and views that autograd still holds keep the old array alive; a chunk
+whose parameters themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise.core.base.states import Table
-from shardwise.core.base.torch_internals import point, versions_of
+from shardwise.core.base.torch_internals import point, tensor_holders, versions_of
 from shardwise.core.comm import Buffer, Handle
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.absent import absent_value, is_absent
 from shardwise.core.shards.layout import ChunkSpec, Slot
-from shardwise.core.shards.readers import is_read, python_holders
 from shardwise.core.shards.source import ShardSource
 
-__all__ = ["RESIDENCY", "Chunk", "Residency"]
+__all__ = ["RESIDENCY", "Chunk", "Residency", "absent_value", "is_absent", "is_read", "python_holders"]
+
+
+def absent_value(dtype: torch.dtype) -> float | int | bool:
+    """Return what parameters show while they are not gathered: NaN, or the largest integer of the dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+def is_absent(values: torch.Tensor) -> torch.Tensor:
+    """Return element-wise whether ``values`` equal :func:`absent_value` of their dtype."""
+    if values.is_floating_point() or values.is_complex():
+        return torch.isnan(values)
+    return values == absent_value(values.dtype)
+
+
+# [Note: Who counts as a reader]
+# Norms, attention and RNNs save the parameter itself, kernels put it on their ``ctx``, programs keep it in lists. A
+# view of a gathered array keeps its array; the parameter is pointed elsewhere at eviction, for every holder. So before
+# that holders are counted. Two counts are needed, because neither sees all:
+# * torch's count of the tensor: its Python object is one holder, the node that accumulates its gradient another; more
+#   is a graph.
+# * Python's count of the object, compared with the count when the parameter was pointed at the gathered array, since
+#   modules, hooks and the user's own lists hold it for good. A higher count is a new holder.
+# Both err on one side: a list that a forward pass made and kept looks like a reader, so its unit stays gathered, which
+# costs memory. A reader that was not counted would cost right numbers.
+def _added_by_torch() -> int:
+    """Return how many more references Python counts while torch itself holds a tensor."""
+    param = nn.Parameter(torch.empty(1, device="cpu"))
+    before = sys.getrefcount(param)
+    view = param.view(1)  # holds its base
+    added = sys.getrefcount(param) - before
+    del view
+    return added
+
+
+_ADDED = _added_by_torch()
+
+
+def python_holders(params: Sequence[nn.Parameter]) -> list[int]:
+    """Return Python's reference count of each parameter, for a later :func:`is_read`."""
+    # Always counted here, where one more name holds each.
+    return [sys.getrefcount(param) - (_ADDED if tensor_holders(param) > 1 else 0) for param in params]
+
+
+def is_read(params: Sequence[nn.Parameter], holders: Sequence[int], in_transform: bool) -> bool:
+    """Return whether a graph holds a parameter, or Python holds it more often than when ``holders`` were counted.
+
+    Args:
+        params: the parameters.
+        holders: an earlier result of :func:`python_holders`.
+        in_transform: a ``torch.func`` transform uses them, whose wrappers hold a parameter without a graph.
+    """
+    # Only the comprehensions may name a parameter here: another name would count as a holder.
+    if in_transform:
+        saved = True in [_saved_in_transform(param) for param in params]
+    else:
+        # Its Python object is one holder; the node that accumulates its gradient is another while a graph leads there.
+        saved = True in [tensor_holders(param) > 1 + param.requires_grad for param in params]
+    now = python_holders(params)
+    return saved or (now != holders and any(each > before for each, before in zip(now, holders, strict=True)))
+
+
+def _saved_in_transform(param: nn.Parameter) -> bool:
+    if not param.requires_grad:
+        return tensor_holders(param) > 1
+    edge = get_gradient_edge(param)  # creates the node if there is none, so there are two owners
+    return edge is not None and tensor_holders(param) > 2
 
 
 class Residency(Enum):
-    """What of a chunk is here, and what its parameters show."""
+    """Which memory of a chunk this rank has, and what its parameters show."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and each change is looked up
 
     UNPLACED = auto()
-    """The parameters are still where the user's model had them."""
+    """The parameters are still in the memory of the user's model."""
     SHARDED = auto()
-    """Only this rank's shard is here; the parameters read as NaN."""
+    """This rank has its shard only; the parameters read as NaN."""
     GATHERING = auto()
     """The whole array is being filled; the parameters read as NaN."""
     GATHERED = auto()
     """The parameters are views of the whole array and can be read."""
     RENEWING = auto()
-    """Of a resident chunk: the other ranks' parts of the array are coming, after an update."""
+    """A resident chunk gathers the other ranks' parts of its array, after an update."""
 
 
 RESIDENCY = Table(
@@ -57,35 +125,36 @@ RESIDENCY = Table(
 
 
 # [Note: Who owns a gathered array]
-# ``full`` is an ordinary tensor with a reference count. It is held by the chunk, from the beginning of the gather to
-# the eviction; by the parameters, which are pointed at parts of it; and by every view that autograd or the program
-# keeps. Eviction ends the first two: parameters point at one NaN, expanded to their shape, so that a read without a
-# gather is seen; the array goes back to its pool, which uses it again when the last view is gone ([Note: When an array
-# may be used again]). Memory is never freed under a reader, at the price of memory for as long as somebody reads.
-# * A parameter is no view: it is the same object before and after, for whoever holds it. So holders are counted before
-#   it is pointed elsewhere; see [Note: Who counts as a reader].
-# * A joined array is the ranks' shards themselves (comm: Group.joined). It shows what they become: nobody may read it
-#   after the fence behind which they are written ([Note: Fences]), and the eviction after the update ends it.
-# * A resident chunk's array is its exchange memory, for good; an update changes what is in it.
-# * On a GPU the array goes back to torch's allocator, which gives it out behind what its stream was given; for copies
-#   on another stream see SideCopy in base/device/streams.py.
+# ``full`` is an ordinary tensor with a reference count. The chunk holds it from the beginning of the gather to the
+# eviction, as do the parameters, which are pointed at parts of it, and every view that autograd or the program keeps.
+# Eviction ends the first two: parameters point at one NaN, expanded to their shape, so that a read without a gather is
+# noticed; the array goes back to its pool, which uses it again when the last view is gone ([Note: When an array may be
+# used again]). Memory is never freed under a reader, at the price of memory as long as something reads it.
+# * A parameter is not a view: it is the same object before and after. So holders are counted before it is pointed
+#   elsewhere; see [Note: Who counts as a reader].
+# * A joined array is a zero-copy view of the ranks' shards themselves (comm: Group.joined) and shows their changes: it
+#   must not be read after the fence behind which they are written ([Note: Fences]), and the eviction after the update
+#   ends it.
+# * A resident chunk's array is its exchange memory, for good; an update changes its values.
+# * On a GPU the array goes back to torch's allocator, which reuses it in stream order; for copies on another stream see
+#   SideCopy in base/device/streams.py.
 class Chunk:
     """Storage of one :class:`ChunkSpec` on this rank.
 
     Args:
         spec: its layout.
         params: the parameters of its slots.
-        source: where the shard is at home; the whole array of a resident chunk.
+        source: the home of the shard, or of the whole array of a resident chunk.
         rank: this rank in the shard group.
-        device: where gathered parameters are.
-        resident: the whole array stays on the device.
+        device: of gathered parameters.
+        resident: whether the whole array stays on the device.
 
     Attributes:
         full: the whole array, or ``None`` while there is only the shard.
-        pending: what fills it, while GATHERING or RENEWING.
-        joined: ``full`` is the ranks' shards themselves, not a copy.
+        pending: the gather that fills it, while GATHERING or RENEWING.
+        joined: ``full`` is a zero-copy view of the ranks' shards, not a copy.
         in_transform: a ``torch.func`` transform has used it since it was gathered.
-        lost: a slot whose parameter was written to, or given other data, which was dropped; ``None``: there was none.
+        lost: a slot whose parameter was written to, or got other data, which was dropped; ``None`` if there was none.
     """
 
     def __init__(
@@ -108,16 +177,16 @@ class Chunk:
         self.joined = False
         self.in_transform = False
         self.generation = 0
-        """Counts the updates, so that a graph made before one can be told from one made after."""
+        """Number of updates, which tells graphs from before an update from later ones."""
         self.placed_at = -2
-        """The generation in which parameters last showed values; before any, so long ago that none can be in use."""
+        """The generation in which parameters last showed values; the initial one is too old to be in use."""
         nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
         self.absent = tuple(nothing.expand(slot.shape) for slot in spec.slots)
-        """By slot, what its parameter shows while it is not gathered."""
+        """By slot, the value of its parameter while it is not gathered."""
         self._absent_at = [each.data_ptr() for each in self.absent]
         self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
         self.addresses = self._absent_at
-        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
+        """By slot, the address of the parameter's data, for :meth:`misplaced`."""
         self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
@@ -126,13 +195,8 @@ class Chunk:
 
     @property
     def state(self) -> Residency:
-        """What is here now; see :data:`RESIDENCY` for what it may become."""
+        """The state of the chunk; :data:`RESIDENCY` lists its changes."""
         return self._state
-
-    @property
-    def arriving(self) -> bool:
-        """Whether :meth:`arrive` makes it readable: its gather has begun and nothing ended it."""
-        return self._state is Residency.GATHERING and self.pending is not None
 
     def _become(self, state: Residency) -> None:
         RESIDENCY.check(self.spec.index, self._state, state)
@@ -170,23 +234,23 @@ class Chunk:
         return self.spec.shard_numel(self.rank)
 
     def overlap(self, slot: Slot) -> tuple[int, int]:
-        """The part of ``slot`` in this rank's shard as ``(start, end)`` in chunk coordinates; empty if start >= end."""
+        """Return the part of ``slot`` in this rank's shard as ``(start, end)`` in the chunk; empty if start >= end."""
         return max(slot.start, self.shard_start), min(slot.end, self.shard_end)
 
     def adopt_params(self) -> None:
-        """Have the parameters show this chunk from here on, when its values are there."""
+        """Point the parameters at this chunk for the first time."""
         if self.resident:
             self._place()
         else:
             self._withdraw()
 
     def receive(self, full: torch.Tensor, joined: bool) -> None:
-        """``full`` is to be filled, by ``pending`` from when that is set, or is the ranks' shards (``joined``)."""
+        """Begin to gather into ``full``; the caller sets ``pending``. With ``joined`` it is a view of all shards."""
         self._become(Residency.GATHERING)
         self.full, self.joined = full, joined
 
     def arrive(self) -> None:
-        """Wait until ``full`` is filled, and make the parameters views of it."""
+        """Wait for the gather, and point the parameters at ``full``."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
@@ -199,7 +263,7 @@ class Chunk:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
-        self._note_lost()  # before the values that tell it are replaced
+        self._note_lost()  # before the values that show it are replaced
         self._point(self.views(full))
         self._note_addresses(full)
         self.placed_at = self.generation
@@ -207,15 +271,17 @@ class Chunk:
         self._become(Residency.GATHERED)
 
     def evict(self) -> torch.Tensor | None:
-        """Have the parameters show NaN again, when nothing writes to the array any more. The array, for its owner;
-        ``None``: it was the ranks' shards."""
+        """Point the parameters at NaN, once nothing writes to the array any more.
+
+        Return the array, or ``None`` if it was a view of the ranks' shards.
+        """
         self._withdraw()
         full = None if self.joined else self.full
         self.full, self.joined = None, False
         return full
 
     def _withdraw(self) -> None:
-        """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
+        """Point the parameters at NaN of their shape and dtype, so that a use without a gather is noticed."""
         self._note_lost()
         self._holders = None
         self.in_transform = False
@@ -224,44 +290,43 @@ class Chunk:
         self._become(Residency.SHARDED)
 
     def renew(self, pending: Handle) -> None:
-        """The other ranks' parts of a resident chunk come with ``pending``."""
+        """Gather the other ranks' parts of a resident chunk with ``pending``."""
         self.pending = pending
         self._become(Residency.RENEWING)
 
     def allow_holders(self) -> None:
-        """Who holds a parameter in Python now does not count in :attr:`is_read`."""
+        """Do not count present Python holders of parameters in :attr:`is_read`."""
         self._holders = None if self.resident else python_holders(self.params)
 
     def is_absent(self, param: torch.Tensor) -> bool:
-        """Whether a parameter of it shows no values."""
+        """Return whether ``param``, one of this chunk's, is not gathered."""
         return not self.resident and param.numel() > 0 and param.data_ptr() in self._absent_at
 
     @property
     def unseen(self) -> bool:
-        """Whether no graph in use can have been made with its values: they were NaN in it."""
+        """Whether the parameters were NaN in any graph that is still in use."""
         return not self.resident and self.generation - self.placed_at > 1
 
     @property
     def is_read(self) -> bool:
-        """Whether a parameter is held since it was pointed at the gathered array, by a graph or by Python code.
+        """Whether a graph or Python code has taken a parameter since it was pointed at the gathered array.
 
-        Pointed elsewhere it would change for them. Views of the array do not count, which keep it themselves.
+        An eviction would change it for them. Views of the array do not count, since they keep the array.
         """
         return self._holders is not None and is_read(self.params, self._holders, self.in_transform)
 
     def refuse_graphs(self) -> None:
-        """As if each parameter had been updated in place: autograd refuses graphs that hold what it was."""
-        # No value changes, and the message is torch's own, which its users know.
+        """Have autograd refuse graphs that hold the old values, as if each parameter had been updated in place."""
+        # No value changes; users know torch's error message.
         torch.autograd.graph.increment_version(self.params)
 
     @property
     def _shown(self) -> torch.Tensor | None:
-        """The array that the parameters are views of; ``None``: they show what stands for absent ones, or are on their
-        way from one to the other."""
+        """The array that the parameters are views of, or ``None`` if they show absent values."""
         return self.full if self._state in (Residency.GATHERED, Residency.RENEWING) else None
 
     def put_back(self) -> None:
-        """Point the parameters again at what they last were pointed at."""
+        """Point the parameters again at the memory that they should show."""
         shown = self._shown
         if shown is not None:
             self._point(self.views(shown))
@@ -270,7 +335,7 @@ class Chunk:
             self._point(self.absent)
 
     def use_absent(self, values: torch.Tensor) -> None:
-        """Let ``values`` (1-D, one :func:`absent_value` a slot) stand for absent parameters: writes show there."""
+        """Use ``values`` (1-D, one :func:`absent_value` a slot) for absent parameters, so that writes show there."""
         self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
         self._absent_at = [each.data_ptr() for each in self.absent]
         if self._shown is None:
@@ -278,14 +343,13 @@ class Chunk:
             self.put_back()
 
     def note_versions(self) -> None:
-        """The parameters are as they should be: what is written to them from here on shows in :meth:`written`."""
+        """Start to look for writes to the parameters; :meth:`written` finds later ones."""
         self._versions = versions_of(self.params)
 
     def written(self) -> int | None:
-        """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted.
+        """Return the index of the first parameter written to, not through ``.data``, since :meth:`note_versions`.
 
-        Its version tells. As some calls move that and change no value (``p.set_(p)``), what has another one is compared
-        with what the chunk shows there.
+        Version counters show writes. Some calls increase them without a change (``p.set_(p)``), so values are compared.
         """
         if self._versions is None or self._versions == (versions := versions_of(self.params)):
             return None
@@ -297,8 +361,7 @@ class Chunk:
         return None
 
     def _differs(self, index: int) -> bool:
-        """Whether a parameter of a transient chunk shows something else than was put there, as far as this rank knows
-        that: of its own part, and of its peers' where they share their memory."""
+        """Return whether a parameter's values differ from this rank's shard, and from mapped shards of its peers."""
         slot, shown, source = self.spec.slots[index], self._shown, self.source
         if shown is None:
             # torch lets a single element be computed with, and NaN stays NaN.
@@ -314,7 +377,7 @@ class Chunk:
         return False
 
     def _note_lost(self) -> None:
-        """What was done to the parameters is about to be lost, where they are not our own memory."""
+        """Note a change to the parameters that is about to be lost."""
         if self._versions is not None and self.lost is None:
             self.lost = self.misplaced()
             if self.lost is None and not self.resident:
@@ -325,7 +388,7 @@ class Chunk:
         self.addresses = [base + offset for offset in self._offsets]
 
     def misplaced(self) -> int | None:
-        """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
+        """Return the index of the first parameter whose storage was replaced, or ``None``."""
         if self._state is Residency.UNPLACED:
             return None
         found, dtype = [param.data_ptr() for param in self.params], self.spec.dtype
@@ -340,14 +403,16 @@ class Chunk:
         return None
 
     def take_given(self) -> None:
-        """Values of parameters that were given other data of their kind while it is gathered are written to it, and
-        they show it again; data of another kind stays, for :meth:`misplaced` to be found."""
+        """Copy data that was assigned to gathered parameters into the chunk, and point them at it again.
+
+        Data of another shape, dtype or device stays, and :meth:`misplaced` finds it.
+        """
         if self.full is None or self._state not in (Residency.GATHERED, Residency.RENEWING):
             return
         for param, view in zip(self.params, self.views(self.full), strict=True):
-            alike = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
-            if alike and (param.data_ptr(), param.stride()) != (view.data_ptr(), view.stride()):
-                view.copy_(param.detach().clone())  # which may be another view of the same memory
+            fits = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
+            if fits and (param.data_ptr(), param.stride()) != (view.data_ptr(), view.stride()):
+                view.copy_(param.detach().clone())  # it may be another view of the same memory
                 point(param, view)
 
     def _point(self, values: Sequence[torch.Tensor]) -> None:
@@ -359,18 +424,18 @@ class Chunk:
                     point(each, value)
 
     def follow(self, param: int, followers: Sequence[torch.Tensor]) -> None:
-        """Tensors that are pointed wherever parameter ``param`` is; see [Note: Tensors that follow a parameter]."""
+        """Point ``followers`` wherever parameter ``param`` points; see [Note: Tensors that follow a parameter]."""
         self._followers[param] = followers
 
     def followers_of(self, param: int) -> Sequence[torch.Tensor]:
-        """What :meth:`follow` was given for it."""
+        """Return the followers of parameter ``param``."""
         return self._followers.get(param, ())
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
+        """Return each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
         return [slot.view(full) for slot in self.spec.slots]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two 1-D tensors of one dtype are equal, NaN to NaN."""
+    """Return whether two 1-D tensors of one dtype are bitwise equal."""
     return torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))

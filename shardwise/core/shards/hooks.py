@@ -1,40 +1,109 @@
-"""What runs around modules and saved tensors so that parameters are gathered exactly while they are read.
+"""Hooks on modules and on saved tensors, so that parameters are gathered exactly while they are read.
 
-Forward: a module that owns parameters acquires and pins its units before, and unpins them after. Backward: autograd
-keeps a note instead of a gathered weight (saved-tensor hooks), and the weight is gathered again when the note is read;
-so eviction needs no knowledge of the graph. Where other saved-tensor hooks are active (activation checkpointing), they
-get what is no weight. What autograd saves where ours cannot be (inside ``torch.func.grad``, hooks pushed within a
-module's forward) is an array, which it keeps, or the parameter itself, whose unit the pool then does not evict: right
-in both cases, and dearer in memory.
+Forward: a module that owns parameters acquires and pins its units before its forward, and unpins them after it (FSDP2's
+pre-forward and post-forward hooks). Backward: saved-tensor hooks save a reference to the chunk instead of a view of a
+gathered weight, and gather the chunk when autograd reads it, so eviction needs no knowledge of the graph. Other active
+saved-tensor hooks (activation checkpointing) get every tensor that is not a weight. Where no saved-tensor hooks are
+possible (inside ``torch.func.grad``, hooks pushed within a module's forward) autograd keeps the gathered array, or the
+parameter itself, whose unit the pool then does not evict: correct, but it costs memory.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.base.torch_internals import (
+    compiles_frames,
     current_graph_task,
     in_transform,
     is_transformed,
+    never_compiled,
     pop_saved_hooks,
     push_saved_hooks,
     saved_hooks_enabled,
     storage_id,
     top_saved_hooks,
     version_of,
+    without_transforms,
 )
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.compiled import outside_compile, same_number, skipped_in_compile, while_tracing
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.transforms import outside_transforms
 
-__all__ = ["GatherHooks", "in_backward", "trace_hooks"]
+__all__ = ["GatherHooks", "in_backward", "outside_transforms", "trace_hooks"]
+
+
+# ---- torch.compile
+
+
+# [Note: Blocks share compiled code]
+# Blocks of one class are compiled once, and each call is checked against the guards of the compiled code. After eight
+# recompilations torch gives up on a function and runs it uncompiled. So our hooks must not make blocks differ:
+# * Guards look at the ids of hooks. Torch counts them up over all modules; ours are the same on each (same_number).
+# * A hook that gathers runs outside any graph and is not compiled either (outside_compile): its arguments and the
+#   gradient mode differ from call to call.
+def outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook that runs outside any compiled graph; it breaks the graph before and after the module.
+
+    Outside compiled code the hook is called directly: to switch the compiler off takes longer than most hooks.
+    """
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+    def outside(*args: Any) -> Any:
+        return disabled(*args) if compiles_frames() else hook(*args)
+
+    return never_compiled(outside)
+
+
+never_compiled(compiles_frames)  # called from a frame that is not compiled, it would be one to compile
+
+
+def skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a hook that does nothing inside a compiled block, whose own hooks have gathered the units already."""
+
+    def unless_compiling(*args: object) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return unless_compiling
+
+
+def while_tracing(call: Callable[[], None]) -> Callable[[], None]:
+    """Wrap a function that is called when a graph is traced, and left out of the graph."""
+
+    def now() -> None:
+        call()
+
+    constant: Callable[[], None] = torch.compiler.assume_constant_result(now)  # type: ignore[no-untyped-call]
+    return constant
+
+
+def same_number(handle: RemovableHandle) -> RemovableHandle:
+    """Give a hook that was just registered an id that depends only on how many of these hooks its module has.
+
+    torch counts ids from 0 up over all modules; these count from -1 down per module. The order of the hooks stays.
+    """
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None
+    number = min([0, *(key for key in hooks if isinstance(key, int))]) - 1
+    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        named = ref()
+        if named is not None and handle.id in named:
+            items = [(number if key == handle.id else key, hook) for key, hook in named.items()]
+            named.clear()
+            named.update(items)
+    handle.id = number
+    return handle
+
+
+# ---- autograd
 
 
 def in_backward() -> bool:
@@ -42,22 +111,27 @@ def in_backward() -> bool:
     return current_graph_task() != -1
 
 
+def outside_transforms() -> AbstractContextManager[None]:
+    """Return a context in which tensors are made and written as outside of any ``torch.func`` transform."""
+    return without_transforms() if in_transform() else nullcontext()
+
+
 # [Note: Saved tensors become notes]
-# Autograd saves what an operation's backward will read. A saved view of a gathered array would keep all of that array,
-# so the whole model by the end of the forward pass. Hence, while modules run, saved-tensor hooks put a _Note in the
-# place of every tensor that lies in a gathered array: which chunk, and the view's size, strides and offset. When
-# backward reads the note the chunk is gathered, if it is not, and the view is made again. Backward needs no knowledge
-# of modules then, and a graph that is walked twice, or in part, gathers what it reads.
-# * Which tensors: asked by storage, not by parameter, because operations save views (a transposed weight).
-# * When it is valid: as long as the chunk's generation, which counts updates, is that of the note; saved tensors have
-#   version counters for that, a note has none.
-# * Other hooks (activation checkpointing, save_on_cpu) that are active when a module with parameters begins: ours go on
-#   top and hand on what is no weight (_Composed).
-# * Where ours cannot be (most torch.func transforms; hooks pushed inside a module's own forward): a saved view keeps
-#   its array, a saved parameter is not evicted; see [Note: Who counts as a reader]. Right, and dearer in memory.
+# Autograd saves the tensors that an operation's backward will read. A saved view of a gathered array would keep all of
+# that array, and so the whole model by the end of the forward pass. Hence saved-tensor hooks, active while modules run,
+# save a _SavedView in place of every tensor that lies in a gathered array: the chunk, and the view's size, strides and
+# offset. When backward reads it, the chunk is gathered if it is not, and the view is made again. Backward needs no
+# knowledge of modules then, and a graph that is walked twice, or in part, gathers exactly what it reads.
+# * The hooks look tensors up by storage, not by parameter, because operations save views (a transposed weight).
+# * A _SavedView is valid as long as the chunk's generation, which counts updates, is the same. Saved tensors have
+#   version counters for that.
+# * If other hooks (activation checkpointing, save_on_cpu) are active when a module with parameters begins, ours go on
+#   top and pass every tensor that is not a weight on to them (_Composed).
+# * Where no hooks are possible (most torch.func transforms; hooks pushed inside a module's own forward) a saved view
+#   keeps its array, and a saved parameter is not evicted; see [Note: Who counts as a reader].
 @dataclass(frozen=True)
-class _Note:
-    """Stands for a view of a gathered chunk among autograd's saved tensors."""
+class _SavedView:
+    """Replaces a view of a gathered chunk among autograd's saved tensors."""
 
     chunk: Chunk
     size: torch.Size
@@ -67,32 +141,27 @@ class _Note:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """Any other saved tensor. Autograd leaves it to hooks to notice that a value was changed after it was saved."""
+class _SavedTensor:
+    """Any other saved tensor. Hooks have to check themselves that it was not changed after it was saved."""
 
     tensor: torch.Tensor
     version: int
 
 
-def _keep(tensor: torch.Tensor) -> _Kept:
-    # Itself it would hold the graph that saves it, which would never be freed; the version counter is shared.
-    return _Kept(tensor.detach(), version_of(tensor))
-
-
 @dataclass(frozen=True)
-class _Other:
-    """What the hooks that were active before ours made of a tensor that is no weight."""
+class _SavedByOthers:
+    """The result of the pack hook that was active before ours, for a tensor that is not a weight."""
 
     packed: object
 
 
 @dataclass
 class _Frame:
-    """A module that runs.
+    """A running module.
 
     Attributes:
         pins: units that are pinned until it ends.
-        pack: of the saved-tensor hooks that were pushed for it, if any were.
+        pack: the pack hook that was pushed for it, if any.
     """
 
     module: nn.Module
@@ -101,7 +170,7 @@ class _Frame:
 
 
 class _Running(threading.local):
-    """The modules that run in a thread, innermost last, and our saved-tensor hooks there."""
+    """A thread's running modules, innermost last, and the saved-tensor hooks pushed for them."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
@@ -109,19 +178,19 @@ class _Running(threading.local):
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """A module's parameters; reading one that is not gathered during a pass gathers it.
+    """A module's parameters by name; to read one during a pass gathers it.
 
     For models that use a child's weight without calling the child, such as ``F.linear(x, self.embedding.weight)``.
 
-    ``torch.compile`` traces the read, and cannot tell a parameter of the module that runs from another's. Whether it is
-    gathered shows in its strides, which are zero if not, and which the graph's guards compare: a read that finds
-    nothing gathered, when traced or later, breaks the graph and gathers.
+    ``torch.compile`` traces the read, and cannot tell a parameter of the running module from another's. Parameters that
+    are not gathered have zero strides, which the graph's guards compare: a read of one, when traced or later, breaks
+    the graph and gathers.
 
     Args:
         items: the parameters by name.
         on_read: gathers a parameter by its ``id``, outside any graph.
-        probes: for the transient ones, a parameter of the same chunk that has strides; ``None`` if none has.
-        on_trace: called when a graph is traced that reads a resident one, whose renewal may be under way.
+        probes: for each transient parameter one of the same chunk that has strides, or ``None``.
+        on_trace: called when a graph is traced that reads a resident parameter, whose renewal may be under way.
     """
 
     def __init__(
@@ -139,7 +208,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         if not torch.compiler.is_compiling():
-            # Before the parameter is at hand: who holds one while it is gathered reads it.
+            # Before the parameter is looked up: a reference held during the gather would count as a reader.
             if name in self._ids:
                 self._on_read(self._ids[name])
             return super().__getitem__(name)
@@ -157,14 +226,14 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 class GatherHooks:
-    """Installs the hooks of one model's transient chunks; :meth:`remove` takes them away.
+    """The hooks of one model whose parameters are gathered on use; :meth:`remove` removes them.
 
     Args:
         model: the user's module.
         pool: its chunks.
-        unit_of: unit index by ``id`` of parameter, transient ones only.
-        units_of_module: units whose block is exactly this module, by FQN.
-        in_backward_pass: called when a gather happens during backward, so that its end is noticed.
+        unit_of: unit by ``id`` of parameter, transient ones only.
+        units_of_module: by FQN, the units that cover exactly this module.
+        in_backward_pass: called at a gather during backward, so that the end of the pass is noticed.
     """
 
     def __init__(
@@ -179,7 +248,7 @@ class GatherHooks:
         self._in_backward_pass = in_backward_pass
         self._names = {id(param): name for name, param in model.named_parameters()}
         self.units_of: dict[str, list[int]] = {}
-        """By name of a module: what it acquires before its forward pass."""
+        """By FQN of a module: the units that it acquires before its forward."""
         self._running = _Running()
         self._saved_hooks = outside_compile(self._pack), outside_compile(self._unpack)
         self._handles: list[Any] = []
@@ -214,12 +283,14 @@ class GatherHooks:
         else:
             before, after = outside_compile(before), outside_compile(after)
         self._handles.append(same_number(module.register_forward_pre_hook(before, prepend=True)))
-        # Also after an exception; after an interrupt torch calls no hooks, see unwind().
+        # Also after an exception. After an interrupt torch calls no hooks; see unwind().
         self._handles.append(same_number(module.register_forward_hook(after, always_call=True)))
 
     def _holds_all(self, module: nn.Module, units: list[int]) -> bool:
-        """Whether the module around ``module`` has pinned its ``units`` until after it, and our saved-tensor hooks are
-        on top: it needs no frame. It leaves none then (:meth:`_leave`)."""
+        """Whether an outer module has pinned ``units`` and our saved-tensor hooks are on top.
+
+        ``module`` needs no frame then, and :meth:`_leave` finds none.
+        """
         running = self._running
         if not running.frames or not running.packs or in_transform() or self.pool.ledger.capacity_bytes is not None:
             return False  # under a capacity each use is measured
@@ -231,7 +302,7 @@ class GatherHooks:
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         frames = self._running.frames
         frame = _Frame(module, pack=self._push_saved_hooks())
-        # Noted down before its units are pinned: whatever comes, _leave unpins them.
+        # Before its units are pinned, so that _leave unpins them after any exception.
         frames.append(frame)
         if self._settles and len(frames) == 1:
             self.pool.settle()
@@ -252,23 +323,23 @@ class GatherHooks:
             if frame.pack is not None:
                 self._pop_saved_hooks(frame.pack)
             left = frame.module is module
-            frames.pop()  # only now: whoever is interrupted here leaves it again
+            frames.pop()
 
     @property
     def running(self) -> bool:
-        """Whether a module is in its forward pass in this thread."""
+        """Whether a module's forward is running in this thread."""
         return bool(self._running.frames)
 
     def unwind(self) -> None:
-        """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
+        """Leave every module after a ``KeyboardInterrupt``, after which torch ran no hooks."""
         if self._running.frames and not in_backward():
             self._leave(self._running.frames[0].module)
 
     def explain(self, error: BaseException) -> None:
-        """A forward pass raised ``error``.
+        """Explain an ``error`` that a forward pass raised.
 
         Raises:
-            RuntimeError: it came from a transform inside the forward pass, which takes no saved-tensor hooks around it.
+            RuntimeError: it came from a transform inside the forward pass, which allows no saved-tensor hooks.
         """
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise RuntimeError(
@@ -286,7 +357,7 @@ class GatherHooks:
             self.pool.used_in_transform(unit)
 
     def on_read(self, param: int) -> None:
-        """The parameter with this ``id`` is about to be read: in a pass, its unit is gathered."""
+        """Gather the unit of the parameter with this ``id``, which is about to be read, during a pass."""
         unit = self._unit_of.get(param)
         if unit is None:
             return
@@ -294,30 +365,27 @@ class GatherHooks:
             frame = self._running.frames[-1]
             if unit not in frame.pins:
                 frame.pins.append(unit)
-                try:
-                    self._acquire(unit, frame)
-                except Exception:  # after an interrupt it may be pinned
-                    frame.pins.remove(unit)
-                    raise
+                self._acquire(unit, frame)
         elif in_backward():  # a recomputation, or a hook; no pin is needed, since the reader holds the parameter
             self._in_backward_pass()
             self._acquire(unit)
 
     def _on_trace(self) -> None:
-        """A graph reads renewed parameters without asking: from now on they are renewed before each forward pass."""
+        """Renew parameters before each forward pass from now on, since a compiled graph reads them without a hook."""
         self._settles = True
         self.pool.settle()
 
     # ---- saved tensors
 
     def _push_saved_hooks(self) -> Callable[..., Any] | None:
-        """Ours go on top of others that are active, unless they are there already. Returns what was pushed."""
+        """Push our hooks on top of active ones, unless ours are there already. Return the pack hook that was
+        pushed."""
         others = top_saved_hooks()
         packs = self._running.packs
         if others is not None and packs and others[0] is packs[-1]:
             return None
         if not saved_hooks_enabled():
-            return None  # some torch.func transforms take none
+            return None  # some torch.func transforms allow none
         pack, unpack = self._saved_hooks
         if others is not None:
             composed = _Composed(self, *others)
@@ -327,7 +395,7 @@ class GatherHooks:
         return pack
 
     def _pop_saved_hooks(self, pack: Callable[..., Any]) -> None:
-        """Those with ``pack``, if they are there. What a program has put on top of them stays, for it to pop."""
+        """Pop the hooks with ``pack``, if they are there. Hooks that a program pushed on top stay, for it to pop."""
         packs, above = self._running.packs, list[tuple[Callable[..., Any], Callable[..., Any]]]()
         if not packs or packs[-1] is not pack:
             return
@@ -340,9 +408,9 @@ class GatherHooks:
             push_saved_hooks(*others)
         packs.pop()
 
-    def note_of(self, tensor: torch.Tensor) -> _Note | None:
-        """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
-        # A subclass may have its values elsewhere, or none: it is kept as it is.
+    def saved_view(self, tensor: torch.Tensor) -> _SavedView | None:
+        """Return what to save for a view of a gathered chunk, or ``None`` for any other tensor."""
+        # A subclass may have its values elsewhere, or none.
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
             return None
         if tensor.layout is not torch.strided or is_transformed(tensor):
@@ -352,11 +420,11 @@ class GatherHooks:
             if type(tensor) is nn.Parameter and id(tensor) in self._unit_of:
                 self._check_there(tensor)
             return None
-        return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
+        return _SavedView(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
 
     def _check_there(self, param: nn.Parameter) -> None:
         """Raises:
-        RuntimeError: an operation that saves it has computed with what stands for it while it is not gathered.
+        RuntimeError: an operation saves the parameter while it is NaN, because it is not gathered.
         """
         unit = self.pool.units[self._unit_of[id(param)]]
         if any(self.pool.chunks[index].is_absent(param) for index in unit.chunks):
@@ -367,11 +435,12 @@ class GatherHooks:
                 "`with model.gathered():` of what boost/build returned"
             )
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
-        return self.note_of(tensor) or _keep(tensor)
+    def _pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedView:
+        # Detached, since the tensor itself would hold the graph that saves it; the version counter is shared.
+        return self.saved_view(tensor) or _SavedTensor(tensor.detach(), version_of(tensor))
 
-    def _unpack(self, saved: _Kept | _Note) -> torch.Tensor:
-        if isinstance(saved, _Kept):
+    def _unpack(self, saved: _SavedTensor | _SavedView) -> torch.Tensor:
+        if isinstance(saved, _SavedTensor):
             if version_of(saved.tensor) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -382,8 +451,8 @@ class GatherHooks:
             return saved.tensor
         return self.read(saved)
 
-    def read(self, saved: _Note) -> torch.Tensor:
-        """The view that a note stands for, gathered if need be."""
+    def read(self, saved: _SavedView) -> torch.Tensor:
+        """Return the view that was saved, gathering its chunk if need be."""
         chunk = saved.chunk
         if saved.generation != chunk.generation:
             names = ", ".join(self._names.get(id(param), "?") for param in chunk.params[:3])
@@ -399,7 +468,7 @@ class GatherHooks:
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
     def remove(self) -> None:
-        """Take all hooks away; the parameters stay as they are."""
+        """Remove all hooks; the parameters stay as they are."""
         for handle in self._handles:
             handle.remove()
         for module in self._swapped:
@@ -409,7 +478,7 @@ class GatherHooks:
 
 
 class _Composed:
-    """Saved-tensor hooks on top of others: weights become notes, and the others get what is left."""
+    """Saved-tensor hooks on top of others, which get every tensor that is not a weight."""
 
     def __init__(
         self, ours: GatherHooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
@@ -417,18 +486,18 @@ class _Composed:
         self._ours, self._pack, self._unpack = ours, pack, unpack
 
     @outside_compile
-    def pack(self, tensor: torch.Tensor) -> _Note | _Other:
-        return self._ours.note_of(tensor) or _Other(self._pack(tensor))
+    def pack(self, tensor: torch.Tensor) -> _SavedView | _SavedByOthers:
+        return self._ours.saved_view(tensor) or _SavedByOthers(self._pack(tensor))
 
     @outside_compile
-    def unpack(self, saved: _Note | _Other) -> torch.Tensor:
-        return self._unpack(saved.packed) if isinstance(saved, _Other) else self._ours.read(saved)
+    def unpack(self, saved: _SavedView | _SavedByOthers) -> torch.Tensor:
+        return self._unpack(saved.packed) if isinstance(saved, _SavedByOthers) else self._ours.read(saved)
 
 
 def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]]) -> list[Callable[[], None]]:
-    """Where nothing is gathered, only the memory trace wants to know which units are used when: modules report it.
+    """Report uses of units to the memory trace where nothing is gathered. Return functions that remove the hooks.
 
-    A compiled block reports nothing, and stays one graph. Returns what takes the hooks away.
+    A compiled block reports nothing, and stays one graph.
     """
     handles = []
     for name, module in model.named_modules():
@@ -443,10 +512,10 @@ def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]
 
 
 def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:
-    """For each transient parameter by ``id``: itself, or where it has no strides another one of its chunk."""
-    found: dict[int, nn.Parameter | None] = {}
+    """Return for each transient parameter by ``id`` itself, or another one of its chunk if it has no strides."""
+    probes: dict[int, nn.Parameter | None] = {}
     for chunk in pool.chunks:
         if not chunk.resident:
             other = next((param for param in chunk.params if param.dim()), None)
-            found |= {id(param): param if param.dim() else other for param in chunk.params}
-    return found
+            probes |= {id(param): param if param.dim() else other for param in chunk.params}
+    return probes

@@ -1,15 +1,14 @@
-"""Which parameter lies where: pure packing of parameters into units and chunks, no tensors and no processes.
+"""Pack parameters into units and chunks: pure arithmetic, without tensors or processes, and equal on every rank.
 
-A *unit* is what is gathered together. A *chunk* is the part of a unit with one dtype, trainability, optimizer and dtype
-in which gradients travel: one flat array, padded so that it divides evenly over the shard group. A parameter is whole
-within one chunk.
-
-Where an optimizer needs whole tensors, no parameter crosses from one rank's shard into the next: see
-[Note: Whole tensors].
+A *unit* is a parameter group in FSDP2's sense: its parameters are gathered together. A *chunk* is the part of a unit
+with one dtype, trainability, optimizer and gradient dtype: one flat array, padded so that it divides evenly over the
+shard group. Each parameter lies within one chunk. If an optimizer needs whole tensors, each parameter also lies within
+one rank's shard; see [Note: Whole tensors].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,19 +20,28 @@ from torch import nn
 
 from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
-from shardwise.core.shards.search import search_chunk_numel
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 
-__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
+__all__ = [
+    "ChunkSpec",
+    "Layout",
+    "ParamFact",
+    "Slot",
+    "UnitSpec",
+    "make_layout",
+    "module_units",
+    "search_chunk_numel",
+    "search_report",
+    "waste_numel",
+]
 
-MOST_PADDED = 1.25
-"""Bins by size are put together until whole tensors fill shards to 4/5."""
+
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
 
 
 @dataclass(frozen=True)
 class ParamFact:
-    """What packing needs to know of a parameter: its names, shape, compute dtype, and who trains it."""
+    """What packing needs to know of a parameter."""
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -44,13 +52,13 @@ class ParamFact:
     group: int
     """Index of its param group in that optimizer, -1 for none."""
     part: Part | None = None
-    """Where ranks of a tensor-parallel axis hold parts of it: this rank's, which ``shape`` is of."""
+    """This rank's part of a tensor-parallel parameter, of which ``shape`` is the shape."""
     earlier: bool = False
-    """Whether a rank with an earlier stage of a pipeline has it, too."""
+    """Whether an earlier pipeline stage has the parameter, too."""
 
     @property
     def whole(self) -> torch.Size:
-        """The shape of all of it, as it is saved."""
+        """The shape of the full parameter, as it is saved."""
         return self.shape if self.part is None else self.part.whole
 
     @property
@@ -75,18 +83,18 @@ class Slot:
     def _strides(self) -> tuple[int, ...]:
         if not self.shape:
             return ()
-        # Rows behind each other; as torch has it, a dimension of no element counts as one of one.
+        # Contiguous; like torch, count an empty dimension as one of size 1.
         return tuple(accumulate((max(size, 1) for size in reversed(self.shape[1:])), mul, initial=1))[::-1]
 
     def view(self, array: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of ``array`` (1-D, in chunk coordinates, contiguous), in its shape."""
-        # One call to torch where a slice and a view are two: every parameter is pointed twice a gather.
+        """Return the parameter's part of ``array`` (1-D, contiguous, in chunk coordinates), in its shape."""
+        # One call to torch instead of a slice and a view: every parameter is pointed twice a gather.
         return array.as_strided(self.shape, self._strides, array.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A flat array of ``padded_numel`` elements; ``bounds[r]`` to ``bounds[r + 1]`` are those of rank ``r``."""
+    """A flat array of ``padded_numel`` elements, of which rank ``r`` has ``bounds[r]`` to ``bounds[r + 1]``."""
 
     index: int
     unit: int
@@ -95,23 +103,23 @@ class ChunkSpec:
     optimizer: int
     slots: tuple[Slot, ...]
     bounds: Bounds
-    """Where the ranks' shards begin, and the end of the last; none is empty."""
+    """Offsets of the ranks' shards, and the end of the last; no shard is empty."""
     persistent: bool
     """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
     whole: bool = False
-    """Each parameter lies in one rank's shard, whose optimizer takes it with its shape."""
+    """Each parameter lies in one rank's shard, where the optimizer gets it in its shape."""
 
     @property
     def padded_numel(self) -> int:
         return self.bounds[-1]
 
     def shard_numel(self, rank: int) -> int:
-        """Elements of the shard of ``rank``, padding included."""
+        """Return the elements of the shard of ``rank``, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
     @cached_property
-    def uneven(self) -> Bounds | None:
-        """``bounds`` where shards differ in length."""
+    def shard_offsets(self) -> Bounds | None:
+        """``bounds`` if shards differ in length, otherwise ``None``."""
         if isinstance(self.bounds, range):
             return None
         return self.bounds if len({end - start for start, end in pairwise(self.bounds)}) > 1 else None
@@ -122,7 +130,7 @@ class ChunkSpec:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges that no parameter occupies, alignment and tail, as ``(start, end)``."""
+        """Ranges without a parameter (alignment and tail), as ``(start, end)``."""
         gaps, at = [], 0
         for slot in self.slots:
             if slot.start > at:
@@ -143,7 +151,7 @@ class UnitSpec:
 
     @property
     def title(self) -> str:
-        """What traces and pictures call it."""
+        """Its name in traces and pictures."""
         return self.module or f"unit {self.index}"
 
 
@@ -161,6 +169,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Bin:
+    """The parameters of one unit."""
+
     params: list[int]
     module: str | None = None
     persistent: bool = False
@@ -179,7 +189,7 @@ def _bins_by_numel(facts: Sequence[ParamFact], chunk_numel: int) -> list[_Bin]:
 
 
 def module_units(model: nn.Module, packing: ByModule) -> list[str]:
-    """FQNs of the modules that are units of their own, in module order, none inside another.
+    """Return the FQNs of the modules that are units of their own, in module order, none inside another.
 
     Raises:
         ValueError: a class in ``unit_classes`` does not occur in the model.
@@ -215,11 +225,11 @@ def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByMod
 
 
 def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
-    """One bin a named module, for what no named module inside it holds; the rest by size."""
+    """Return one bin per named module, without the parameters of named modules inside it; the rest by size."""
     modules = {name for name, _ in model.named_modules()}
     missing = [name for name in packing.unit_names if name not in modules]
     if missing:
-        raise ValueError(f"unit_names={missing} are no modules of the model; see its named_modules()")
+        raise ValueError(f"unit_names={missing} are not modules of the model; use names of its named_modules()")
     innermost_first = sorted(packing.unit_names, key=lambda name: -name.count("."))
     bins: dict[str, _Bin] = {}
     rest: list[int] = []
@@ -248,15 +258,15 @@ def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: ByNumel | ByTen
 
 
 def _keep(bins: Sequence[_Bin], facts: Sequence[ParamFact], kept: Sequence[str]) -> list[_Bin]:
-    """What is named in ``kept`` in bins of its own.
+    """Move the parameters named in ``kept`` to bins of their own.
 
     Raises:
-        ValueError: no parameter has a name.
+        ValueError: a name is not a parameter's.
     """
     stays = set(kept)
     unknown = stays.difference(*(fact.names for fact in facts))
     if unknown:
-        raise ValueError(f"kept={sorted(unknown)} are no parameters; the model's are {[f.names[0] for f in facts]}")
+        raise ValueError(f"kept={sorted(unknown)} are not parameters of the model; use {[f.names[0] for f in facts]}")
     found = []
     for bin_ in bins:
         apart = [index for index in bin_.params if not stays.isdisjoint(facts[index].names)]
@@ -264,6 +274,40 @@ def _keep(bins: Sequence[_Bin], facts: Sequence[ParamFact], kept: Sequence[str])
         found += [_Bin(rest, bin_.module, bin_.persistent)] if rest else []
         found += [_Bin(apart, bin_.module, True)] if apart else []
     return found
+
+
+# Source: the behaviour of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
+# at the largest parameter once outliers above mean + 3 sigma are dropped, step by ``interval``, keep the least waste.
+def search_chunk_numel(numels: Sequence[int], packing: BySearch) -> int:
+    """Return Gemini's chunk size in elements: the uniform size that wastes least space at the ends of chunks.
+
+    Ties go to the smaller size. A model below the minimum is one chunk.
+    """
+    total = sum(numels)
+    if total <= packing.min_chunk_numel:
+        return max(total, 1)
+    mean = total / len(numels)
+    sigma = math.sqrt(sum((n - mean) ** 2 for n in numels) / len(numels))
+    largest = max(n for n in numels if n <= mean + 3 * sigma)
+    interval = packing.interval_numel
+    start = _round_up(max(packing.min_chunk_numel, largest), interval)
+    candidates = range(start, start + packing.search_range_numel + 1, interval)
+    return min(candidates, key=lambda size: (waste_numel(numels, size), size))
+
+
+def waste_numel(numels: Sequence[int], chunk_numel: int) -> int:
+    """Return the elements left empty when ``numels`` are packed in order into chunks of ``chunk_numel``.
+
+    Larger parameters get chunks of their own.
+    """
+    waste = used = 0
+    for numel in numels:
+        if numel > chunk_numel:
+            continue
+        if used + numel > chunk_numel:
+            waste, used = waste + chunk_numel - used, 0
+        used += numel
+    return waste + (chunk_numel - used if used else 0)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -283,49 +327,33 @@ def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> 
 
 
 # [Note: Whole tensors]
-# An optimizer that needs whole tensors gets each on one rank, which holds and updates it alone. The largest of a chunk
+# An optimizer that needs whole tensors gets each on one rank, which alone holds and updates it. The largest of a chunk
 # goes first, each to the rank that has the least so far, of all chunks together: so no rank has more than another by
 # more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
-# has to be able to exchange (Group.uneven). Elsewhere a chunk's shards are all as long as its fullest, which goes to
-# the rank that has the least of the chunks before, and chunks by size take in more until shards are 4/5 full.
+# has to be able to exchange (Group.uneven). Otherwise all shards of a chunk are padded to the length of its fullest.
 def _place_whole(
-    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
-) -> list[list[Slot]]:
-    """By rank, slots that begin at 0; ``loads`` are the ranks' bytes of chunks before, and get those of this one."""
-    shards = range(len(loads))
-    own, mine = list(loads) if uneven else [0 for _ in shards], [list[int]() for _ in shards]
+    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
+) -> tuple[list[Slot], Bounds]:
+    """Return the slots of a chunk, each in one shard, and the bounds of the shards.
+
+    ``loads`` are the ranks' bytes of earlier chunks; those of this chunk are added.
+    """
+    by_rank = [list[int]() for _ in loads]
     for index in sorted(params, key=lambda index: -facts[index].numel):
-        rank = own.index(min(own))
-        own[rank] += facts[index].numel * itemsize
-        mine[rank].append(index)
+        rank = loads.index(min(loads))
+        loads[rank] += facts[index].numel * itemsize
+        by_rank[rank].append(index)
+    align, lengths, slots = max(1, ALIGN_BYTES // itemsize), list[int](), list[list[Slot]]()
+    for own in by_rank:
+        placed, numel = _place(facts, sorted(own), itemsize)
+        slots.append(placed)
+        lengths.append(_round_up(_round_up(max(1, numel), align), replicas))
     if not uneven:
-        fullest = sorted(shards, key=lambda rank: -own[rank])
-        least = sorted(shards, key=lambda rank: loads[rank])
-        taken = dict(zip(least, fullest, strict=True))
-        own, mine = [loads[rank] + own[taken[rank]] for rank in shards], [mine[taken[rank]] for rank in shards]
-    loads[:] = own
-    return [_place(facts, sorted(each), itemsize)[0] for each in mine]
-
-
-def _lopsided(facts: Sequence[ParamFact], params: Sequence[int], shards: int) -> bool:
-    slots = _place_whole(facts, params, 1, [0] * shards, uneven=False)
-    fullest = max((own[-1].end for own in slots if own), default=0)
-    return fullest * shards > MOST_PADDED * sum(facts[index].numel for index in params)
-
-
-def _evened(bins: Sequence[_Bin], facts: Sequence[ParamFact], shards: int, whole: Collection[int]) -> list[_Bin]:
-    """Bins by size, put together where whole tensors would leave shards of one length half empty."""
-    found: list[_Bin] = []
-    for bin_ in bins:
-        uneven = bool(found) and any(facts[i].optimizer in whole for i in found[-1].params)
-        if uneven and _lopsided(facts, found[-1].params, shards):
-            found[-1].params.extend(bin_.params)
-        else:
-            found.append(_Bin(list(bin_.params)))
-    last = found[-1].params if found else []
-    if len(found) > 1 and any(facts[i].optimizer in whole for i in last) and _lopsided(facts, last, shards):
-        found[-2].params.extend(found.pop().params)
-    return found
+        lengths = [max(lengths)] * len(lengths)
+    bounds = tuple(accumulate(lengths, initial=0))
+    return [
+        replace(slot, start=slot.start + at) for at, own in zip(bounds, slots, strict=False) for slot in own
+    ], bounds
 
 
 def make_layout(
@@ -338,10 +366,17 @@ def make_layout(
     whole: Collection[int] = (),
     uneven: bool = True,
 ) -> Layout:
-    """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``.
+    """Pack parameters into units and chunks.
 
-    Parameters named in ``kept`` lie in persistent chunks; those of the optimizers ``whole`` in one shard each, and
-    their shards may differ in length where ``uneven``. See [Note: Whole tensors].
+    Args:
+        facts: the parameters, in module order.
+        model: the module whose names ``packing`` refers to.
+        packing: how parameters are grouped.
+        shard_size: every chunk divides by it.
+        replicate_size: every shard divides by it.
+        kept: names of parameters that stay gathered, in persistent chunks.
+        whole: indices of optimizers that need whole tensors; see [Note: Whole tensors].
+        uneven: whether shards of their chunks may differ in length.
     """
     loads = [0] * shard_size
     units: list[UnitSpec] = []
@@ -352,8 +387,6 @@ def make_layout(
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
         packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
-    if whole and not uneven and isinstance(packing, ByNumel):
-        bins = _evened(bins, facts, shard_size, whole)
     for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
@@ -361,9 +394,9 @@ def make_layout(
             keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
         first = len(chunks)
         for (dtype, trainable, optimizer), params in keyed.items():
-            apart = trainable and optimizer in whole
-            if apart:
-                slots, bounds = _packed_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+            tensors = trainable and optimizer in whole
+            if tensors:
+                slots, bounds = _place_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
                 length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size
@@ -377,7 +410,7 @@ def make_layout(
                 slots=tuple(slots),
                 bounds=bounds,
                 persistent=bin_.persistent,
-                whole=apart,
+                whole=tensors,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)
@@ -385,24 +418,10 @@ def make_layout(
     return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))), searched)
 
 
-def _packed_whole(
-    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
-) -> tuple[list[Slot], Bounds]:
-    """The slots of a chunk in their order, each in one shard, and the bounds of the shards."""
-    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
-    align = max(1, ALIGN_BYTES // itemsize)
-    lengths = [_round_up(_round_up(max(1, own[-1].end if own else 0), align), replicas) for own in by_rank]
-    if not uneven:
-        lengths = [max(lengths)] * len(lengths)
-    bounds = tuple(accumulate(lengths, initial=0))
-    slots = [replace(slot, start=slot.start + at) for at, own in zip(bounds, by_rank, strict=False) for slot in own]
-    return slots, bounds
-
-
 def search_report(layout: Layout) -> str | None:
-    """One line on what the chunk search chose and what packing by it leaves empty; ``None`` where nothing was searched.
+    """Return one line on the searched chunk size and the space that packing by it leaves empty, if there was a search.
 
-    A chunk is only as long as what it holds: empty is what its ranks' equal shards and aligned starts need beyond that.
+    A chunk is only as long as its parameters: equal shards and aligned starts leave the rest empty.
     """
     if layout.searched_numel is None:
         return None

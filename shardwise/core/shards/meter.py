@@ -1,7 +1,7 @@
-"""What a step holds on the device besides model data, and what room that leaves: the engine's side of the memory trace.
+"""Measure the device memory of a step beside model data, and the room that it leaves for gathered parameters.
 
 Source: Gemini's chunk-based memory management with a warm-up step (PatrickStar, arXiv 2108.05818, sections 6 and 8):
-the first step records, at every use of a unit, how much the rest takes; later steps fill what remains.
+the first step records, at every use of a unit, how much memory the rest takes; later steps fill what remains.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.core.base.torch_internals import current_graph_task, storage_id
+from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.core.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.core.memory.ledger import REST, Ledger
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase
 from shardwise.core.memory.trace.tracker import Tracker, make_tracker
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.saved_outside import saved_outside
 from shardwise.plan import AutoPlan
 
 __all__ = ["MemoryMeter"]
@@ -29,38 +28,38 @@ class MemoryMeter:
     """Measures one model's steps on its device.
 
     Args:
-        ledger: the device's accounts; what is measured becomes one of them.
+        ledger: accounts of the device's memory; the measured rest becomes one of them.
         device: the device.
-        auto: placement by what was measured; ``None`` to measure only.
-        foreseen_bytes: model data in the accounts that is not made yet.
+        auto: placement by measured memory; ``None`` to measure only.
+        foreseen_bytes: returns the bytes of model data in the accounts that are not allocated yet.
 
     Attributes:
-        stats: the last step that was recorded whole, or ``None``.
+        stats: the last step that was recorded completely, or ``None``.
     """
 
     def __init__(
         self, ledger: Ledger, device: torch.device, auto: AutoPlan | None, foreseen_bytes: Callable[[], int]
     ) -> None:
         self._ledger, self._device, self._auto = ledger, device, auto
-        # An allocator does not have what is only foreseen.
+        # An allocator does not count foreseen bytes.
         self._foreseen_bytes = foreseen_bytes
         self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
         self._peaks = _Peaks(self._tracker)
         ledger.measure_rest(self._tracker)
         self.stats: MemStats | None = None
         self._matches = False
-        """Whether ``stats`` are of the order that the pool expects."""
+        """Whether ``stats`` have the order that the pool expects."""
         self._pool: ChunkPool | None = None
         self._recorder: MemoryRecorder | None = None
         self._depth = 0
         self._thread = 0
-        # Peaks of a GPU's allocator are reset to be measured, which users notice; so only while a trace is needed.
+        # To measure peaks of a GPU's allocator they are reset, which users notice; so only while a trace is needed.
         self._always = not self._tracker.shares_peak
         self._asked: set[tuple[int, bool]] = set()
-        """Units that were used in the running pass, in a forward or a backward pass, since when the rest was found."""
+        """Uses of the running pass, as (unit, in backward); the rest was measured at each."""
 
     def attach(self, pool: ChunkPool) -> None:
-        """``pool`` is what is measured; its events have to reach :meth:`before_use` and :meth:`after_use`."""
+        """Measure ``pool``, whose events have to reach :meth:`before_use` and :meth:`after_use`."""
         self._pool = pool
         self._start_recording()
 
@@ -76,33 +75,20 @@ class MemoryMeter:
     # ---- during a step
 
     @contextmanager
-    def measuring(self, loss: torch.Tensor | None = None) -> Iterator[None]:
-        """Around a backward pass, of ``loss`` where that is known: what operations make inside is seen."""
+    def measuring(self) -> Iterator[None]:
+        """Measure a backward pass."""
         self.enter()
         try:
-            if loss is not None and not self._tracker.shares_peak:
-                self._count_saved(loss)
             yield
             self._check("in the backward pass")
         finally:
             self.leave()
 
-    @torch.no_grad()
-    def _count_saved(self, loss: torch.Tensor) -> None:
-        """What a loss that the program made after the forward pass keeps is there until backward lets go of it."""
-        pool, known = self._pool, set[int]()
-        if pool is not None:  # weights that the loss was made with, too
-            known = {storage_id(each.full.untyped_storage()) for each in pool.chunks if each.full is not None}
-        for tensor in saved_outside(loss):
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            if plain and storage_id(tensor.untyped_storage()) not in known:
-                self._tracker.include(tensor)
-
     def enter(self) -> None:
-        """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left.
+        """Begin a forward pass; :meth:`leave` ends it, and :meth:`leave_all` ends all.
 
         Raises:
-            RuntimeError: another thread's has not ended; what operations make is counted for one thread.
+            RuntimeError: another thread's pass has not ended; allocations are counted for one thread.
         """
         if self._depth and self._elsewhere():
             raise RuntimeError(
@@ -114,7 +100,7 @@ class MemoryMeter:
         if self._depth == 0:
             self._asked.clear()
             if self._always or self._recorder is not None:
-                # Every pass that ended well was looked at; what is left is of one that failed, or of before.
+                # Passes that ended well have been measured; this peak is of a pass that failed, or older.
                 self._tracker.take_peak()
             if self._ledger.capacity_bytes is not None:
                 self._tracker.begin_pass(self._ledger.capacity_bytes - self._foreseen_bytes())
@@ -122,26 +108,25 @@ class MemoryMeter:
         self._depth += 1
 
     def leave(self) -> None:
-        """See :meth:`enter`."""
+        """End what :meth:`enter` began."""
         if self._depth and not self._elsewhere():
             self._depth -= 1
             self._tracker.__exit__(None, None, None)
 
     def _elsewhere(self) -> bool:
-        """Whether the pass that began is another thread's. On a GPU autograd has threads of its own."""
+        """Return whether another thread began the pass. On a GPU autograd has threads of its own."""
         return self._thread != threading.get_ident() and current_graph_task() == -1
 
     def forward_ended(self) -> None:
-        """A forward pass ended well.
+        """Check the peak of a forward pass that ended well.
 
         Raises:
-            DeviceMemoryError: it took more than the device has.
+            DeviceMemoryError: it exceeds the device's capacity.
         """
         self._check("in the forward pass")
 
     def _check(self, when: str) -> None:
-        """The highest moment since the last use of a unit, which no gather looked at; on a GPU that is not traced now,
-        that of the pass."""
+        """Check the peak since the last use of a unit, or, on a GPU that is not traced now, of the pass."""
         self._ledger.expire()
         if self._recorder is not None:
             self._recorder.end_interval()
@@ -152,7 +137,7 @@ class MemoryMeter:
         self._ledger.check_peak(rest, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
 
     def leave_all(self) -> None:
-        """After a forward pass that was interrupted without running its hooks."""
+        """End all passes, after a forward pass that was interrupted without running its hooks."""
         while self._depth:
             self.leave()
 
@@ -161,8 +146,8 @@ class MemoryMeter:
         return self._recorder is not None and self._pool is not None and self._pool.in_training
 
     def before_use(self, unit: int) -> None:
-        """The unit is wanted, and no room has been made for it yet."""
-        self._tracker.call_above(1 << 62, _nothing)  # what is gathered now is soon known to be model data
+        """Measure before room is made for ``unit``."""
+        self._tracker.call_above(1 << 62, _nothing)  # gathered memory is about to be counted as model data
         use = (unit, in_backward())
         if use not in self._asked or not self._is_gathered(unit):
             self._asked.add(use)
@@ -175,10 +160,10 @@ class MemoryMeter:
         return pool is None or all(pool.chunks[index].full is not None for index in pool.units[unit].chunks)
 
     def after_use(self, unit: int) -> None:
-        """The unit can be read.
+        """Record the use of a unit that can be read now.
 
         Raises:
-            DeviceMemoryError: with it, there is more on the device than it has.
+            DeviceMemoryError: with it, the device's capacity is exceeded.
         """
         if self._recording and self._recorder is not None and self._pool is not None:
             kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
@@ -188,9 +173,9 @@ class MemoryMeter:
         self._make_room_in_time()
 
     def _make_room_in_time(self) -> None:
-        """While the rest grows, as with a larger batch than the traced one, idle units make room for it.
+        """Evict idle units while the rest grows, as with a larger batch than the traced one.
 
-        Asked again after half of the room is used, since model data grows as well.
+        Called again after half of the room is used, since model data grows as well.
         """
         free = self._ledger.free_bytes()
         if free is not None:
@@ -200,34 +185,34 @@ class MemoryMeter:
             self._tracker.call_above(self._tracker.live_bytes + free // 2, self._make_room_in_time)
 
     def end_step(self, followed: bool) -> None:
-        """An update was made. ``followed``: the units were used in the order that was expected."""
+        """Note an update. ``followed``: the units were used in the expected order."""
         if self._recorder is not None:
             stats = self._recorder.finish()
             if stats.moments:
                 self.stats = stats
-                self._matches = self._pool is not None and stats.matches(self._pool.expected_order)
+                self._matches = self._pool is not None and stats.matches(self._pool.training.recorded)
         if self._always or not followed:
             self._start_recording()
         elif self.stats is not None:
             self._recorder = None
 
     def so_far(self) -> MemStats | None:
-        """The step under way, or one that failed, until now; where nothing ran since, the last one that was whole."""
+        """Return the stats of the running or failed step; if nothing ran since, of the last complete one."""
         found = self._recorder.so_far() if self._recorder is not None else None
         return found if found is not None and found.moments else self.stats
 
     # ---- placement
 
     def use(self, stats: MemStats) -> None:
-        """Take a trace made earlier for this model, so that no warm-up step is needed.
+        """Use an earlier trace of this model, so that no warm-up step is needed.
 
         Raises:
-            ValueError: its units have other names or sizes.
+            ValueError: its units have other names or sizes than the model's.
         """
         self._check_units(stats)
         self.stats, self._matches = stats, True
         if self._pool is not None:
-            self._pool.expect(stats.order)
+            self._pool.training.expect(stats.order)
         if not self._always:
             self._recorder = None
 
@@ -251,7 +236,7 @@ class MemoryMeter:
         return self._pool.units[unit].title if self._pool is not None else f"unit {unit}"
 
     def budget_bytes(self) -> int:
-        """Bytes of gathered parameters that may be on the device at the use that begins (``auto`` only)."""
+        """Return the bytes of gathered parameters that may be on the device at this use (``auto`` only)."""
         capacity, auto, pool = self._ledger.capacity_bytes, self._auto, self._pool
         if capacity is None or auto is None or pool is None:
             return 1 << 62
@@ -267,7 +252,7 @@ class MemoryMeter:
         return max(total - self._ledger.model_bytes() + pool.reusable_bytes, 0)
 
     def margin_bytes(self) -> int:
-        """Bytes of optimizer state that may move to the device for good."""
+        """Return the bytes of optimizer state that may move to the device for good."""
         capacity, auto = self._ledger.capacity_bytes, self._auto
         if capacity is None or auto is None or self.stats is None or auto.margin_ratio == 0.0:
             return 0
@@ -284,7 +269,7 @@ def _nothing() -> None:
 
 
 class _Peaks:
-    """A tracker's peaks, the last of which can be asked for again."""
+    """A tracker whose last peak can be read again."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker

@@ -1,7 +1,7 @@
-"""What to evict and what to fetch next: pure functions of a recorded order of use.
+"""Which unit to evict, and which to prefetch: pure functions of a recorded order of use.
 
 Source: Belady's furthest-next-use rule on the order recorded in the previous step (Gemini's ``auto`` eviction and
-PatrickStar do the same); least recently used where the order is not known or has changed.
+PatrickStar do the same); least recently used if the order is not known or has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["AHEAD_BYTES", "GatherLimits", "Trace", "choose_victim", "first_that_fit", "next_units"]
 
-# Later than any use: what the recorded step does not use again goes before all that it does.
+# Later than any use: units that the recorded step does not use again are evicted first.
 NEVER = 1 << 60
 
 
@@ -20,9 +20,9 @@ class GatherLimits:
     """How much may be gathered, and when.
 
     Attributes:
-        budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
-        prefetch: units fetched ahead of use; more where they are small and sent between hosts (:func:`next_units`).
-        agree: where gathers need all ranks these agree before each (``CommPlan.same_order=False``).
+        budget_bytes: returns at each acquire how many bytes of gathered transient chunks may stay when idle.
+        prefetch: units gathered ahead of use; more if they are small and sent between hosts (:func:`next_units`).
+        agree: whether ranks agree before each gather that needs all of them (``CommPlan.same_order=False``).
     """
 
     budget_bytes: Callable[[], int]
@@ -37,11 +37,11 @@ class Trace:
     recorded: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
     followed: bool = True
-    """Whether ``current`` is so far a prefix of ``recorded``; once it is not, predictions stop until the next step."""
+    """Whether ``current`` is a prefix of ``recorded``; if not, predictions stop until the next step."""
     recorded_ends: list[int] = field(default_factory=list)
     """Uses before the end of each backward pass of the last complete step."""
     ends: list[int] = field(default_factory=list)
-    """The same of this step, so far."""
+    """Uses before the end of each backward pass of this step."""
 
     def use(self, unit: int) -> None:
         """Note a use; immediate repetitions count once."""
@@ -49,49 +49,49 @@ class Trace:
             return
         position = len(self.current)
         if self.followed and (position >= len(self.recorded) or self.recorded[position] != unit):
-            # One deviation is enough: what is predicted from a wrong place evicts what is needed next.
+            # One deviation is enough: predictions from a wrong place would evict the units that are needed next.
             self.followed = False
         self.current.append(unit)
 
     def end_step(self) -> None:
-        """The current order becomes the prediction. A step in which nothing was used leaves the old one."""
+        """Predict the next step by this one, unless it used nothing."""
         if self.current:
             self.expect(self.current, self.ends)
         self.restart()
 
     def end_pass(self) -> None:
-        """A backward pass ended."""
+        """Note the end of a backward pass."""
         self.ends.append(len(self.current))
 
     def expect(self, order: Sequence[int], ends: Sequence[int] = ()) -> None:
-        """Take ``order`` for that of the next step, with the ends of its backward passes where they are known."""
+        """Predict ``order`` for the next step, with the ends of its backward passes if they are known."""
         self.recorded, self.recorded_ends = list(order), list(ends)
 
     def restart(self) -> None:
-        """The step is made again from its beginning."""
+        """Start the step again from its beginning."""
         self.current, self.ends, self.followed = [], [], True
 
     def upcoming(self) -> Sequence[int]:
-        """Units expected from here on; empty where the order is not known."""
+        """Return the units expected from here on; none if the order is not known."""
         return self.recorded[len(self.current) :] if self.followed else ()
 
     def rest_of_pass(self) -> Sequence[int]:
-        """Those of them that come before the running backward pass ends."""
+        """Return the expected units until the end of the running backward pass."""
         at = len(self.current)
         return self.upcoming()[: next((end - at for end in self.recorded_ends if end >= at), None)]
 
 
 # [Note: When a unit may be evicted]
-# When room is needed for another one (ChunkPool._make_room), and not when its use ends: what is used again at once
-# would be gathered twice. Then everything idle may go but
-# * what is pinned: a module that runs reads it, or a gathered() that is open has it;
-# * what is fetched ahead (:func:`next_units`): it would be fetched again right away;
-# * what somebody holds; see [Note: Who counts as a reader].
-# Where memory is short (drop_idle) the second does not count. After an update none of them does, since the values are
-# those of the step before: whoever still holds a parameter then has its graph refused (Chunk.refuse_graphs). The budget
-# bounds what is idle. What is pinned counts against it and is never refused for it.
+# When another unit needs room (ChunkPool._make_room), and not when its use ends: a unit that is used again at once
+# would be gathered twice. Then every idle unit may be evicted except
+# * pinned units: a running module reads them, or an open gathered() keeps them;
+# * prefetched units (:func:`next_units`): they would be gathered again right away;
+# * units that something holds; see [Note: Who counts as a reader].
+# If memory is short (drop_idle) the second does not count. After an update none of them does, since the values are
+# those of the step before: graphs that still hold a parameter are refused then (Chunk.refuse_graphs). The budget bounds
+# idle units. Pinned units count against it and are never refused for it.
 def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
-    """Which of the evictable ``candidates`` (not empty) goes first."""
+    """Return which of the ``candidates`` (not empty) to evict first."""
     if len(candidates) == 1:  # as nearly always: the unit before the one that is used
         return next(iter(candidates))
     upcoming = trace.upcoming()
@@ -104,19 +104,20 @@ def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     return min(candidates, key=lambda unit: (last_use.get(unit, -1), unit))
 
 
-# Where each gather is a trip to another host, one unit's computation hides it only if the unit is large. Small
-# ones are fetched further ahead: 16 MiB are little beside what a rank has, and take longer to send than most trips.
+# If each gather is a round trip to another host, one unit's computation hides it only if the unit is large. Small units
+# are gathered further ahead: 16 MiB are little memory, and take longer to send than most round trips.
 AHEAD_BYTES = 16 << 20
-"""What units that travel in messages may take together when more than ``prefetch`` are fetched ahead."""
+"""The most bytes of units sent in messages when more than ``prefetch`` are gathered ahead."""
 
 
 def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None) -> list[int]:
-    """The next ``count`` distinct units after the current one, in order.
+    """Return the next ``count`` distinct units after the current one, in order.
 
     Args:
-        trace: what was recorded.
-        count: 0 gives none.
-        sizes: their gathered bytes, where more than ``count`` may come while all take :data:`AHEAD_BYTES` at most.
+        trace: the recorded order.
+        count: how many; 0 gives none.
+        sizes: gathered bytes of units; if given, more than ``count`` may come while all take at most
+            :data:`AHEAD_BYTES`.
     """
     found: dict[int, None] = {}
     if count:
@@ -132,7 +133,7 @@ def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None)
 
 
 def first_that_fit(units: Sequence[int], sizes: Mapping[int, int], free_bytes: int) -> list[int]:
-    """The first of ``units`` that there is room for together."""
+    """Return the first of ``units`` that fit into ``free_bytes`` together."""
     fitting = []
     for unit in units:
         free_bytes -= sizes[unit]

@@ -1,17 +1,24 @@
-"""The only mover: which chunks are gathered, and what makes room for what.
+"""Gather the parameters that a rank uses, and evict others to make room. Nothing else gathers or evicts.
 
-In a pass ``acquire`` alone brings in what this rank uses, and evicts what has to go for it; a shortage of memory evicts
-besides (``drop_idle``). Nothing is evicted at release, so a unit that is used again at once is not gathered twice. The
-budget bounds what is gathered and idle; what is pinned may be more, and what is fetched ahead comes on top.
+In FSDP2's terms a *unit* is a parameter group, ``acquire`` is its unshard and an eviction its reshard. Nothing is
+evicted when a unit is released, so a unit that is used again at once is not gathered twice. The budget bounds what is
+gathered and idle; pinned units may exceed it, and prefetched units come on top.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
 
 from shardwise.core.base.events import Events
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.modes import ordinary_tensors
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.torch_internals import current_graph_task, storage_id
@@ -19,16 +26,104 @@ from shardwise.core.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
-from shardwise.core.shards.blocks import Blocks
 from shardwise.core.shards.chunk import Chunk, Residency
-from shardwise.core.shards.issued import Issued
+from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
 from shardwise.core.shards.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
-from shardwise.core.shards.room import Room
-from shardwise.core.shards.rounds import Rounds
-from shardwise.core.shards.turns import in_turn
 
-__all__ = ["ChunkPool"]
+__all__ = ["ChunkPool", "GatherScopes"]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+# [Note: Which thread touches what]
+# The caller's thread, and autograd's where backward runs in one (on a GPU), gather, take gradients and make steps. The
+# user's own threads may run the same model at the same time, to evaluate it. So every method that changes which units
+# are gathered, pinned or prefetched holds ChunkPool.lock from beginning to end, its exchange with the peers included:
+# otherwise the exchanges of two threads could be answered with each other's. The lock is re-entrant, because the ledger
+# calls back into the pool (drop_idle) when a gather needs room. The units that a thread's running modules pin belong to
+# that thread (hooks._Running). Under a declared capacity a second thread is an error (shards/meter.py), because what
+# operations allocate is counted for one thread.
+# * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
+# * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
+# * shardwise-gloo-watcher    messages, nothing else; see [Note: Who waits for a message]
+# The first of these never takes the lock, and nothing that holds the lock waits for it.
+def locked(method: Method) -> Method:
+    """Decorate a method so that it holds its object's ``lock`` and defers Ctrl-C while it runs."""
+
+    @wraps(method)
+    def holding(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self.lock, deferred_interrupts("a gather"):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, holding)
+
+
+@dataclass
+class _Scope:
+    """Units of one open ``gathered()``.
+
+    Attributes:
+        units: their indices.
+        all_units: every unit that is not resident is among them.
+        ready: all of them are gathered.
+    """
+
+    units: Collection[int]
+    all_units: bool
+    ready: bool = False
+
+
+class GatherScopes:
+    """The ``gathered()`` blocks of one model that are open, and the units that each keeps gathered.
+
+    A scope is identified by a holder object, and ends when that object is freed, too.
+
+    Args:
+        chunks: by unit, the chunks that are gathered and evicted.
+    """
+
+    def __init__(self, chunks: Mapping[int, Sequence[Chunk]]) -> None:
+        self._units = frozenset(chunks)
+        self._transient = frozenset(unit for unit, transient in chunks.items() if transient)
+        self._open = WeakKeyDictionary[object, _Scope]()
+
+    def begin(self, holder: object, units: Collection[int]) -> None:
+        """Keep ``units`` from being evicted from here on."""
+        self._open[holder] = _Scope(units, self._transient.issubset(units))
+
+    def mark_ready(self, holder: object) -> None:
+        """Note that all units of the holder's scope are gathered."""
+        self._open[holder].ready = True
+
+    def end(self, holder: object) -> Collection[int]:
+        """End a scope. Return its units that no other scope keeps, or all such units if it had ended before."""
+        scope = self._open.pop(holder, None)
+        return [unit for unit in (self._units if scope is None else scope.units) if not self.keeps(unit)]
+
+    @property
+    def any_open(self) -> bool:
+        """Whether a scope is open whose units are gathered."""
+        return self._any(lambda scope: scope.ready)
+
+    @property
+    def all_held(self) -> bool:
+        """Whether a scope has every unit gathered, so that nothing needs the peers."""
+        return self._any(lambda scope: scope.ready and scope.all_units)
+
+    def holds(self, unit: int) -> bool:
+        """Whether a scope has this unit gathered: it can be read and written to."""
+        return self._any(lambda scope: scope.ready and unit in scope.units)
+
+    def keeps(self, unit: int) -> bool:
+        """Whether a scope has the unit gathered, or is about to."""
+        return self._any(lambda scope: unit in scope.units)
+
+    def _any(self, matches: Callable[[_Scope], bool]) -> bool:
+        if not self._open:  # nearly always, and asked for each unit that is used
+            return False
+        return bool([scope for scope in self._open.values() if matches(scope)])
 
 
 # See [Note: Who owns a gathered array], [Note: When a unit may be evicted] and [Note: Which thread touches what].
@@ -38,20 +133,22 @@ class ChunkPool:
     Args:
         units, chunks: the layout's units and their storage.
         group: the ranks that share each chunk.
-        ledger: the device's memory.
+        ledger: accounts of the device's memory.
         limits: how much may be gathered.
-        events: is told of units: wanted, ready, gathered, evicted.
-        party: the model, among those that share ``group``.
+        events: notified of units: wanted, ready, gathered, evicted.
+        party: id of the model on ``group``.
 
     Attributes:
-        agrees: the ranks agree on gathers, in :attr:`rounds`.
-        in_order: they issue gathers in program order instead.
-        issued: which ones.
+        agrees: the ranks agree on each gather (:attr:`agreement`).
+        in_order: the ranks issue gathers in program order instead.
+        issued: the log of issued gathers.
         in_forward: a forward pass has begun and not ended; outside of one, it has failed.
-        blocks: ``gathered()`` that are open.
-        followed: the last step used the units in the order of the one before.
+        blocks: the ``gathered()`` scopes that are open.
+        followed: the last step used the units in the order of the step before it.
+        training: the order in which steps use units.
+        sizes: gathered bytes of every unit; resident chunks do not count.
         moved_bytes: of gathered chunks that acquires had to fetch so far.
-        lock: held by the thread that changes residency.
+        lock: held by the thread that changes which units are gathered.
     """
 
     def __init__(
@@ -66,33 +163,33 @@ class ChunkPool:
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
         count = 1 + max((u.index for u in units), default=-1)
-        self.rounds = Rounds(group, ledger, count, party, [c.source for c in chunks])
+        self.agreement = GatherAgreement(group, ledger, count, party, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
-        self._training, self._evaluation = Trace(), Trace()
-        self.trace = self._training
+        self.training, self._evaluation = Trace(), Trace()
+        self.trace = self.training
         self.gathered_bytes = self.peak_gathered_bytes = 0
-        self.copied_bytes = self.peak_copied_bytes = 0  # of memory of its own, not the ranks' shards seen as one array
+        self.copied_bytes = self.peak_copied_bytes = 0  # of own memory, not of mapped views of the ranks' shards
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
-        self.issued, self.in_forward, self._kept = Issued(self.in_order), False, set[int]()
-        """Held here because something reads them; on other ranks they may be evicted. See [Note: Program order]."""
+        self.issued, self.in_forward, self._kept = GatherLog(self.in_order), False, set[int]()
+        """Units gathered here because something reads them; other ranks may have evicted them.
+        See [Note: Program order]."""
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
-        self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
-        largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
+        self.sizes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
+        largest, ahead = max(self.sizes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
-        self.lock, self._joins, self._looked = threading.RLock(), True, 0
+        self.lock, self._maps, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
-        self._room = Room(ledger, self.arrays, self._transient, self._held, self.name_of)
-        self.blocks, self.followed, self.moved_bytes = Blocks(self._transient), False, 0
+        self.blocks, self.followed, self.moved_bytes = GatherScopes(self._transient), False, 0
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
@@ -107,48 +204,92 @@ class ChunkPool:
     @property
     def in_training(self) -> bool:
         """Whether units are used for a step, not for an evaluation."""
-        return self.trace is self._training
+        return self.trace is self.training
 
     @property
     def reusable_bytes(self) -> int:
-        """What gathered and idle arrays hold: the room that a budget divides."""
+        """Bytes of gathered and of idle arrays: the room that a budget divides."""
         return self.gathered_bytes + self.arrays.idle_bytes()
 
-    @property
-    def expected_order(self) -> Sequence[int]:
-        """The order of the last complete step."""
-        return self._training.recorded
+    def name_of(self, unit: int) -> str:
+        """Return the unit's name for messages."""
+        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self.sizes[unit])})"
 
-    def expect(self, order: Sequence[int]) -> None:
-        """Take ``order`` for that of the next step."""
-        self._training.expect(order)
+    # ---- passes
 
-    @property
-    def sizes(self) -> Mapping[int, int]:
-        """Gathered bytes of every unit (what is resident does not count)."""
-        return self._bytes
-
-    @in_turn
+    @locked
     def begin_forward(self, training: bool) -> None:
-        """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
+        """Begin a forward pass. One without a graph has a trace of its own and does not disturb the step's."""
         self.group.activity.begin_pass()
-        self.trace = self._training if training else self._evaluation
+        self.trace = self.training if training else self._evaluation
         self._looked = 0
         self.in_forward = current_graph_task() == -1 or self.in_forward  # in backward it is part of that
 
-    @in_turn
+    @locked
     def end_forward(self) -> None:
-        """A forward pass ended; see :meth:`begin_forward`."""
+        """End the forward pass that :meth:`begin_forward` began."""
         if self.trace is self._evaluation:
             self._evaluation.end_step()
-            self.trace = self._training
+            self.trace = self.training
         self.in_forward = False
 
-    @in_turn
+    @locked
+    def finish_phase(self) -> None:
+        """End a pass: where the ranks agree on gathers, take part in those that other ranks still need."""
+        while self.agrees and not self.blocks.all_held and self._agree_and_gather(None):
+            pass
+
+    def abandon_phase(self) -> None:
+        """This rank's pass failed. Raise PeerError here, and on ranks that wait for its next gather, unless all come
+        here."""
+        if self.agrees:
+            self.group.exchange([], "how far a failed backward pass came", self._party)
+
+    def tell(self, error: DeviceMemoryError) -> None:
+        """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
+        if self.agrees and not error.told:
+            error.told = True
+            with suppress(PeerError):  # they failed, too
+                self.agreement.give_up()
+
+    @locked
+    def make_up(self) -> None:
+        """Drop a pass on all ranks: each issues the gathers that any of them has issued. Collective."""
+        if self.in_order:
+            self.issued.make_up(self.group, self._party, self.chunks, self.arrays)
+
+    @locked
+    def catch_up(self) -> None:
+        """Wait for the gathers of :meth:`make_up`; all ranks go on from the same state."""
+        if not self.in_order:
+            return
+        self.issued.wait_made_up(self.arrays)
+        self.drop_idle()
+        self.agreement.secondary.forget()
+        self.training.restart()
+        self._evaluation.restart()
+        self.trace, self.in_forward = self.training, False
+        self.issued.restart()
+
+    @locked
+    def invalidate(self, everything: bool = False) -> None:
+        """After an update: evict trainable chunks, or all, since their values are stale. Ends the trace's step."""
+        self.group.activity.step += 1
+        for unit in list(self._held):
+            if everything or [c for c in self._transient[unit] if c.spec.trainable]:
+                self._evict_stale(unit)
+        self.followed = self.training.followed and len(self.training.current) == len(self.training.recorded)
+        self.training.end_step()
+        self._looked = 0
+        self.arrays.trim()
+
+    # ---- use of a unit
+
+    @locked
     def acquire(self, unit: int, holder: object = None) -> None:
-        """Make a unit's parameters readable; for a ``holder`` they stay so until it calls :meth:`unpin`."""
-        # Pinned meanwhile in any case: room that is made for others must not be made of this unit.
-        pins, key, kept = self._pins[unit], id(holder), False
+        """Make a unit's parameters readable. With a ``holder`` they stay readable until its :meth:`unpin`."""
+        # Pinned meanwhile in any case, so that room for others is not made of this unit.
+        pins, key, pinned = self._pins[unit], id(holder), False
         try:
             pins.add(key)
             if unit in self._renewing:
@@ -158,36 +299,34 @@ class ChunkPool:
             if self._transient[unit]:
                 self._bring(unit)
             self._events.unit_ready(unit)
-            kept = holder is not None
+            pinned = holder is not None
         except DeviceMemoryError as error:
             self.tell(error)
             raise
         finally:
-            if not kept:
+            if not pinned:
                 pins.discard(key)
 
-    @in_turn
+    @locked
+    def unpin(self, unit: int, holder: object) -> None:
+        """Allow a later acquire to evict the unit, as far as ``holder`` is concerned. Idempotent."""
+        self._pins[unit].discard(id(holder))
+
+    @locked
     def used_in_transform(self, unit: int) -> None:
         """A ``torch.func`` transform uses the unit, which is gathered."""
         for chunk in self._transient[unit]:
             chunk.in_transform = True
 
-    def tell(self, error: DeviceMemoryError) -> None:
-        """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
-        if self.agrees and not error.told:
-            error.told = True
-            with suppress(PeerError):  # they failed, too
-                self.rounds.give_up()
-
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
-            self._make_room(unit, self._soon())  # what was gathered when there was more room than now goes
+            self._make_room(unit, self._soon())  # evict what was gathered when there was more room than now
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
         if not looks and self._counts(unit) and all(c.state is Residency.GATHERED for c in self._transient[unit]):
             return
-        absent, soon = not self._is_whole(unit), self._soon()
-        # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
+        absent, soon = not self._counts(unit), self._soon()
+        # Also for a prefetched unit: it counts from here on, and makes place for the next ones.
         self._make_room(unit, soon)
         with ordinary_tensors():
             self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
@@ -197,49 +336,39 @@ class ChunkPool:
             chunk.source.prepare()
 
     def _soon(self) -> list[int]:
-        """Units that are to be there, or on their way, beside the one that is used."""
-        return next_units(self.trace, self.prefetch, self._bytes if self._far else None)
-
-    def _is_whole(self, unit: int) -> bool:
-        """Whether the unit is gathered, or on its way."""
-        chunks = self._transient[unit]
-        if unit in self._held and [c for c in chunks if c.state is not Residency.GATHERED and not c.arriving]:
-            self._evict(unit)
-        return self._counts(unit)
+        """Return the units to prefetch beside the one that is used."""
+        return next_units(self.trace, self.prefetch, self.sizes if self._far else None)
 
     def _counts(self, unit: int) -> bool:
-        """Whether the unit is held as far as the order of gathers is concerned."""
+        """Whether the unit is gathered, or being gathered, as far as the order of gathers is concerned."""
         return unit in self._held and unit not in self._kept
 
     def _trim_idle(self) -> None:
-        """Under a declared capacity what is kept for reuse counts against the budget as well."""
+        """Under a declared capacity, count idle arrays against the budget as well."""
         if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
             self.arrays.drop()
 
     def _fitting(self, unit: int, soon: Iterable[int]) -> list[int]:
-        """Of ``soon`` what to fetch ahead while ``unit`` is brought in: under a declared capacity what it leaves room
+        """Return those of ``soon`` to prefetch with ``unit``: under a declared capacity, those that it leaves room
         for."""
         ahead = [u for u in soon if not self._counts(u)] if self._ahead_pays else []
         free = self.ledger.free_bytes() if ahead else None
         if free is None:
             return ahead
-        # What is gathered next reuses idle arrays, or they are freed for it.
-        free += self.arrays.idle_bytes() - (self._bytes[unit] if unit not in self._held else 0)
-        return first_that_fit(ahead, self._bytes, free)
+        # The next gather reuses idle arrays, or they are freed for it.
+        free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._held else 0)
+        return first_that_fit(ahead, self.sizes, free)
 
-    @in_turn
-    def unpin(self, unit: int, holder: object) -> None:
-        """The unit may be evicted at a later acquire, as far as ``holder`` is concerned. Again is as good as once."""
-        self._pins[unit].discard(id(holder))
+    # ---- resident chunks that are renewed after an update
 
     def renew_later(self, chunk: Chunk, pending: Handle) -> None:
-        """The other ranks' parts of the resident ``chunk`` come with ``pending``, to be waited for at its first use."""
+        """Wait for ``pending``, which fills the other ranks' parts of the resident ``chunk``, at its first use."""
         self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
         chunk.renew(pending)
 
-    @in_turn
+    @locked
     def settle(self, ahead: bool = False) -> None:
-        """Wait for all such gathers; ``ahead``: for what nothing has used yet as well, since shards will be written."""
+        """Wait for all renewals; with ``ahead`` for all prefetched units as well, since shards will be written."""
         for unit in list(self._renewing):
             self._renew(unit)
         for unit in list(self._held) if ahead else ():
@@ -250,11 +379,14 @@ class ChunkPool:
             chunk.arrive()
         del self._renewing[unit]
 
-    @in_turn
-    def enter_block(self, holder: object, units: Collection[int] | None = None) -> None:
-        """Gather these (``None``: all), as copies that views may outlive, and keep them till :meth:`leave_block`."""
+    # ---- gathered()
+
+    @locked
+    def enter_scope(self, holder: object, units: Collection[int] | None = None) -> None:
+        """Gather ``units`` (``None``: all) as copies that views may outlive, and keep them until
+        :meth:`leave_scope`."""
         self.settle()
-        self._joins = False
+        self._maps = False
         wanted = [unit for unit in self._transient if units is None or unit in units]
         try:
             for unit in wanted:
@@ -263,87 +395,47 @@ class ChunkPool:
                     self._evict(unit)
             self.blocks.begin(holder, frozenset(wanted))
             for unit in wanted:
-                if not self._is_whole(unit):
+                if not self._counts(unit):
                     self._gather([unit], [])
                 self._complete(unit)
             self.finish_phase()
         finally:
-            self._joins = True
-        self.blocks.came(holder)
+            self._maps = True
+        self.blocks.mark_ready(holder)
 
-    @in_turn
-    def leave_block(self, holder: object) -> None:
-        """End of :meth:`enter_block`, also of one that failed, in whatever order. It ends with its holder, too."""
+    @locked
+    def leave_scope(self, holder: object) -> None:
+        """End the scope of :meth:`enter_scope`, also one that failed. Scopes may end in any order."""
         left = self.blocks.end(holder)
         for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
             chunk.allow_holders()  # lists of parameters that were made inside and are kept
         self._make_room(None, self._held.difference(left))  # nothing says when the next step begins
 
+    # ---- eviction
+
     def _pinned(self, unit: int) -> bool:
         return bool(self._pins[unit]) or self.blocks.keeps(unit)
 
-    @in_turn
-    def invalidate(self, everything: bool = False) -> None:
-        """After an update: gathered copies of trainable chunks, or of all, are stale. Ends the trace's step."""
-        self.group.activity.step += 1
-        for unit in list(self._held):
-            if everything or [c for c in self._transient[unit] if c.spec.trainable]:
-                self._evict_all_the_same(unit)
-        self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
-        self._training.end_step()
-        self._looked = 0
-        self.arrays.trim()
-
-    @in_turn
-    def finish_phase(self) -> None:
-        """A pass ends: where the ranks agree on gathers, gather what others still use."""
-        while self.agrees and not self.blocks.all_held and self._round(None):
-            pass
-
-    def abandon_phase(self) -> None:
-        """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
-        if self.agrees:
-            self.group.exchange([], "how far a failed backward pass came", self._party)
-
-    @in_turn
-    def make_up(self) -> None:
-        """All ranks drop a pass: each issues the gathers that any of them has. Collective."""
-        if self.in_order:
-            self.issued.make_up(self.group, self._party, self.chunks, self.arrays)
-
-    @in_turn
-    def catch_up(self) -> None:
-        """They have: all go on alike."""
-        if not self.in_order:
-            return
-        self.issued.made_up(self.arrays)
-        self.drop_idle()
-        self.rounds.secondary.forget()
-        self._training.restart()
-        self._evaluation.restart()
-        self.trace, self.in_forward = self._training, False
-        self.issued.restart()
-
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
-        """For ``unit``, or for nothing; ``soon`` are units that are to stay all the same."""
-        needed = self._bytes[unit] if unit is not None else 0
+        """Evict idle units beyond the budget, with ``unit`` counted and the units of ``soon`` spared."""
+        needed = self.sizes[unit] if unit is not None else 0
         for other in [u for u in self._kept if not (self._pinned(u) or self._is_read(u))]:
             self._evict(other)
         others = [u for u in self._held if u != unit and u not in self._kept]
         evictable = {u for u in others if not self._pinned(u)}
-        pinned = sum([self._bytes[u] for u in others if u not in evictable])
-        idle = sum([self._bytes[u] for u in evictable])
+        pinned = sum([self.sizes[u] for u in others if u not in evictable])
+        idle = sum([self.sizes[u] for u in evictable])
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(self.budget_bytes() - needed - pinned, 0)
-        goes = evictable.difference(soon)
-        while idle > room and goes:
-            victim = choose_victim(self.trace, goes)
-            goes.discard(victim)
-            if self._let_go(victim):
-                idle -= self._bytes[victim]
+        candidates = evictable.difference(soon)
+        while idle > room and candidates:
+            victim = choose_victim(self.trace, candidates)
+            candidates.discard(victim)
+            if self._evict_unread(victim):
+                idle -= self.sizes[victim]
 
-    def _let_go(self, unit: int) -> bool:
-        """Evict it unless something reads it; whether it counts as evicted."""
+    def _evict_unread(self, unit: int) -> bool:
+        """Evict the unit unless something reads it. Return whether it counts as evicted."""
         read = self._is_read(unit)
         if self.in_order or not read:
             self._complete(unit)
@@ -354,126 +446,32 @@ class ChunkPool:
         return self.in_order or not read
 
     def _is_read(self, unit: int) -> bool:
-        """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
+        """Whether something holds its parameters, and would see them change if they pointed elsewhere."""
         return bool([c for c in self._transient[unit] if c.is_read])
 
-    @in_turn
+    @locked
     def drop_idle(self, among: Collection[int] | None = None) -> None:
-        """Evict everything (of these units) that nothing reads."""
-        for unit in self._loose(among):
-            self._let_go(unit)
-        if among is None:
-            self.arrays.drop()
+        """Evict all units (of ``among``) that nothing pins or reads."""
+        self._drop(among, self._evict_unread)
 
-    @in_turn
+    @locked
     def drop_changed(self, among: Collection[int] | None = None) -> None:
-        """The gathered arrays (of these units) are not what the shards are any more: evict all of them."""
-        for unit in self._loose(among):
-            self._evict_all_the_same(unit)
+        """Evict all units (of ``among``) that nothing pins, since their shards have other values now."""
+        self._drop(among, self._evict_stale)
+
+    def _drop(self, among: Collection[int] | None, evict: Callable[[int], object]) -> None:
+        for unit in [u for u in self._held if (among is None or u in among) and not self._pinned(u)]:
+            evict(unit)
         if among is None:
             self.arrays.drop()
 
-    def _loose(self, among: Collection[int] | None) -> list[int]:
-        """What is gathered, and nothing pins."""
-        return [unit for unit in self._held if (among is None or unit in among) and not self._pinned(unit)]
-
-    def _evict_all_the_same(self, unit: int) -> None:
-        """Evict what has other values from now on; graphs that hold what it was are refused."""
+    def _evict_stale(self, unit: int) -> None:
+        """Evict a unit whose values have changed; autograd refuses graphs that hold the old ones."""
         self._complete(unit)
         if self._is_read(unit):
             for chunk in self._transient[unit]:
                 chunk.refuse_graphs()
         self._evict(unit)
-
-    def _gather(self, needed: list[int], ahead: list[int]) -> None:
-        with ordinary_tensors():
-            if not self.agrees:
-                for unit in (*needed, *ahead):
-                    self._start(unit)
-            elif needed or ahead or (self.rounds.due() and not self.blocks.all_held):
-                self._round(self._room.first_of(needed, ahead))
-
-    def _round(self, wanted: list[int] | None) -> bool:
-        """Gather what any rank wants (``None``: this one's pass is over). False when the passes of all are over."""
-        own = wanted or []
-        met = self.rounds.meet(wanted)
-        if self.ledger.capacity_bytes is not None and not met.alike:
-            self.rounds.all_fit(self._room.for_each(set(met.units) - set(own), own))
-        for unit in met.units:
-            if unit in own:
-                self._start(unit)
-            else:
-                self._now(unit)
-        self.rounds.begin(met.reductions)
-        return met.running
-
-    def _now(self, unit: int) -> None:
-        """Gather ``unit`` for the others; the array is dropped at once, or overwritten with the same values if held."""
-        for chunk in self._transient[unit]:
-            held = chunk.full
-            if chunk.joined:
-                continue  # the others read by themselves
-            if held is None:
-                self._room.require([chunk], unit)
-            out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
-            if held is None:
-                self.ledger.claim(out)
-            self.issued.gather(chunk, self.group, out).wait()
-            if held is None:
-                self.arrays.give(out)
-
-    def _start(self, unit: int) -> None:
-        passes = "forward" if self.in_training else "evaluation"
-        phase = "backward" if current_graph_task() != -1 else passes
-        self.group.activity.at(phase, "gather of unit", self.name_of, unit)
-        if unit in self._held:
-            self._now(unit)
-            self._kept.discard(unit)
-            return
-        self._room.require(self._transient[unit], unit)
-        self._events.gather_began(unit)
-        # Held and counted before the first array is there, so that _evict undoes it at any point below.
-        self._held.add(unit)
-        self.moved_bytes += self._bytes[unit]
-        self.gathered_bytes += self._bytes[unit]
-        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
-        try:
-            for chunk in self._transient[unit]:
-                whole = chunk.source.joined(self.group) if self._joins else None
-                full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
-                chunk.receive(full, whole is not None)
-                self.by_storage[storage_id(full.untyped_storage())] = chunk
-                if chunk.joined:
-                    chunk.pending = DONE
-                else:
-                    self.copied_bytes += chunk.spec.padded_bytes
-                    self.ledger.claim(full)
-                    chunk.pending = self.issued.gather(chunk, self.group, full)
-            self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
-        except BaseException:
-            self._evict(unit)  # half of a unit must not pass for the whole
-            raise
-
-    def name_of(self, unit: int) -> str:
-        """What to call a unit in messages."""
-        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
-
-    def _complete(self, unit: int) -> None:
-        """Have a gather that is under way end."""
-        ended = False
-        for chunk in self._transient[unit]:
-            if chunk.arriving:
-                with ordinary_tensors():
-                    try:
-                        chunk.arrive()
-                    except BaseException as error:
-                        if isinstance(error, Exception):
-                            chunk.pending = None  # otherwise the eviction waits for it
-                        self._evict(unit)
-                        raise
-                ended = True
-        if ended:
-            self._events.gather_ended(unit)
 
     def _evict(self, unit: int) -> None:
         for chunk in self._transient[unit]:
@@ -492,5 +490,138 @@ class ChunkPool:
         self._kept.discard(unit)
         if unit in self._held:
             self._held.discard(unit)
-            self.gathered_bytes -= self._bytes[unit]
+            self.gathered_bytes -= self.sizes[unit]
         self._events.evicted(unit)
+
+    # ---- gathers
+
+    def _gather(self, needed: list[int], ahead: list[int]) -> None:
+        with ordinary_tensors():
+            if not self.agrees:
+                for unit in (*needed, *ahead):
+                    self._start(unit)
+            elif needed or ahead or (self.agreement.due() and not self.blocks.all_held):
+                self._agree_and_gather(self._that_fit(needed, ahead))
+
+    def _agree_and_gather(self, wanted: list[int] | None) -> bool:
+        """Gather what any rank wants (``None``: this rank's pass is over). Return whether any rank's pass goes on."""
+        own = wanted or []
+        agreed = self.agreement.agree(wanted)
+        if self.ledger.capacity_bytes is not None and not agreed.same:
+            self.agreement.all_fit(self._peers_fit(set(agreed.units) - set(own), own))
+        for unit in agreed.units:
+            if unit in own:
+                self._start(unit)
+            else:
+                self._gather_for_peers(unit)
+        self.agreement.begin(agreed.reductions)
+        return agreed.running
+
+    def _gather_for_peers(self, unit: int) -> None:
+        """Take part in a gather for the others: into an array that is dropped at once, or over equal values."""
+        for chunk in self._transient[unit]:
+            full = chunk.full
+            if chunk.joined:
+                continue  # the others read by themselves
+            if full is None:
+                self._require_room([chunk], unit)
+            out = full if full is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+            if full is None:
+                self.ledger.claim(out)
+            self.issued.gather(chunk, self.group, out).wait()
+            if full is None:
+                self.arrays.give(out)
+
+    def _start(self, unit: int) -> None:
+        passes = "forward" if self.in_training else "evaluation"
+        phase = "backward" if current_graph_task() != -1 else passes
+        self.group.activity.at(phase, "gather of unit", self.name_of, unit)
+        if unit in self._held:
+            self._gather_for_peers(unit)
+            self._kept.discard(unit)
+            return
+        self._require_room(self._transient[unit], unit)
+        self._events.gather_began(unit)
+        # Held and counted before the first array is there, so that _evict undoes it at any point below.
+        self._held.add(unit)
+        self.moved_bytes += self.sizes[unit]
+        self.gathered_bytes += self.sizes[unit]
+        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
+        try:
+            for chunk in self._transient[unit]:
+                mapped = chunk.source.joined(self.group) if self._maps else None
+                full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if mapped is None else mapped
+                chunk.receive(full, mapped is not None)
+                self.by_storage[storage_id(full.untyped_storage())] = chunk
+                if chunk.joined:
+                    chunk.pending = DONE
+                else:
+                    self.copied_bytes += chunk.spec.padded_bytes
+                    self.ledger.claim(full)
+                    chunk.pending = self.issued.gather(chunk, self.group, full)
+            self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
+        except BaseException:
+            self._evict(unit)  # a unit is gathered as a whole or not at all
+            raise
+
+    def _complete(self, unit: int) -> None:
+        """Wait for the unit's gather if it is under way."""
+        ended = False
+        for chunk in self._transient[unit]:
+            if chunk.state is Residency.GATHERING:
+                with ordinary_tensors():
+                    try:
+                        chunk.arrive()
+                    except Exception:
+                        chunk.pending = None  # otherwise the eviction waits for it
+                        self._evict(unit)
+                        raise
+                ended = True
+        if ended:
+            self._events.gather_ended(unit)
+
+    # ---- room on the device, which is unlimited without a declared capacity
+
+    def _require_room(self, chunks: Sequence[Chunk], unit: int) -> None:
+        """Raises:
+        DeviceMemoryError: the device has no room for these ``chunks`` of ``unit``.
+        """
+        if self.ledger.capacity_bytes is None:
+            return
+        if not self.ledger.fits(self._missing_bytes(chunks)):
+            # Free idle arrays of other sizes before gathered units have to go.
+            self.arrays.drop()
+        self.ledger.require(self._missing_bytes(chunks), f"gathering unit {self.name_of(unit)}")
+
+    def _that_fit(self, needed: list[int], ahead: list[int]) -> list[int]:
+        """Return the ``needed`` units and those of ``ahead`` that there is room for.
+
+        Raises:
+            DeviceMemoryError: there is no room for a needed unit. The other ranks do not count on this one yet.
+        """
+        wanted = [*needed, *ahead]
+        if self.ledger.capacity_bytes is None:
+            return wanted
+        while len(wanted) > len(needed) and not self.ledger.fits(self._missing_bytes(self._absent_chunks(wanted))):
+            wanted = wanted[:-1]
+        for unit in needed:
+            self._require_room(self._transient[unit], unit)
+        return wanted
+
+    def _peers_fit(self, others: Iterable[int], own: Sequence[int]) -> bool:
+        """Whether there is room to gather each of ``others``, one at a time, together with all of ``own``."""
+
+        def missing() -> int:
+            return max((self._missing_bytes(self._absent_chunks([*own, unit])) for unit in others), default=0)
+
+        if not self.ledger.fits(missing()):
+            self.arrays.drop()
+        return self.ledger.make_room(missing()) and self.ledger.fits(missing())
+
+    def _absent_chunks(self, units: Iterable[int]) -> list[Chunk]:
+        return [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
+
+    def _missing_bytes(self, chunks: Iterable[Chunk]) -> int:
+        """Return the bytes that have to be allocated to gather ``chunks``."""
+        sizes: list[tuple[int, torch.dtype]] = [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
+        return self.arrays.missing_bytes(sizes)

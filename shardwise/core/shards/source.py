@@ -1,12 +1,16 @@
-"""Where a chunk's shard is at home, and how it gets from there into a gathered array."""
+"""The home of a chunk's shard (device, host or disk memory), and how a gather reads it from there.
+
+:class:`SecondarySource` adds a second, larger shard (hpZ), so that gathers after the first one stay within few ranks.
+"""
 
 from __future__ import annotations
 
+import zlib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -15,113 +19,116 @@ from shardwise.core.comm import DONE, Buffer, Group, Handle
 from shardwise.core.memory.disk.store import DiskError, DiskStore, Record
 from shardwise.core.memory.tier import Tier
 
-__all__ = ["DiskSource", "MemorySource", "ReadAhead", "ShardSource"]
+__all__ = ["DiskSource", "MemorySource", "ReadAhead", "SecondaryShards", "SecondarySource", "ShardSource"]
 
 
-class ShardSource(Protocol):
-    """The home of one shard."""
+class ShardSource(ABC):
+    """The home of one shard.
 
-    tier: Tier
-    peers_take_part: bool
-    """A gather needs every rank, even where the group's own gathers do not."""
+    Args:
+        tier: of the memory.
+        exchange: the memory that peers read, long-lived; ``None`` on a disk.
+        over: the group that gathers the shard, of the same ranks as the group given to a call; ``None``: that group.
+    """
+
+    peers_take_part = False
+    """Whether a gather needs every rank, even where the group's own gathers do not."""
+
+    def __init__(self, tier: Tier, exchange: Buffer | None, over: Group | None) -> None:
+        self.tier, self._exchange, self._over = tier, exchange, over
 
     @property
     def exchange(self) -> Buffer:
         """The memory that peers read, long-lived."""
+        if self._exchange is None:
+            raise RuntimeError(f"a shard at home on the {self.tier.value} has no memory of its own; report this")
+        return self._exchange
 
-    @contextmanager
-    def opened(self, write: bool) -> Iterator[torch.Tensor]:
-        """The shard in memory inside the block; with ``write`` changes to it are kept."""
+    @abstractmethod
+    def opened(self, write: bool) -> AbstractContextManager[torch.Tensor]:
+        """Return a context with the shard in memory; with ``write`` changes to it are kept."""
 
-    @contextmanager
-    def renewing(self) -> Iterator[torch.Tensor]:
-        """Memory for a new shard, all of which is written inside the block; :meth:`forget` once it is current."""
+    @abstractmethod
+    def renewing(self) -> AbstractContextManager[torch.Tensor]:
+        """Return a context with memory for a new shard, all of which is written inside.
 
-    def brought(self, shard: torch.Tensor) -> torch.Tensor:
-        """What a gather brings of ``shard``; see :meth:`Group.brought`."""
+        Call :meth:`forget` once the new shard is current.
+        """
 
-    def prepare(self) -> None:
-        """A gather comes soon: start what can be done without the peers."""
-
-    def forget(self) -> None:
-        """Whatever :meth:`prepare` started is out of date."""
-
+    @abstractmethod
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
-        """Every rank's shard in rank order into ``out`` (1-D, on the device)."""
+        """Begin to gather every rank's shard in rank order into ``out`` (1-D, on the device)."""
 
     def joined(self, group: Group) -> torch.Tensor | None:
-        """The same without a copy, where the group can."""
+        """Return a zero-copy view of all shards, where the group can map them."""
+        return None
+
+    def brought(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the values that a gather brings of ``shard``; see :meth:`Group.brought`."""
+        return shard if self._over is None else self._over.brought(shard)
+
+    def prepare(self) -> None:  # noqa: B027
+        """Begin the part of the next gather that does not need the peers."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop what :meth:`prepare` began, since the shard has other values."""
 
 
-class MemorySource:
-    """In the device's or the host's memory.
+class MemorySource(ShardSource):
+    """A shard in device or host memory.
 
     Args:
         exchange: the memory.
-        tier: whose it is.
-        uploads: the stream for copies from the host to a GPU, so that those that are made ahead run beside compute.
-        over: the group that gathers it, of the same ranks as the one that is given; ``None``: that one.
+        tier: of the memory.
+        uploads: the stream for copies from the host to a GPU, so that prefetches overlap with compute.
+        over: see :class:`ShardSource`.
     """
-
-    peers_take_part = False
 
     def __init__(
         self, exchange: Buffer, tier: Tier, uploads: torch.cuda.Stream | None = None, over: Group | None = None
     ) -> None:
-        self._exchange, self.tier, self._uploads, self._over = exchange, tier, uploads, over
-
-    @property
-    def exchange(self) -> Buffer:
-        return self._exchange
+        super().__init__(tier, exchange, over)
+        self._uploads = uploads
 
     @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
-        yield self._exchange.local
+        yield self.exchange.local
 
     @contextmanager
     def renewing(self) -> Iterator[torch.Tensor]:
-        yield self._exchange.local
-
-    def brought(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard if self._over is None else self._over.brought(shard)
-
-    def prepare(self) -> None:
-        """Nothing to do."""
-
-    def forget(self) -> None:
-        """Nothing to do."""
+        yield self.exchange.local
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         # [Note: Which stream a gather runs on]
-        # From the device's own memory: the group's. From the host's to a GPU: an upload stream, behind what the compute
-        # stream was given, which may have used the memory before. With several ranks the collective begins while that
-        # stream is the current one, so it waits for the upload, and the compute stream for neither until the handle is
-        # waited for. Uploads read shards that the CPU writes at the next update: Values.before_update has the host wait
-        # for the device first.
-        local, group = self._exchange.local, self._over or group
+        # From device memory: the group's stream. From host memory to a GPU: an upload stream, behind the compute
+        # stream's present work, which may have used the memory before. With several ranks the collective begins while
+        # the upload stream is current, so it waits for the upload; the compute stream waits for neither until the
+        # handle is waited for. Uploads read shards that the CPU writes at the next update: Values.before_update has the
+        # host wait for the device first.
+        local, group = self.exchange.local, self._over or group
         if local.device == out.device:
-            return group.all_gather(out, self._exchange)
+            return group.all_gather(out, self.exchange)
         if group.size == 1 and self._uploads is not None:
             return SideCopy(local, out, self._uploads)
         if self._uploads is None:
             staged = self._staged(local.to(out.device))
             return _Keeping(group.all_gather(out, staged), staged)
-        # Behind whoever used the memory of both before: what a gather leaves is free when the computation has waited.
-        with behind_current(out.device, self._uploads):  # the gather waits for the upload, the computation for neither
+        # Behind earlier users of both memories: a gathered array is free again once the compute stream has waited.
+        with behind_current(out.device, self._uploads):
             staged = self._staged(sent_ahead(local, out.device))
             return _Keeping(group.all_gather(out, staged), staged)
 
     def _staged(self, shard: torch.Tensor) -> Buffer:
         staged = Buffer(shard)
-        staged.bounds = self._exchange.bounds
+        staged.bounds = self.exchange.bounds
         return staged
 
     def joined(self, group: Group) -> torch.Tensor | None:
-        return (self._over or group).joined(self._exchange)
+        return (self._over or group).joined(self.exchange)
 
 
 class _Keeping:
-    """A handle that keeps what its operation reads alive."""
+    """A handle that keeps the input of its operation alive."""
 
     def __init__(self, handle: Handle, kept: object) -> None:
         self._handle, self._kept = handle, kept
@@ -135,22 +142,21 @@ class _Keeping:
 
 
 # [Note: Buffers of shards on a disk]
-# All shards that are at home on one disk share a fixed number of equal buffers. Each user has its own share of them, so
-# that none waits for another: ``renewals`` are the update thread's, which writes new shards while the caller gathers.
-# Of the rest two are never read ahead into: one is for the gather in use, one for a change. Buffers are equal because a
-# small shard that took the only large one would leave a large shard without. With one rank a gather holds its buffer
-# until the array is filled, oldest first (``gathers``). With several the gather is over when it returns: each rank
-# copies its shard into exchange memory that all chunks share, and that may be written again behind the fence at its
-# end.
+# All shards on one disk share a fixed number of equal buffers. Each kind of use has its own number of them, so that
+# none waits for another: ``renewals`` are the update thread's, which writes new shards while the caller gathers. Of the
+# rest two are never read ahead into: one is for the gather in use, one for a change. Buffers are equal because a small
+# shard that took the only large one would leave a large shard without. With one rank a gather holds its buffer until
+# the array is filled, oldest first (``gathers``). With several the gather is over when it returns: each rank copies its
+# shard into exchange memory that all chunks share, and that may be written again after the fence at its end.
 @dataclass
 class ReadAhead:
-    """What the shards on one disk share: buffers of one size, and how many of them hold what is needed later.
+    """The buffers that the shards on one disk share, and their use.
 
     Attributes:
-        buffer_bytes: what is asked for, whatever a shard needs itself, so that a small one takes no large one's.
+        buffer_bytes: the size of every buffer, so that a small shard takes no large one's.
         buffers: how many there are for gathers, reads ahead and changes, at least 1.
-        renewals: how many there are beside them for :meth:`DiskSource.renewing`, which another thread may call then.
-        count: how many have been read ahead.
+        renewals: how many more there are for :meth:`DiskSource.renewing`, which another thread may call.
+        count: how many hold a shard that was read ahead.
         gathers: of a single rank, under way, oldest first.
     """
 
@@ -161,10 +167,10 @@ class ReadAhead:
     gathers: deque[_FromDisk] = field(default_factory=deque)
 
 
-class DiskSource:
-    """On a disk; one of the store's buffers holds it while it is gathered or changed.
+class DiskSource(ShardSource):
+    """A shard on a disk; one of the store's buffers holds it while it is gathered or changed.
 
-    Gathers give the committed version, so a new one may be written beside them.
+    Gathers read the committed version, so a new one may be written meanwhile.
 
     Args:
         store: the rank's store, with buffers of at least the shard's size.
@@ -172,11 +178,9 @@ class DiskSource:
         numel: elements of the shard.
         dtype: of the shard.
         staging: exchange memory of at least ``numel`` elements, shared by all such chunks; ``None`` on one rank.
-        ahead: what all such chunks share.
-        over: as of a :class:`MemorySource`.
+        ahead: the buffers that all such chunks share.
+        over: see :class:`ShardSource`.
     """
-
-    tier = Tier.DISK
 
     def __init__(
         self,
@@ -188,16 +192,13 @@ class DiskSource:
         ahead: ReadAhead,
         over: Group | None = None,
     ) -> None:
-        self.store, self.record, self._shared, self._over = store, record, ahead, over
+        super().__init__(Tier.DISK, None, over)
+        self.store, self.record, self._shared = store, record, ahead
         self._numel, self._dtype, self._staging = numel, dtype, staging
         self._nbytes = numel * dtype.itemsize
         self._ahead: tuple[torch.Tensor, Handle] | None = None
         self._written = False
         self.peers_take_part = staging is not None
-
-    @property
-    def exchange(self) -> Buffer:
-        raise RuntimeError(f"a shard at home on the {self.tier.value} has no memory of its own; report this")
 
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[: self._nbytes].view(self._dtype)
@@ -208,7 +209,7 @@ class DiskSource:
             self._shared.count -= 1
             return started
         buffer = self._buffer()
-        if not self._written:  # first values are about to be put in
+        if not self._written:  # the first values are about to be written
             buffer.zero_()
             return buffer, DONE
         try:
@@ -218,7 +219,7 @@ class DiskSource:
             raise
 
     def _buffer(self) -> torch.Tensor:
-        """A free buffer; gathers of other chunks that hold the last ones are finished."""
+        """Take a free buffer; finish gathers of other chunks that hold the last ones."""
         gathers = self._shared.gathers
         while gathers and (gathers[0].filled or len(gathers) + self._shared.count >= self._shared.buffers):
             gathers[0].fill()
@@ -227,7 +228,7 @@ class DiskSource:
 
     @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
-        # A shard that was read ahead is taken here, so nothing out of date remains after a write.
+        # This takes a shard that was read ahead, so no old values remain after a write.
         buffer, reading = self._read(newest=True)
         try:
             reading.wait()
@@ -242,15 +243,12 @@ class DiskSource:
     def renewing(self) -> Iterator[torch.Tensor]:
         buffer = self.store.buffer(self._shared.buffer_bytes) if self._shared.renewals else self._buffer()
         try:
-            buffer.zero_()  # what no parameter has of it
+            buffer.zero_()  # also the padding
             yield self._view(buffer)
             self.store.write(self.record, buffer).wait()
             self._written = True
         finally:
             self.store.give(buffer)
-
-    def brought(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard if self._over is None else self._over.brought(shard)
 
     def prepare(self) -> None:
         if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
@@ -277,7 +275,7 @@ class DiskSource:
             failure = error
         finally:
             self.store.give(buffer)
-        # A rank that cannot read tells the others, which would wait for it; and all shards are in place after this.
+        # A rank that cannot read tells the others, which would wait for it. All shards are in place after this.
         if not group.summarize([float(failure is None)], "whether a shard could be read from the disk").least[0]:
             posts = group.exchange([float(failure is None)], "which ranks could not read a shard from the disk")
             if failure is not None:
@@ -289,12 +287,9 @@ class DiskSource:
         group.fence()
         return DONE
 
-    def joined(self, group: Group) -> torch.Tensor | None:
-        return None
-
 
 class _FromDisk:
-    """A read that ends in the gathered array of a single rank."""
+    """A read from the disk into the gathered array of a single rank."""
 
     def __init__(
         self, store: DiskStore, buffer: torch.Tensor, reading: Handle, shard: torch.Tensor, out: torch.Tensor
@@ -311,7 +306,7 @@ class _FromDisk:
         return self.filled or self._reading.finished()
 
     def fill(self) -> None:
-        """Finish and give the buffer back; a failure is kept for :meth:`wait`."""
+        """Finish the read and free the buffer; :meth:`wait` raises a failure."""
         if self._copy is not None:
             out, shard = self._copy
             try:
@@ -331,3 +326,101 @@ class _FromDisk:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+# [Note: Secondary shards]
+# Source: hpZ of ZeRO++ (arXiv 2306.10209), in which backward gathers parameters inside a node.
+# Under ``secondary=k`` each ``k`` neighbours of a shard group keep a copy of the parameters together, in the dtype and
+# the tier of the shards. The whole group makes the first gather of a chunk after an update. As soon as it has arrived,
+# and before any parameter shows it (a module may write to its parameters), each rank copies its k-th part. From then on
+# the k ranks alone gather the chunk, in all passes, until shards are written (forget). The values are equal, and so
+# are all results.
+# * Which ranks have secondary shards depends on which gathers have begun, not on which have arrived: all ranks of the
+#   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a pass
+#   that failed, and where ranks agree on gathers and find a difference (SecondaryShards), all of them forget
+#   everything, and gather as a whole group again.
+# * A gather of secondary shards first waits for the gather that brings this rank's. Where memory is mapped a rank
+#   cannot see that the peers have theirs: then all k meet before they read. They read at once, and the memory is
+#   written again after a later agreement at the earliest, to which every rank comes after its read.
+# * Values that travel in 8 bits are rounded when they arrive (see [Note: Rounded parameters]). A k-th of a chunk is
+#   whole shards, so it travels in 8 bits among the k ranks too, in the blocks that were rounded together.
+class SecondarySource(MemorySource):
+    """A shard in memory with a secondary shard; see [Note: Secondary shards].
+
+    Args:
+        own: the home of this rank's shard.
+        kept: the home of its secondary shard, ``numel / k`` elements of a chunk.
+        among: the ``k`` ranks that have the other parts of the copy.
+    """
+
+    peers_take_part = True
+
+    def __init__(self, own: MemorySource, kept: MemorySource, among: Group) -> None:
+        super().__init__(own.exchange, own.tier, own._uploads, own._over)
+        self.kept, self._among = kept, among
+        self.begun = False
+        """Whether a gather has begun that brings the secondary shard, or has brought it."""
+        self._arriving: _Arriving | None = None
+
+    def forget(self) -> None:
+        """Have the whole group make the next gather, since the shards have other values."""
+        self.begun, self._arriving = False, None
+
+    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+        if not self.begun:
+            self._arriving = arriving = _Arriving(self, super().gather(group, out), out)
+            self.begun = True
+            return arriving
+        if self._arriving is not None:
+            self._arriving.wait()
+        if self._among.one_sided_gather:
+            self._among.fence()
+        return self.kept.gather(self._among, out)
+
+    def keep(self, arriving: _Arriving, full: torch.Tensor) -> None:
+        """Copy this rank's part of ``full``, which has arrived, unless the shards have changed since."""
+        if self._arriving is arriving:
+            self.kept.exchange.local.copy_(self._among.slice_of(full, self._among.rank))
+            self._arriving = None
+
+    def joined(self, group: Group) -> torch.Tensor | None:
+        return None
+
+
+class _Arriving:
+    """A gather by the whole group, of which this rank keeps its k-th part."""
+
+    def __init__(self, source: SecondarySource, handle: Handle, full: torch.Tensor) -> None:
+        self._source, self._handle = source, handle
+        self._full: torch.Tensor | None = full
+
+    def finished(self) -> bool:
+        return self._full is None or self._handle.finished()
+
+    def wait(self) -> None:
+        if self._full is None:
+            return
+        try:
+            self._handle.wait()
+        except Exception:
+            self._full = None
+            self._source.forget()
+            raise
+        self._source.keep(self, self._full)
+        self._full = None  # its owner may have another use for it
+
+
+class SecondaryShards:
+    """The chunks of a model that have secondary shards now."""
+
+    def __init__(self, sources: Sequence[ShardSource]) -> None:
+        self._sources = [source for source in sources if isinstance(source, SecondarySource)]
+
+    def digest(self) -> float:
+        """Return a checksum of which chunks have one; 0 if no chunk ever does."""
+        return float(zlib.crc32(bytes(source.begun for source in self._sources)))
+
+    def forget(self) -> None:
+        """Forget all secondary shards; see :meth:`SecondarySource.forget`."""
+        for source in self._sources:
+            source.forget()

@@ -22,9 +22,9 @@ import torch
 from shardwise.core.base.device import make_current
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.grads.counts import StepCounts
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import shard_norm
+from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import DiskTile, TileVisits
@@ -97,7 +97,7 @@ class EarlyUpdates:
 
     def takes(self, state: ChunkGrads) -> bool:
         """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
-        if len(state.fired | state.touched) < len(state.spec.slots):
+        if len(state.arrived | state.touched) < len(state.spec.slots):
             return False
         if self._disk.get(state.spec.index):
             return True

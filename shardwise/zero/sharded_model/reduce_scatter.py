@@ -44,7 +44,7 @@ class _Bucket:
         if not self.waiting:
             return
         result = _reduce_scatter(self.rows[:, : self.used], group)
-        # The bucket is empty before anybody is told, since a callback may bring the next input.
+        # The bucket is emptied before callbacks run: one of them may add the next input.
         waiting, self.waiting, self.used = self.waiting, [], 0
         for start, shape, callback in waiting:
             if callback is not None:
@@ -100,7 +100,7 @@ class ReduceScatterBucketer:
             callback_fn: called with the result, of the inputs' shape, which is its own to keep.
 
         Raises:
-            ValueError: another number of tensors than of ranks, tensors that differ, or this rank is no member.
+            ValueError: another number of tensors than of ranks, tensors that differ, or this rank is not a member.
         """
         several = dist.is_available() and dist.is_initialized()
         ranks = len(ranks_of("group", group)) if several else 1

@@ -36,7 +36,7 @@ def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Se
     """``None``, or a group of just the ``ranks`` that ``owner`` is divided over.
 
     Raises:
-        ValueError: other ranks, or this rank is no member.
+        ValueError: other ranks, or this rank is not a member.
     """
     if group is None:
         return
@@ -76,7 +76,7 @@ class ShardedModelV2(ModelFront):
     Raises:
         ValueError: a parameter was made outside of ``ZeroInitContext``, or parameters are to have different dtypes or
             devices; an argument out of range; a group that this rank does not belong to, or groups that differ.
-        TypeError: the module is sharded already, or ``shard_strategy`` is none.
+        TypeError: the module is sharded already, or ``shard_strategy`` is not a strategy.
     """
 
     def __init__(
@@ -128,12 +128,11 @@ class ShardedModelV2(ModelFront):
         Raises:
             RuntimeError: it has one already.
         """
-        self._require_no_optimizer()
-        to_plan(self.arguments, arguments, self._facts)  # a fault is an error before anything is changed
+        to_plan(self.arguments, arguments, self._facts)  # errors before anything is changed
+        self._drop_session()
         self._tell(arguments)
         if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
             self._own_mesh().join_model_parallel(others)
-        self._unshard()
         return self._build(optimizer, arguments)
 
     def _tell(self, optimizer: OptimizerArguments | None) -> None:
@@ -227,7 +226,7 @@ class ShardedModelV2(ModelFront):
 
 
 def _trace(session: Session) -> MemStats | None:
-    """What was traced, or where nothing is gathered, the highest moment alone."""
+    """Return the trace; if nothing is gathered, one of the peak only."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
         kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}

@@ -21,14 +21,13 @@ from torch import nn
 from shardwise.core.checkpoint import formats
 from shardwise.core.checkpoint.format import encode_manifest, read_manifest
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.match_schedulers import fitting_state
 from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.checkpoint.restore import Restored
 from shardwise.core.checkpoint.run import as_run
-from shardwise.core.checkpoint.schedulers import write_lr_scheduler
+from shardwise.core.checkpoint.schedulers import fitting_state, write_lr_scheduler
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.torch_run import TorchRun
-from shardwise.core.parallel.tensor import Cut
+from shardwise.core.parallel.tensor import ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut
 from shardwise.plan import zero
 from shardwise.session import build
@@ -237,7 +236,7 @@ def _parts_files(place: Path) -> None:
     shutil.copytree(place / "native/new", place / "parts/t")
     manifest = read_manifest(str(place / "parts/t"))
     matrices = {name: fact.shape for name, fact in manifest.tensors.items() if len(fact.shape) == 2}
-    found = {name: StoredCut.of(shape, Cut.even(1, shape[1], 2)) for name, shape in matrices.items()}
+    found = {name: StoredCut.of(shape, ShardSpec.even(1, shape[1], 2)) for name, shape in matrices.items()}
     cuts = {name: cut for name, cut in found.items() if cut is not None}
     (place / "parts/t/manifest.json").write_bytes(encode_manifest(replace(manifest, cuts=cuts)))
 

@@ -29,7 +29,7 @@ import torch  # noqa: F401  so that processes that are forked have it
 
 import shardwise  # noqa: F401
 from shardwise.compat import read_world
-from shardwise.compat.rewrite import rewritten
+from shardwise.compat.port import rewritten
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardwise.compat import read_world
-from shardwise.compat.rewrite import rewritten
+from shardwise.compat.port import rewritten
 from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher

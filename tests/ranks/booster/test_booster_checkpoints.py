@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.core.checkpoint import CheckpointDamage, gathered
+from shardwise.core.checkpoint import CheckpointDamage, portable
 from shardwise.core.checkpoint.formats import open_checkpoint, write_colossalai_model, write_dcp
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import zero
@@ -175,20 +175,20 @@ def _peak(folder: str) -> tuple[int, list[int]]:
     boosted, *_ = booster.boost(model)
     asked: list[int] = []
 
-    class Counting(gathered._Gathered):
+    class Counting(portable._Gathered):
         def read(self, name: str, start: int, numel: int) -> torch.Tensor:
             asked.append(numel * 4)
             return super().read(name, start, numel)
 
-    before_class, gathered._Gathered = gathered._Gathered, Counting  # type: ignore[misc]
-    before_block, gathered.BLOCK_BYTES = gathered.BLOCK_BYTES, 1 << 22
+    before_class, portable._Gathered = portable._Gathered, Counting  # type: ignore[misc]
+    before_block, portable.BLOCK_BYTES = portable.BLOCK_BYTES, 1 << 22
     try:
         is_new = _forget_peak()
         before = _resident("VmRSS")
         booster.save_model(boosted, folder, shard=True, size_per_shard=32)
         rise = _resident("VmHWM") - before if is_new else 0
     finally:
-        gathered._Gathered, gathered.BLOCK_BYTES = before_class, before_block  # type: ignore[misc]
+        portable._Gathered, portable.BLOCK_BYTES = before_class, before_block  # type: ignore[misc]
     return rise, asked
 
 

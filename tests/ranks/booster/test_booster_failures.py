@@ -16,8 +16,8 @@ import torch.distributed as dist
 from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
 from sets import full
 
-from shardwise.core.checkpoint import CheckpointError, atomic, gathered
-from shardwise.core.checkpoint.file_system import FileSystem
+from shardwise.core.checkpoint import CheckpointError, atomic, portable
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.formats import huggingface
 from shardwise.testing import run_ranks
 
@@ -63,7 +63,7 @@ def _failing_peer(folder: str) -> list[str]:
     run = Run(PLUGINS["gemini"]())
     path = Path(folder) / "model.safetensors"
     messages = []
-    answer, offer = gathered._Chosen.read, gathered.Portion.of_model.__func__  # type: ignore[attr-defined]
+    answer, offer = portable._Chosen.read, portable.LocalTensors.of_model.__func__  # type: ignore[attr-defined]
 
     def failing(self: Any, *place: Any) -> torch.Tensor:
         if dist.get_rank() == 1:
@@ -76,8 +76,8 @@ def _failing_peer(folder: str) -> list[str]:
         return offer(cls, run)
 
     for owner, attribute, broken in (
-        (gathered._Chosen, "read", failing),
-        (gathered.Portion, "of_model", classmethod(refusing)),
+        (portable._Chosen, "read", failing),
+        (portable.LocalTensors, "of_model", classmethod(refusing)),
     ):
         kept = vars(owner)[attribute]
         setattr(owner, attribute, broken)

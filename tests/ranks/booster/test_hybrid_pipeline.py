@@ -348,13 +348,13 @@ def _refused(kind: str, given: dict[str, Any], words: str) -> None:
     ("kind", "given", "words"),
     [
         ("llama", {"pp_size": 3}, "tp_size=1 x pp_size=3 does not divide the 4 ranks"),
-        ("llama", {"pp_size": 4}, "3 layers in 4 stages: use fewer stages"),
+        ("llama", {"pp_size": 4}, "3 layers are too few for 4 stages"),
         (
             "llama",
             {"pp_size": 4, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)},
-            "3 layers in 4 stages: use fewer stages",
+            "3 layers are too few for 4 stages",
         ),
-        ("gpt2", {"pp_size": 2, "num_layers_per_stage": [1, 1]}, r"layers=\[1, 1\] for 2 stages of a model with 3"),
+        ("gpt2", {"pp_size": 2, "num_layers_per_stage": [1, 1]}, r"layers=\[1, 1\] does not fit 2 stages of a model"),
         ("linear", {"pp_size": 2}, "Linear cannot be divided into stages: it has no module of a known class"),
     ],
     ids=["ranks", "layers", "checkpointed", "given", "unknown"],

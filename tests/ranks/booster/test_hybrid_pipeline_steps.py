@@ -4,7 +4,6 @@ losses that are NaN; against plain PyTorch in one process, fp64."""
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 
@@ -122,34 +120,6 @@ def test_gradients_can_be_used_before_the_step(stage: int) -> None:
     run_ranks(2 * REPLICAS, _edited, stage, plain())
 
 
-def _refused() -> list[str]:
-    told = []
-    for precision in ("fp32", "fp16"):
-        model = made("llama", torch.float32, num_hidden_layers=2)
-        model.model.embed_tokens.requires_grad_(False)
-        booster, plugin, model, optimizer = boosted(model, precision=precision)
-        replica, _ = plugin.data_parallel()
-        for step in range(3):
-            model.model.embed_tokens.requires_grad_(step == 1)  # of the first stage
-            booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
-            if step == 1:
-                with pytest.raises((RuntimeError, PeerError)) as error:
-                    optimizer.step()
-                told.append(str(error.value))
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        booster.close()
-    return told
-
-
-def test_a_step_that_one_stage_refuses_is_an_error_on_all() -> None:
-    for rank, told in enumerate(run_ranks(2, _refused)):
-        for text in told:
-            assert "embed_tokens.weight has requires_grad=True but was frozen" in text
-            assert ("step() was refused on rank 0" in text) == (rank == 1)
-
-
 def _of_unequal_rows(stage: int) -> str:
     booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
     replica, _ = plugin.data_parallel()
@@ -170,25 +140,17 @@ def test_other_numbers_of_micro_batches_are_refused_where_each_is_reduced() -> N
     assert run_ranks(4, _of_unequal_rows, 1) == [""] * 4
 
 
-def _ignored() -> list[str]:
+def _ignored() -> None:
     booster, _, model, optimizer = boosted(model_of())
     batch = batch_of(0, 0)
     batch["labels"] = batch["labels"].clone()
     batch["labels"][2] = -100
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            found = booster.execute_pipeline(iter([batch]), model, exact, optimizer, broadcast_loss=True)
-            assert found["loss"].isnan()
-            optimizer.zero_grad()
     counted = {**batch, "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
     found = booster.execute_pipeline(iter([counted]), model, lambda out, _: out.loss, optimizer, broadcast_loss=True)
     whole = exact(model_of()(**batch), batch)
     assert_close({"loss": found["loss"].double()}, {"loss": whole.detach()}, 1e-5, "num_items_in_batch")
     booster.close()
-    return [str(each.message) for each in caught if "NaN" in str(each.message)]
 
 
-def test_a_micro_batch_without_labels_is_named_once() -> None:
-    first, last = run_ranks(2, _ignored)
-    assert not first and len(last) == 1 and "the loss of micro-batch 2 of 4 is NaN" in last[0]
+def test_a_micro_batch_without_labels_and_a_number_of_labels() -> None:
+    run_ranks(2, _ignored)

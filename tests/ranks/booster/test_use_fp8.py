@@ -25,7 +25,8 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.core.parallel.float8 import multiply_in_8_bits, product
+from shardwise.core.parallel import float8
+from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import run_ranks
 
@@ -52,7 +53,7 @@ class Products:
     """Calls of the product in 8 bits."""
 
     def __init__(self) -> None:
-        self.count, self._own = 0, product.product
+        self.count, self._own = 0, float8.product
 
     def __call__(self, *args: Any) -> Tensor:
         self.count += 1
@@ -84,7 +85,7 @@ def curve(name: str, on: bool, folder: str) -> tuple[list[float], int]:
     losses, index, products = [], plugin.data_parallel()[0], Products()
     for _ in range(STEPS):
         products.count = 0
-        with mock.patch.object(product, "product", products):
+        with mock.patch.object(float8, "product", products):
             loss = model(**texts(index)).loss
             booster.backward(loss, optimizer)
         optimizer.step()
@@ -131,7 +132,7 @@ def adapters() -> None:
     products = Products()
     losses = []
     for _ in range(3):
-        with mock.patch.object(product, "product", products):
+        with mock.patch.object(float8, "product", products):
             loss = model(**texts(dist.get_rank())).loss
             booster.backward(loss, optimizer)
         losses.append(loss.item())

@@ -14,11 +14,11 @@ from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.core.checkpoint import restore
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
@@ -41,11 +41,11 @@ def train_meanwhile(root: str) -> None:
         for _ in range(3):
             step()
         assert saver.saving and not os.path.exists(os.path.join(root, "a"))
-        memory = saver._lane._image._memory.data_ptr()
+        memory = saver._saver._image._memory.data_ptr()
         threading.Timer(0.2, files.go.set).start()
         saver.save(root, "b", use_async=True)  # waits for the first
         assert os.path.exists(os.path.join(root, "a")), "a save that still runs is waited for"
-        assert saver._lane._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
+        assert saver._saver._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
         saver.wait_for_saves()
         assert not saver.saving
         mesh.world.barrier()

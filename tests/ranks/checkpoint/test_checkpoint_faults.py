@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory, sync_path
 from shardwise.core.checkpoint.directory import CheckpointRoot, scan
-from shardwise.core.checkpoint.file_system import FileSystem, sync_path
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.read import verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import build
@@ -104,7 +103,7 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
     """The second Ctrl-C, and a thread's communicator that cannot be made."""
     session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
-    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.Contents", KeyboardInterrupt)
+    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
         with pytest.raises(error):
@@ -207,7 +206,7 @@ def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         saver.load(tmp_path)
     saver.save(tmp_path, "a")
-    with pytest.raises(FileNotFoundError, match="there: a"):
+    with pytest.raises(FileNotFoundError, match="it has a"):
         saver.load(tmp_path, "b")
     other = build(nn.Linear(3, 5), None, zero(3))
     with pytest.raises(ValueError, match=r"model/weight: \(2, 3\) in the checkpoint, \(5, 3\) in the model"):
@@ -301,7 +300,7 @@ def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypa
         return sync
 
     for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
-        monkeypatch.setattr("shardwise.core.checkpoint.file_system.os.fsync", failing(number))
+        monkeypatch.setattr("shardwise.core.checkpoint.atomic.os.fsync", failing(number))
         refused = number in (errno.EIO, errno.ENOSPC)
         with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
             sync_path(tmp_path)

@@ -18,14 +18,13 @@ from launching import forked, start
 from sets import full
 from torch import nn
 
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.read import verify
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import Session, build
 
@@ -274,13 +273,13 @@ def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(ses
     (best / "logs" / "mine").write_text("mine")
     files.link = _refusing  # type: ignore[method-assign]
     with pytest.raises(
-        CheckpointError, match="best/logs/mine is not the checkpoint's and cannot be taken along: EPERM"
+        CheckpointError, match="best/logs/mine does not belong to the checkpoint and cannot be kept: EPERM"
     ):
         saver.save(tmp_path, "best", user_state=2)
     del files.link  # type: ignore[attr-defined]
     (best / "manifest.json").rename(best / "kept.json")
     (best / "manifest.json").mkdir()
-    with pytest.raises(ValueError, match=r"best/manifest\.json is a folder where the checkpoint has a file"):
+    with pytest.raises(ValueError, match=r"best/manifest\.json is a folder, and the checkpoint needs a file"):
         saver.save(tmp_path, "best", user_state=2)
     (best / "manifest.json").rmdir()
     (best / "kept.json").rename(best / "manifest.json")
@@ -332,7 +331,7 @@ def test_files_that_this_user_cannot_read_are_kept_or_named() -> None:
         kept, error, version, there = answer.recv()
         process.join()
     assert kept == ["a", "best", "ended", "latest", "manifest.json", "own", "pieces-0.safetensors"]
-    assert "best/closed is not the checkpoint's and cannot be taken along: EACCES" in error
+    assert "best/closed does not belong to the checkpoint and cannot be kept: EACCES" in error
     assert version == 2 and there == ["best", "latest"]
 
 

@@ -30,7 +30,7 @@ from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.parallel.tensor import Cut, Cutting
+from shardwise.core.parallel.tensor import ShardSpec, TPPlan
 from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
@@ -313,11 +313,11 @@ class Shared(nn.Module):
 
 
 class SharedParts:
-    def collect(self, model: Shared, cutting: Cutting) -> None:
-        ranks = cutting.axis.size
+    def collect(self, model: Shared, tp_plan: TPPlan) -> None:
+        ranks = tp_plan.axis.size
         ranges = tuple(((rank * 2 // ranks * 4, rank * 2 // ranks * 4 + 4),) for rank in range(ranks))
-        cutting.columns(model.rows, Cut(0, 8, ranges))
-        cutting.rows(model.columns, Cut(1, 8, ranges))
+        tp_plan.columns(model.rows, ShardSpec(0, 8, ranges))
+        tp_plan.rows(model.columns, ShardSpec(1, 8, ranges))
 
 
 def shared(root: str, tp: int, save: bool) -> list[str]:

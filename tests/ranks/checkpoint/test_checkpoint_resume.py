@@ -18,7 +18,8 @@ from shardwise.core.checkpoint.read import verify
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import build
-from shardwise.testing import MODELS, run_ranks
+from shardwise.testing import run_ranks
+from tests.support.models import MODELS
 
 SAVED_AFTER = 2
 Cell = tuple[str, str, str, str]

@@ -16,10 +16,10 @@ from sets import full
 from torch import nn
 
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import build
@@ -104,7 +104,7 @@ def test_a_run_does_not_start_anew_where_other_ranks_have_its_checkpoints(tmp_pa
     Checkpointer(session).save(tmp_path / "host-1" / "kept", "one")
     session.close()
     for said in run_ranks(2, alone, str(tmp_path), [0, 1]):
-        assert "rank 1 could not find a checkpoint in kept: it sees some, and rank 0 sees none" in said[0], said
+        assert "rank 1 could not find a checkpoint in kept: it sees some, but rank 0 sees none" in said[0], said
         assert said[1] == "None", "there is none anywhere"
 
 
@@ -134,7 +134,7 @@ def test_each_host_may_load_a_copy_but_not_another_checkpoint(tmp_path: Path) ->
     run_ranks(2, saved, str(tmp_path))
     shutil.copytree(tmp_path / "host-0" / ROOT, tmp_path / "host-1" / ROOT)
     for said, state in run_ranks(2, copies, str(tmp_path)):
-        assert state == "copied" and "rank 1 of 2 does not see other/one as the others do" in said, said
+        assert state == "copied" and "rank 1 of 2 does not see other/one as the other ranks do" in said, said
 
 
 def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
@@ -155,7 +155,10 @@ def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
 
 
 CASES: dict[str, tuple[list[tuple[str, str | None, int | None]], str]] = {
-    "tags": ([("one", "a", None), ("one", "b", None)], "ValueError: rank 0 could not .*tag='b' on rank 1, and 'a' on"),
+    "tags": (
+        [("one", "a", None), ("one", "b", None)],
+        "ValueError: rank 0 could not .*tag='b' on rank 1 differs from 'a' on",
+    ),
     "steps": ([("one", None, 5), ("one", None, 6)], "ValueError: rank 0 could not .*tag='step-6' on rank 1, and 'step"),
     "roots": ([("one", "a", None), ("two", "a", None)], "CheckpointError: .*: rank 1 of 2 does not see "),
 }

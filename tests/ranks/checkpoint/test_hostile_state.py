@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sets import full
 
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject

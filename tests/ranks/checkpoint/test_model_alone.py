@@ -13,11 +13,11 @@ from engine_setup import adam, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.engine.fragments import Held, TensorShape
-from shardwise.deepspeed.frozen import WithoutFrozen
+from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.engine.fragments import EngineLocalState, TensorShape
+from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks
@@ -82,10 +82,14 @@ def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path
 
 def lied(directory: str, lie: Callable[[TensorShape], TensorShape]) -> str:
     """A save whose description says something else than what is written."""
-    net, true = model(), Held.model_shapes
+    net, true = model(), EngineLocalState.model_shapes
     with sharded(net, adam(net), plans(directory)["bf16"]) as session, pytest.MonkeyPatch.context() as patch:
         told = {"2.weight"}
-        patch.setattr(Held, "model_shapes", lambda held: {n: lie(s) if n in told else s for n, s in true(held).items()})
+        patch.setattr(
+            EngineLocalState,
+            "model_shapes",
+            lambda held: {n: lie(s) if n in told else s for n, s in true(held).items()},
+        )
         with pytest.raises(CheckpointError) as raised:
             session.checkpoints.save(directory, "one")
         patch.undo()
@@ -116,7 +120,7 @@ def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path
         Checkpointer(ModelOnly(session)).save(tmp_path, "one")
         with pytest.raises(ValueError, match=r"missing from the checkpoint: optimizer 0 \(Adam\)"):
             session.checkpoints.load(tmp_path, "one")
-        with pytest.warns(UserWarning, match=r"optimizer 0 \(Adam\): the checkpoint has no optimizers, so all of its"):
+        with pytest.warns(UserWarning, match=r"optimizer 0 \(Adam\): the checkpoint has no optimizers, so its"):
             session.checkpoints.load(tmp_path, "one", strict=False)
 
 

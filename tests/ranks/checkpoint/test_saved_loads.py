@@ -15,9 +15,8 @@ from sets import full
 from test_checkpoint_shared import ROOT, begin, inside, stop
 from torch import nn
 
-from shardwise.core.checkpoint import format, pieces, schedulers, state_check
+from shardwise.core.checkpoint import bounds, format, schedulers
 from shardwise.core.checkpoint.bounds import MAX_DEPTH
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats import output, safetensors_file
 from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
@@ -25,6 +24,7 @@ from shardwise.core.checkpoint.formats.output import write_text, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.testing import run_ranks
 
 
@@ -39,14 +39,14 @@ CASES: dict[str, tuple[str, int, Any, str]] = {
     "manifest": ("format.MOST_MANIFEST_BYTES", 1000, "x" * 5000, "its manifest has"),
     "levels": ("", 0, nested(MAX_DEPTH), f"more than {MAX_DEPTH} levels"),
     "tuples": ("", 0, {"a": nested(60, tuple)}, f"more than {MAX_DEPTH} levels"),
-    "values": ("state_check.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
+    "values": ("bounds.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
     "name": ("", 0, {"a\nb": torch.ones(2)}, "a tensor named"),
     "dtype": ("", 0, {"a": torch.ones(0, dtype=torch.complex128)}, "is 'complex128', which a checkpoint cannot"),
-    "header": ("pieces.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "has a header of"),
+    "header": ("format.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "has a header of"),
 }
 """A bound and what it is set to (of a manifest: above what it has), what a save is given that is beyond it, and what
 the error says."""
-HOMES = {"format": format, "pieces": pieces, "state_check": state_check}
+HOMES = {"format": format, "bounds": bounds}
 
 
 def saves(folder: str, name: str, use_async: bool) -> list[Any]:

@@ -65,7 +65,7 @@ USES: dict[str, Use] = {
     "expect_backward": lambda session, _: session.expect_backward(2.0),
     "load_state_dict of the optimizer": lambda session, _: optimizer_of(session).load_state_dict({}),
     "write_back": lambda session, _: session.write_back(),
-    "set_aside": lambda session, _: session.set_aside(),
+    "offload_states": lambda session, _: session.offload_states(),
     "full_gradients": lambda session, _: session.full_gradients(),
     "clip_grad_by_norm": lambda session, _: optimizer_of(session).clip_grad_by_norm(1.0),
     "clip_grad_by_value": lambda session, _: optimizer_of(session).clip_grad_by_value(1.0),
@@ -162,7 +162,8 @@ def test_no_loss_scale_is_left_in_gradients_of_a_model_that_was_given_back() -> 
 def after_close(name: str) -> dict[str, str]:
     found = {}
     mesh = Mesh.create(EACH[name].mesh, torch.device("cpu"), EACH[name].comm)
-    for use in ("step", "backward_pass", "expect_backward", "set_aside", "write_back", "full_gradients", "set_value"):
+    uses = "step backward_pass expect_backward offload_states write_back full_gradients set_value"
+    for use in uses.split():
         model = net()
         session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), EACH[name], mesh)
         session.close()

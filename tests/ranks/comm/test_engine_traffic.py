@@ -27,7 +27,7 @@ from engine_setup import PLANS, one_mesh, sharded
 from sets import full
 from torch import nn
 
-from shardwise.core.grads import patience
+from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
 from shardwise.testing import run_ranks
@@ -339,12 +339,13 @@ def order_of_events(plan: Plan, steps: int, mesh: Mesh) -> list[list[int | str]]
         held = {spec.index: {int(facts[s.param].names[0][0]) for s in spec.slots} for spec in engine.layout.chunks}
         assert sorted(map(list, held.values())) == [[layer] for layer in range(DEPTH)]  # one chunk a layer
         layer_of = {index: layers.pop() for index, layers in held.items()}
-        reducer, finish = engine.reducer, engine.reducer.finish
+        reducer, finish, begun = engine.reducer, engine.reducer.finish, list[int]()
+        engine.events.reduction_began.listen(begun.append)
 
         def recording(start: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(*args: Any) -> Any:
                 handle = start(*args)  # from here on the operation is under way
-                events.append(layer_of[reducer._in_flight[-1].spec.index])
+                events.append(layer_of[begun[-1]])
                 return handle
 
             return recorded

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import PeerError
 from shardwise.testing import run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed import process_groups as groups
+from shardwise.deepspeed import groups
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, BATCH, TP = 4, 2, 2

@@ -23,10 +23,9 @@ from sharded_setup import adam
 from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
+from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.file_system import FileSystem
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.testing import assert_close, run_ranks
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -86,7 +85,7 @@ def parts_that_differ(folder: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.save_checkpoint(folder, "uno" if dist.get_rank() == 1 else "one", client_state={"saved": 1})
-    assert any("the ranks' tags are" in str(each.message) for each in caught), "and all save under the first's"
+    assert any("the ranks have different tags" in str(each.message) for each in caught), "all use the first"
     step(engine)
     engine.save_checkpoint(folder, "two", client_state={"saved": 2})
     assert engine.load_checkpoint(folder) == (f"{own}/two", {"saved": 2})

@@ -25,8 +25,9 @@ from shardwise.core.comm.shared_buffer import JointBuffer
 from shardwise.core.deferred import deferred_init
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
-from shardwise.testing import live_tensor_bytes, run_ranks
-from shardwise.testing.modules import TinyGpt
+from shardwise.testing import run_ranks
+from tests.support.counters import live_tensor_bytes
+from tests.support.modules import TinyGpt
 
 
 def convolutions() -> nn.Module:

@@ -316,16 +316,22 @@ PAGES: dict[str, list[Block]] = {
     **GUIDE,
     **MEMORY,
     "README.md": [
-        Block(first="make demo    # train", how="make"),
-        Block(first='make demo DEMO="--plugin gemini"', how="options", why=TRAINS),
+        Block(first="pip install .", how="shown", why="it installs; the tests run in what `make dev` installed"),
+        Block(first="import torch", how="shown", why="tests/ranks/docs/test_examples.py runs both sides of it"),
         Block(
-            first="from pathlib import Path",
-            how="shown",
-            why="it is examples/booster_gpt.py, which tests/ranks/docs/test_examples.py runs and compares with this",
+            first="import shardwise.deepspeed as deepspeed",
+            before=_configuration,
+            after=lambda names: names["engine"].destroy(),
         ),
+        Block(
+            first="import lightning.pytorch as pl",
+            instead=(("devices=4", "devices=2, accelerator='cpu', logger=False"),),
+        ),
+        Block(first="from shardwise.booster import Booster", before=_training),
+        Block(first="make demo    # train", how="make"),
     ],
     "docs/architecture.md": [
-        Block(first="cli    ", how="shown", why=PICTURE),
+        Block(first="shardwise/", how="shown", why=PICTURE),
     ],
     "docs/booster.md": [
         Block(first="from shardwise.booster import Booster", before=_training, after=_changed),
@@ -335,15 +341,15 @@ PAGES: dict[str, list[Block]] = {
             before=_lora,
             after=_exists("adapter/adapter_config.json"),
         ),
-        Block(first="from shardwise.core.deferred import deferred_init", before=_deferred),
-        Block(first="from shardwise.session import build", before=_tokens, after=_changed),
+        Block(first="from shardwise import deferred_init", before=_deferred),
+        Block(first="from shardwise import build", before=_tokens, after=_changed),
     ],
     "docs/checkpoint-format.md": [
         Block(first="import json", after=_read_by_itself),
     ],
     "docs/checkpoints.md": [
         Block(
-            first="from shardwise.session import build",
+            first="from shardwise import build",
             before=_training,
             after=_restored,
         ),
@@ -354,7 +360,7 @@ PAGES: dict[str, list[Block]] = {
             after=_exists("runs/discriminator/step-3"),
         ),
         Block(
-            first="from shardwise.core.checkpoint.formats import open_checkpoint, write_huggingface",
+            first="from shardwise import open_checkpoint, write_huggingface",
             alone=True,
             before=_lm_head,
             after=_exists("out/model.safetensors"),
@@ -451,7 +457,7 @@ PAGES: dict[str, list[Block]] = {
         Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training),
     ],
     "docs/sharded-model.md": [
-        Block(first="from shardwise.core.optim import CPUAdam", before=_sharded),
+        Block(first="from shardwise.nn.optimizer import CPUAdam", before=_sharded),
         Block(first="with ZeroInitContext(", before=_groups),
     ],
     "docs/testing.md": [
@@ -460,8 +466,6 @@ PAGES: dict[str, list[Block]] = {
         Block(first="shardwise.testing.pool.RankError:", how="shown", why=AN_ERROR),
         Block(first="# parity.py", how="main", after=_loads),
         Block(first="parameters after 5 steps:", how="shown", why=AN_ERROR),
-        Block(first="from shardwise.testing import MODELS, make_batches", how="main"),
-        Block(first="import torch", how="main"),
         Block(first="# traffic.py", how="main"),
         Block(first="# conftest.py", how="main", after=_fixture),
     ],

@@ -75,14 +75,14 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),
         Block(first="from transformers import AutoConfig", after=quick_pages.written),
-        Block(first="from shardwise.core.deferred import", after=quick_pages.described),
+        Block(first="from shardwise import", after=quick_pages.described),
         Block(first="import shardwise", after=quick_pages.too_large),
         Block(first="session.checkpoints.load(", after=quick_pages.loaded),
         Block(first="from torch.utils.data import", before=quick_pages.listening, after=quick_pages.learnt),
         Block(first="DeviceMemoryError:", how="shown", why=AN_ERROR),
-        Block(first="from shardwise.core.memory.trace import tiers_text", after=quick_pages.on_the_host),
+        Block(first="from shardwise import tiers_text", after=quick_pages.on_the_host),
         Block(first="restored = session.checkpoints.load(", after=quick_pages.resumed),
-        Block(first="from shardwise.core.checkpoint.formats import", after=quick_pages.exported),
+        Block(first="from shardwise import", after=quick_pages.exported),
     ],
 }
 """By page, its blocks in their order."""

@@ -39,10 +39,32 @@ def printed(name: str) -> tuple[str, dict[str, Any]]:
     return out.getvalue(), names
 
 
-def test_the_readme_shows_the_example() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    _, program = (EXAMPLES / "booster_gpt.py").read_text("utf-8").split('"""\n\n')  # its first line says how to run it
-    assert program in blocks
+def _side(sign: str) -> str:
+    """One side of the difference that README.md shows: its lines without a sign, and those with ``sign``."""
+    (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in ("", " ", sign))
+
+
+def _readme(sign: str) -> dict[str, torch.Tensor]:
+    from huggingface_setup import LENGTH, gpt2
+
+    dataset = torch.randint(17, (8, LENGTH), generator=torch.Generator().manual_seed(2))
+    if not Path("my-model").exists():
+        gpt2().save_pretrained("my-model")
+    names: dict[str, Any] = {"dataset": dataset}
+    exec(_side(sign), names)
+    if sign == "+":
+        assert Path("runs").is_dir()
+        return {name: value.clone() for name, value in names["session"].module.state_dict().items()}
+    return torch.load("weights.pt")
+
+
+def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
+    (plain,), (sharded,) = run_ranks(1, _readme, "-"), run_ranks(1, _readme, "+")
+    assert_close(sharded, plain, rtol=1e-5, what="parameters")
+    first, second = run_ranks(RANKS, _readme, "+")
+    assert_close(first, second, rtol=0.0, what="parameters of the two ranks")
+    assert any(not torch.equal(first[name], plain[name]) for name in plain)
 
 
 def test_every_example_is_run_by_a_test() -> None:

@@ -39,4 +39,4 @@ def scheduled(plan: Plan, relative: bool) -> str:
 def test_the_schedule_that_reads_the_state_of_adafactor_is_refused() -> None:
     for relative in (True, False):
         for message in run_ranks(2, scheduled, zero(3), relative):
-            assert "optimizer.state of 'first.weight'" in message, "the rate would be that of steps"
+            assert "optimizer.state['first.weight']" in message, "the rate would be that of steps"

@@ -58,12 +58,12 @@ def _move(session: Any) -> None:
     counts = [each.data_ptr() for each in nested if not each.dim()]
     plain = sum(each["plain"].nbytes for each in states)
     assert len(moved) == 2 * len(states) and sum(each.nbytes for each in moved) == 2 * plain
-    told = session.set_aside()
+    told = session.offload_states()
     # Masters are the parameters themselves here, so state is all there is; every place is rounded up.
     assert told >= 3 * plain
     assert all(each.data_ptr() != there for each, there in zip(moved, before, strict=True) if each.numel())
     away = [each.data_ptr() for each in moved]
-    session.bring_back()
+    session.reload_states()
     assert all(each.data_ptr() != there for each, there in zip(moved, away, strict=True) if each.numel())
     assert counts == [each.data_ptr() for each in nested if not each.dim()]  # what counts never left
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
-from shardwise.testing.modules import TinyGpt
+from tests.support.modules import TinyGpt
 
 WAYS = ["blocks", "blocks after build", "module.compile()", "whole", "whole user module"]
 

@@ -273,7 +273,7 @@ def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
         warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
-            held = [t for state in session.engine.reducer.states for t in (state.array, state.reduced)]
+            held = [t for state in session.engine.reducer.states for t in (state.bucket, state.reduced)]
             graphs |= any(t is not None and t.requires_grad for t in held)
             session.optimizer.step()
         return graphs, session.module.state_dict()

@@ -11,7 +11,8 @@ from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, gradient_of_t
 
 from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.plan import Plan, zero
-from shardwise.testing import MODELS, run_ranks
+from shardwise.testing import run_ranks
+from tests.support.models import MODELS
 
 
 def check_programs(world_size: int, name: str, programs: list[str]) -> None:

@@ -22,7 +22,8 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import build
-from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.models import MODELS, make_batches
 
 CASE, STEPS = "gpt", 2
 PLANS: dict[str, Callable[[torch.dtype | None], Plan]] = {
@@ -246,5 +247,5 @@ def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
 def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
     for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
         assert how == "interrupt" or "rank 1" in message, message
-        assert len(notes) == 1 and "make the model anew (its optimizers, too) and build again" in notes[0], notes
+        assert len(notes) == 1 and "create the model and its optimizers again, and build again" in notes[0], notes
     assert not list(tmp_path.iterdir())

@@ -164,7 +164,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     model = seeded(net)
     model[1].codes = give_subclass(Codes, torch.zeros(6, 4))
     model[1].codes.bnb_quantized = False
-    assert "1.codes (Codes, (6, 4)) is torch.float32 still, and packed on its way" in told(
+    assert "1.codes (Codes, (6, 4)) is still torch.float32, and is packed when it moves" in told(
         lambda: build(model, None, zero(3)), ValueError
     )
     quantized = nn.Sequential(nn.Linear(2, 2))

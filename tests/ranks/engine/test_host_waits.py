@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.core.checks import batches, edits
 from shardwise.core.comm import Group, PeerError
-from shardwise.core.engine import not_finite, optimizer, pipelined
+from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import PipelinePlan, Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -63,7 +63,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside, what reading a value costs on a GPU decides."""
     yes = lambda _device: True  # noqa: E731
     with contextlib.ExitStack() as stack:
-        for module in (batches, edits, not_finite, optimizer, pipelined):
+        for module in (batches, edits, optimizer, pipelined):
             stack.enter_context(mock.patch.object(module, "runs_ahead", yes))
         yield
 
@@ -182,7 +182,7 @@ def test_a_skipped_step_names_the_parameter_in_one_read(stage: int, rows_up_to: 
     plan = zero(stage, torch.float16).but(shared_memory=False, scaler=SCALER)
     for reads, exchanges, because in run_ranks(3, skipped, plan, rows_up_to):
         found = [read for read in reads if "in first_non_finite of" in read]
-        assert found == ["tolist in first_non_finite of not_finite.py"]
+        assert found == ["tolist in first_non_finite of optimizer.py"]
         assert exchanges.count("which gradient is not finite") == 1
         assert because is not None and "the gradient of 2.weight is not finite" in because
 

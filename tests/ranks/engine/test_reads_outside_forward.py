@@ -108,7 +108,7 @@ def misread(plan: Plan, name: str) -> tuple[str, list[str], dict[str, Tensor]]:
 
 
 SAID = {
-    "by_method": ("scale got a gradient, and was not there when it was used: no forward pass has gathered it", 1),
+    "by_method": ("scale got a gradient, but no forward pass has gathered it", 1),
     "penalty_in_the_loop": ("nothing", 1),
     "penalty_in_forward": ("tower.0.weight (8, 6) was used in a forward pass while it was NaN", 0),
 }

@@ -23,8 +23,7 @@ from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.secondary import SecondarySource
-from shardwise.core.shards.source import MemorySource
+from shardwise.core.shards.source import MemorySource, SecondarySource
 from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
@@ -383,7 +382,7 @@ def no_effect(directory: str) -> list[Any]:
 def test_without_effect_and_without_room(tmp_path: Path) -> None:
     for group, nothing, other, stays, whole, short in run_ranks(2, no_effect, str(tmp_path)):
         assert group is None and nothing == (0, False) and stays == (0, False) and whole is True
-        assert "secondary=1 with a mesh whose groups" in other and "Mesh.create(plan.mesh" in other
+        assert "secondary=1, but the mesh has groups" in other and "Mesh.create(plan.mesh" in other
         assert "secondary shards" in short and "of a capacity of" in short
 
 

@@ -251,7 +251,7 @@ def resumed(stage: int, directory: str) -> None:
                 assert (layer.count, layer.pair.tolist(), layer.bank.tolist()) == (5, [5.0] * 2, [5.0] * 3), way
                 assert model.total == 5, way
             else:
-                with pytest.raises(ValueError, match=r"1.total.*(is made anew|a hook of the model saves this)"):
+                with pytest.raises(ValueError, match=r"1.total.*(is recomputed|a hook of the model saves this)"):
                     session.module.load_state_dict(state) if way == "state" else load(path, "a")
             after = session.module.state_dict() if way != "torch" else {}
             for name, value in after.items():  # a load that is refused has changed nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import product
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def quick(*names: str) -> list[Any]:
     return [*names, *full(*[name for name in ROWS if name not in names])]
 
 
-WORDS = "no zero_grad() since the step before"
+WORDS = "without zero_grad() since the step before"
 
 
 def _model() -> nn.Module:
@@ -194,48 +193,3 @@ def _again(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("name", ["zero3", *full("zero1")])
 def test_a_second_step_without_a_pass_is_told(name: str) -> None:
     assert run_ranks(2, _again, ROWS[name]) == [[__file__]] * 2
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.even, self.odd = nn.Linear(6, 2), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        found: Tensor = (self.odd if step % 2 else self.even)(x)
-        return found
-
-
-def _zeroed(plan: Plan, whose: str, set_to_none: bool, assigned: bool) -> tuple[list[str], dict[str, Tensor]]:
-    model = seeded(Branches)
-    with sharded(model, sgd(model), plan) as session, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        given = {"optimizer": session.optimizer, "module": session.module, "model": model}[whose]
-        for step in range(4):
-            session.backward(session.module(data(session.mesh.rank, step), step).square().mean())
-            for parameter in model.parameters():
-                if assigned and step and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            session.optimizer.step()  # type: ignore[union-attr]
-            given.zero_grad(set_to_none=set_to_none)  # type: ignore[union-attr]
-        return [str(each.message) for each in caught if "set_to_none" in str(each.message)], session.module.state_dict()
-
-
-WHOSE = list(product(("ddp", "zero2", "zero3"), ("optimizer", "module", "model")))
-ONCE = [("zero3", "optimizer"), ("zero2", "module"), ("ddp", "model")]
-
-
-@pytest.mark.parametrize(("name", "whose"), [*ONCE, *full(*[row for row in WHOSE if row not in ONCE])])
-def test_gradients_of_zero_are_told_where_plain_torch_would_step_by_them(name: str, whose: str) -> None:
-    for told, _ in run_ranks(2, _zeroed, PLANS[name], whose, False, False):
-        assert len(told) == 1 and "no gradient since for even.weight (of 2)" in told[0]
-    assert [told for told, _ in run_ranks(2, _zeroed, PLANS[name], whose, True, False)] == [[], []]
-    model = seeded(Branches)
-    optimizer = sgd(model)
-    for step in range(4):
-        (sum(model(data(rank, step), step).square().mean() for rank in range(2)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    found = run_ranks(2, _zeroed, PLANS[name], whose, False, True)
-    assert all(told == [] for told, _ in found)
-    check([state for _, state in found], model.state_dict(), f"{name}, with zeros that are assigned")

@@ -1,4 +1,4 @@
-"""Gradients that are dropped while a backward pass runs, and late ones whose pass is interrupted."""
+"""Gradients that are dropped while a backward pass runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from engine_setup import adam, data, seeded, sharded
 from sets import full
 from torch import Tensor, nn
 
-from shardwise.core.grads.grads import Reduction
 from shardwise.plan import ByNumel, ByTensor, Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
@@ -25,18 +24,16 @@ PLANS: dict[str, Plan] = {
 
 
 class Net(nn.Module):
-    """May leave layers out, and do something in the midst of backward."""
+    """May do something in the midst of backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.skipped: set[int] = set()
         self.midway: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
-            if place not in self.skipped:
-                x = torch.tanh(layer(x))
+            x = torch.tanh(layer(x))
             if place == 1 and self.midway is not None:
                 x.register_hook(self.midway)
         return x
@@ -72,38 +69,3 @@ def dropped(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("name", ["zero1", "gloo", "one_chunk", *full("zero2", "zero3")])
 def test_zero_grad_in_the_midst_of_a_pass_drops_what_came_before(name: str) -> None:
     assert run_ranks(2, dropped, PLANS[name]) == [[], []]
-
-
-def late_interrupted() -> bool:
-    """Ctrl-C when a second reduction is noted down, before it counts as begun. One rank alone clips, or makes none."""
-    net = seeded(Net)
-    with sharded(net, adam(net), zero(2).but(packing=ByNumel(chunk_numel=100), max_norm=1e9)) as session:
-        own = session.optimizers[0]
-        whole = one_pass(session)
-        own.zero_grad()
-        net.skipped = {0, 2}
-        one_pass(session)
-        own.zero_grad()
-        net.skipped = set()
-        reducer = session.engine.reducer
-        for state in reducer.states:
-            begun = state.become
-
-            def become(to: Reduction, state: Any = state, begun: Any = begun) -> None:
-                if state.state is Reduction.REDUCED and to is Reduction.REDUCING:
-                    state.become = begun
-                    raise KeyboardInterrupt
-                begun(to)
-
-            state.become = become
-        with pytest.raises(KeyboardInterrupt):
-            one_pass(session)
-        own.zero_grad()
-        for state in reducer.states:
-            vars(state).pop("become", None)
-        found = one_pass(session)
-    return all(torch.equal(found[name], whole[name]) for name in whole)
-
-
-def test_an_interrupted_second_reduction_can_be_dropped() -> None:
-    assert run_ranks(1, late_interrupted) == [True]

@@ -16,9 +16,9 @@ from tier_setup import with_tiers
 from torch import Tensor
 
 from shardwise.core.comm import DONE, Buffer, Handle, LocalGroup
-from shardwise.core.grads import landing
+from shardwise.core.grads import offload as landing
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.grads.landing import IN_FLIGHT, _Landing
+from shardwise.core.grads.offload import MAX_IN_FLIGHT, _Copy
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards import source
 from shardwise.core.shards.source import MemorySource
@@ -28,7 +28,7 @@ from shardwise.testing import run_ranks
 STEPS, PASSES = 3, 3
 
 
-class Slow(_Landing):
+class Slow(_Copy):
     """Memory has its values no sooner than it is waited for."""
 
     waits = 0
@@ -49,7 +49,7 @@ def train(stage: int, ahead: bool) -> tuple[dict[str, Tensor], list[int], int, i
     with contextlib.ExitStack() as stack:
         if ahead:
             stack.enter_context(mock.patch.object(landing, "runs_ahead", lambda _device: True))
-            stack.enter_context(mock.patch.object(landing, "_Landing", Slow))
+            stack.enter_context(mock.patch.object(landing, "_Copy", Slow))
         mesh = stack.enter_context(one_mesh(plan))
         session = stack.enter_context(sharded(model, adam(model, lr=0.01), plan, mesh))
         assert session.optimizer is not None
@@ -72,7 +72,7 @@ def test_gradients_land_when_they_are_read(stage: int) -> None:
         assert waited[0::PASSES] == [0] * STEPS, "the first pass of a step only queues copies"
         assert all(0 < count <= 4 * LAYERS for count in waited[1::PASSES]), waited
         assert all(torch.equal(late[name], now[name]) for name in now)
-        assert 0 < held - kept <= IN_FLIGHT * kept, "blocks are used again"
+        assert 0 < held - kept <= MAX_IN_FLIGHT * kept, "blocks are used again"
 
 
 class FakeStream:
@@ -126,7 +126,7 @@ def gradient() -> ChunkGrads:
 
 def land_all() -> tuple[list[ChunkGrads], Callable[[], None]]:
     """Three gradients, and what has two results for each of them land."""
-    landings, states = landing.Landings(), [gradient() for _ in range(3)]
+    landings, states = landing.GradOffload(), [gradient() for _ in range(3)]
 
     def again() -> None:
         for state in states:

@@ -1,6 +1,6 @@
 """Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
 
-The note in :mod:`shardwise.core.shards.rounds` has the argument; here it is tried.
+The note in :mod:`shardwise.core.shards.gather_order` has the argument; here it is tried.
 """
 
 from __future__ import annotations
@@ -145,13 +145,13 @@ WAYS = [list(range(LAYERS)), list(range(LAYERS)), list(reversed(range(LAYERS)))]
 
 def comes_again() -> tuple[int, dict[str, Tensor]]:
     """How often a chunk was reduced again, and the parameters."""
-    again, late = [0], Reducer._launch_late
+    again, late = [0], Reducer._launch_overflow
 
     def counting(reducer: Reducer, state: ChunkGrads) -> None:
         again[0] += 1
         late(reducer, state)
 
-    with groups_of(NativeGroup), mock.patch.object(Reducer, "_launch_late", counting):
+    with groups_of(NativeGroup), mock.patch.object(Reducer, "_launch_overflow", counting):
         model, plan = seeded(BothEnds), zero(3)
         # Where its turn comes first, before the layers'.
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
@@ -273,7 +273,7 @@ def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch:
 def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     """For each pass, how many reductions had begun when backward ended, and how many gradients had no buffer."""
     begun, copied = [], [0]
-    finish, assign = Reducer.finish, Reducer._assign
+    finish, assign = Reducer.finish, Reducer._assign_bucket
 
     def finishing(reducer: Reducer, sync: bool) -> None:
         begun.append(reducer.begun)
@@ -284,7 +284,7 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
         assign(reducer, state)
         copied[-1] += state.buffer is None
 
-    with mock.patch.multiple(Reducer, finish=finishing, _assign=assigning):
+    with mock.patch.multiple(Reducer, finish=finishing, _assign_bucket=assigning):
         train_on(QueuedGroup, plan, steps, False)
     return begun, copied[:-1]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import Buffer
 from shardwise.core.comm.gloo import GlooGroup
 from shardwise.core.comm.shared import SharedGroup
-from shardwise.core.grads import patience
+from shardwise.core.grads import reducer as waits
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.session import Session
@@ -34,11 +34,11 @@ class Impatient:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._take = reducer, reducer._patient_take
+        self._reducer, self._take = reducer, reducer._take_bucket
         self.at: int | None = None
         self.rest = False
         self.seen = self.fired = 0
-        reducer._patient_take = self._asked  # type: ignore[method-assign]
+        reducer._take_bucket = self._asked  # type: ignore[method-assign]
 
     def arm(self, at: int | None, rest: bool) -> None:
         """For the next pass."""
@@ -49,14 +49,14 @@ class Impatient:
         if self.at is None or seen < self.at or (seen > self.at and not self.rest):
             return self._take(state)
         self.fired += 1
-        self._reducer._patience.waited(0.0, in_vain=True)
+        self._reducer._waits.waited(0.0, in_vain=True)
         return None
 
 
 @contextlib.contextmanager
 def quick_patience() -> Iterator[None]:
     """Inside, backward waits :data:`QUICK_S` for a buffer."""
-    with mock.patch.multiple(patience, SHORT_S=QUICK_S, FIRST_S=QUICK_S, LONGEST_S=QUICK_S):
+    with mock.patch.multiple(waits, SHORT_S=QUICK_S, FIRST_S=QUICK_S, LONGEST_S=QUICK_S):
         yield
 
 

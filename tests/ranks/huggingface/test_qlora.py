@@ -183,7 +183,7 @@ def refused(session: Session, state: State) -> None:
     )
     scales = [key for key in state if key.startswith(name + ".quant_state.")]
     for key in scales:
-        assert f"{key} is made anew whenever the model is saved" in told(
+        assert f"{key} is recomputed whenever the model is saved" in told(
             lambda key=key: session.module.load_state_dict(state | {key: state[key] + 1}), ValueError
         )
 
@@ -224,7 +224,7 @@ def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
     session.close()
     session.mesh.close()
     waits = nn.Sequential(Linear4bit(64, 64))
-    assert "0.weight (Params4bit, (64, 64)) is torch.float32 still" in told(
+    assert "0.weight (Params4bit, (64, 64)) is still torch.float32" in told(
         lambda: shardwise.shard(waits, stage=3), ValueError
     )
 

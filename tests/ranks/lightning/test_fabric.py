@@ -151,7 +151,7 @@ def apart(kind: str) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(made[0], 2, gamma=0.5)
     train(own, model, list(made), schedule, range(3))
     same(model.state_dict(), expected)
-    with pytest.raises(RuntimeError, match=r"SGD came after the first use of the Sequential.*has 2 optimizers"):
+    with pytest.raises(RuntimeError, match=r"SGD was added after the first use of the Sequential.*has 2 optimizers"):
         own.setup_optimizers(torch.optim.SGD(given.parameters(), lr=0.1))
     own.strategy.unshard()
     same(given.state_dict(), expected)
@@ -414,9 +414,6 @@ def of_deepspeed(directory: str) -> None:
     with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) beside gradient_clipping=0.1")):
         own.clip_gradients(model, optimizer, max_norm=1.0)
     assert of_config.session.plan.grad.max_norm == 0.1
-    of_config.config["gradient_clipping"] = 0.2
-    with pytest.warns(UserWarning, match="config was changed in gradient_clipping behind the setup"):
-        optimizer.step()
     of_config.config["gradient_accumulation_steps"] = 2
     model = net()
     with pytest.raises(Exception, match="under Fabric the program counts"):

@@ -108,7 +108,7 @@ def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) 
     for rank, (saved, new, schedule) in enumerate(run_ranks(RANKS, _changed, kind, str(tmp_path / "one.ckpt"))):
         epoch, rate = saved
         told, seen = new
-        assert sum("start anew: more.weight, more.bias" in each for each in told) == (rank == 0)
+        assert sum("start without state: more.weight, more.bias" in each for each in told) == (rank == 0)
         assert seen == [list(range(6)), epoch, [pytest.approx(rate)]]  # the new layer, 6 and 7, has none
         told, seen = schedule
         assert any("the state is of StepLR, the scheduler a CosineAnnealingLR; it stays as it is" in e for e in told)
@@ -119,7 +119,7 @@ def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) 
     ("other", "words"),
     [
         *full(("schedule", "the state is of StepLR, the scheduler a CosineAnnealingLR")),
-        ("optimizer", "optimizer 0 is RMSprop, and its state there is of"),
+        ("optimizer", "optimizer 0 is RMSprop, but the checkpoint has the state of"),
     ],
 )
 def test_another_class_is_an_error(other: str, words: str, tmp_path: Path) -> None:

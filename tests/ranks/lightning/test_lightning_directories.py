@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +83,8 @@ def test_ddp_goes_on_from_a_directory(name: str, straight: dict[str, Tensor], tm
     assert again.seed == 3 and torch.equal(again.net[0].weight, model.net[0].weight)
     found = convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fp32.pt", tag=name)
     assert found["state_dict"].keys() == torch.load(tmp_path / "fp32.pt", weights_only=False)["state_dict"].keys()
-    own = importlib.import_module("lightning.pytorch.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
-    assert "zero" in own.__name__ and own.__module__ == "lightning.pytorch.utilities.deepspeed"  # Lightning's own name
-    for place, tag in ((tmp_path, name), (tmp_path / name, None)):
-        same = own(place, tmp_path / "own.pt", tag)["state_dict"]
-        assert all(torch.equal(value, same[key]) for key, value in found["state_dict"].items())
-    with pytest.raises((ModuleNotFoundError, FileNotFoundError), match=r"deepspeed|latest"):
-        own(tmp_path / "nothing", tmp_path / "own.pt")  # what is not ours is Lightning's affair
+    same = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / name, tmp_path / "own.pt")["state_dict"]
+    assert all(torch.equal(value, same[key]) for key, value in found["state_dict"].items())
     with pytest.raises(FileNotFoundError, match="with tag='none': no such directory"):
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fp32.pt", tag="none")
     (tmp_path / "empty").mkdir()

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, THREE, Ended, Recipe, check_same, ended, kinds, off, rows, run, strategy
+from lightning_cases import STOCK, THREE, Ended, check_same, ended, kinds, off, rows, strategy
 from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
@@ -193,30 +193,6 @@ class _Normed(Toy):
         self.net[1] = nn.BatchNorm1d(HIDDEN)
 
 
-def _normed(kind: str) -> tuple[str, bool, list[str], Ended, Ended]:
-    """Refused; evaluation alone is not, nor a model without BatchNorm."""
-    warnings.simplefilter("ignore")
-    model = toy(body=_Normed)
-    made = trainer(strategy(kind), sync_batchnorm=True)
-    before = made.validate(model, data(1), verbose=False)[0]["val_loss"]
-    with pytest.raises(NotImplementedError) as caught:
-        made.fit(model, data(1))
-    after = made.validate(model, data(1), verbose=False)[0]["val_loss"]
-    close(made)
-    norms = [type(each).__name__ for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
-    without, with_flag = (run(kind, Recipe(epochs=1), sync_batchnorm=flag) for flag in (False, True))
-    return str(caught.value), before == after, norms, without, with_flag
-
-
-@pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_sync_batchnorm_is_refused_on_a_cpu_before_training(kind: str) -> None:
-    """torch's SyncBatchNorm would end the first step of ``ddp`` there."""
-    for said, same, norms, without, with_flag in run_ranks(RANKS, _normed, kind):
-        assert "SyncBatchNorm takes tensors of GPUs only, and the model has BatchNorm at net.1;" in said
-        assert same and norms == ["BatchNorm1d"]
-        assert off(without, with_flag) == 0.0
-
-
 class _OverRanks(torch.autograd.Function):
     """The mean over ranks, of values and of gradients."""
 
@@ -285,38 +261,6 @@ def test_buffers_are_each_ranks_own(kind: str, oracle: Callable[..., list[Any]])
 
 
 # ---- precision
-
-
-def _asked(kind: str) -> list[list[str]]:
-    import shardwise.lightning as ours
-
-    found = []
-    for precision in ("bf16-true", "bf16-mixed"):
-        made = trainer(strategy(kind, precision_plugin=ours.ShardedPrecision("bf16-mixed")), precision=precision)
-        model = toy()
-
-        def twice(made: Any = made, model: Any = model) -> None:
-            made.validate(model, data(1), verbose=False)
-            made.fit(model, data(1))
-
-        found.append([text for text in told(twice) if "of Trainer is not applied" in text])
-        assert made.precision == "bf16-mixed"
-        close(made)
-    return found
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
-def test_a_precision_that_lightning_ignores_is_told_once(kind: str) -> None:
-    """A plugin in the strategy goes before the flag, which Lightning drops without a word."""
-    first, other = run_ranks(RANKS, _asked, kind)
-    assert first == [
-        [
-            "precision='bf16-true' of Trainer is not applied: the precision_plugin that was given has 'bf16-mixed', "
-            "and goes before it"
-        ],
-        [],
-    ]
-    assert other == [[], []]
 
 
 FLOPS = {torch.float32: 1, torch.bfloat16: 2, torch.float64: 3}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_cases import rows
-from lightning_setup import OUT, WIDTH, Silent, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
 from sets import full
 from torch import Tensor, nn
 
@@ -123,13 +123,6 @@ def test_weights_equal_those_of_ddp(run: str) -> None:
         assert all(value <= TOLERANCE for value in found.values()), found
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("run", RUNS)
-def test_weights_equal_those_of_ddp_in_every_variant(run: str) -> None:
-    for found in run_ranks(RANKS, parity, LIGHTNING, list(VARIANTS), RUNS[run], {"schedule": True}):
-        assert all(value <= TOLERANCE for value in found.values()), found
-
-
 @pytest.mark.full
 def test_the_other_package() -> None:
     for found in run_ranks(RANKS, parity, PYTORCH_LIGHTNING, ["wrapped"], {"accumulate_grad_batches": 2}, {}):
@@ -139,56 +132,6 @@ def test_the_other_package() -> None:
 def both(task: Callable[..., Any]) -> list[tuple[Any, Any]]:
     """What ``task`` gives with our strategy and with Lightning's, by rank."""
     return list(zip(*(run_ranks(RANKS, task, make) for make in (DDPFullyShardedStrategy, stock)), strict=True))
-
-
-def clipped_sgd(clip: float, algorithm: str) -> tuple[float, float, float]:
-    """Largest difference to ddp, and the first step's update over the learning rate: its norm and largest element."""
-    run = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm, "max_epochs": 1}
-    one = data(1)
-    start = {name: value.clone() for name, value in toy().state_dict().items()}
-    ours = fit(DDPFullyShardedStrategy(), toy(optimizer="sgd", lr=0.5), loader=one, **run)
-    theirs = fit(stock(), toy(optimizer="sgd", lr=0.5), loader=one, **run)
-    update = torch.cat([(ours[name] - start[name]).flatten() for name in start]) / 0.5
-    return worst(ours, theirs), float(update.norm()), float(update.abs().max())
-
-
-@pytest.mark.full
-def test_clipping_uses_the_global_gradient() -> None:
-    for difference, norm, _ in run_ranks(RANKS, clipped_sgd, 0.02, "norm"):
-        assert difference <= TOLERANCE and norm == pytest.approx(0.02, rel=1e-3)
-    for difference, norm, largest in run_ranks(RANKS, clipped_sgd, 0.003, "value"):
-        assert difference <= TOLERANCE and largest == pytest.approx(0.003, rel=1e-3)
-        assert norm > 0.003
-
-
-class Scheduled(Toy):
-    """``accumulate_grad_batches`` changes in the middle of an epoch.
-
-    Lightning drops gradients before batches that the number divides, so the step after such a change contains those
-    of the step before once more, unless they are dropped where they are used. Ours are.
-    """
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
-        optimizer.zero_grad()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(self.trainer.global_step)  # type: ignore[attr-defined]
-        self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 1  # type: ignore[attr-defined]
-
-
-def changing(make: Callable[[], Any]) -> tuple[dict[str, Tensor], list[Any]]:
-    model = toy(body=Scheduled)
-    scheduler = LIGHTNING.load("callbacks.GradientAccumulationScheduler")({0: 1, 1: 4})
-    first = fit(make(), model, loader=data(5), max_epochs=2)
-    second = fit(make(), toy(), loader=data(7), max_epochs=2, callbacks=[scheduler])
-    return {**first, **{f"second.{n}": v for n, v in second.items()}}, model.seen
-
-
-@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
-def test_accumulation_that_changes_during_a_run() -> None:
-    for (ours, seen), (theirs, expected) in both(changing):
-        assert seen == expected and worst(ours, theirs) <= TOLERANCE
 
 
 # ---- precision
@@ -365,81 +308,6 @@ def test_training_goes_on_after_inference_mode() -> None:
         assert ratio < 0.5 and not inference
 
 
-class Manual(Toy):
-    """Two optimizers, the first clipped, the second every other step, each with a schedule."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[attr-defined]
-        first.zero_grad()
-        self.manual_backward(self.loss(batch))  # type: ignore[attr-defined]
-        self.clip_gradients(first, 0.05, "norm")  # type: ignore[attr-defined]
-        first.step()
-        if batch_idx % 2:
-            second.step()
-            second.zero_grad()
-        for schedule in self.lr_schedulers():  # type: ignore[attr-defined]
-            schedule.step()
-
-    def configure_optimizers(self) -> Any:
-        assert self.net is not None
-        pair = [
-            torch.optim.SGD(self.net[0].parameters(), lr=0.1),
-            torch.optim.Adam(self.net[2:].parameters(), eps=1e-3),
-        ]
-        return pair, [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in pair]
-
-
-def manual(make: Callable[[], Any]) -> dict[str, Tensor]:
-    return fit(make(), toy(body=Manual), max_epochs=2)
-
-
-@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
-def test_manual_optimization_with_two_optimizers() -> None:
-    for ours, theirs in both(manual):
-        assert worst(ours, theirs) <= TOLERANCE
-
-
-class NoOptimizer(Toy):
-    def configure_optimizers(self) -> None:
-        return None
-
-
-class OwnBackward(Toy):
-    def backward(self, loss: Tensor) -> None:
-        (loss * 2.0).backward()  # type: ignore[no-untyped-call]
-
-
-class OwnClipping(Toy):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        self.clip_gradients(optimizer, 0.03, "norm")  # type: ignore[attr-defined]
-
-
-def hooks(make: Callable[[], Any]) -> dict[str, dict[str, Tensor]]:
-    stop = LIGHTNING.load("callbacks.EarlyStopping")("val_loss", patience=1, min_delta=10.0)
-    made = trainer(make(), max_epochs=9, callbacks=[stop])
-    made.fit(toy(), data(), data(seed=1))
-    stopped = weights(made)
-    assert made.current_epoch == 2
-    close(made)
-    return {
-        "no optimizer": fit(make(), toy(body=NoOptimizer)),
-        "own backward": fit(make(), toy(body=OwnBackward)),
-        "own clipping": fit(make(), toy(body=OwnClipping)),
-        "stopped": stopped,
-    }
-
-
-@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
-def test_hooks_and_early_stopping() -> None:
-    for ours, theirs in both(hooks):
-        for name in theirs:
-            assert worst(ours[name], theirs[name]) <= TOLERANCE, name
-
-
 class Reading(Toy):
     """Asks other ranks from a step."""
 
@@ -466,23 +334,6 @@ def asking() -> list[Any]:
 def test_ranks_ask_each_other() -> None:
     for found in run_ranks(RANKS, asking):
         assert found == [[[0.0], [1.0]], 0.5, "from 0", True, False]
-
-
-def compiled() -> tuple[float, int]:
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-    made = trainer(DDPFullyShardedStrategy())
-    made.fit(torch.compile(toy(body=Silent), backend=counter), data())
-    ours = weights(made)
-    close(made)
-    return worst(ours, fit(stock(), toy(body=Silent))), counter.op_count
-
-
-@pytest.mark.campaign  # test_lightning_trainer.py has it under other strategies
-def test_compiled_module() -> None:
-    for difference, operations in run_ranks(RANKS, compiled):
-        assert difference <= TOLERANCE and operations >= 3
 
 
 def wrong() -> None:

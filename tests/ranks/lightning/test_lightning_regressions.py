@@ -1,7 +1,4 @@
-"""Faults of the old strategies, and of plugging one into Lightning, that no other test would notice.
-
-``tests/unit/test_lightning_faults.py`` lists all faults with their tests.
-"""
+"""Faults of the old strategies, and of plugging one into Lightning, that no other test would notice."""
 
 from __future__ import annotations
 

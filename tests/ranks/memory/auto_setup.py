@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from engine_setup import sharded
@@ -17,6 +17,7 @@ from shardwise.core.base.device.memory import live_bytes
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh
+from shardwise.core.shards.policy import Trace, choose_victim
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session
 
@@ -171,19 +172,36 @@ def model_data(session: Session) -> int:
     tensors = [chunk.full for chunk in engine.chunks if chunk.full is not None]
     tensors += [chunk.exchange.local for chunk in engine.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
-    tensors += engine.reducer._slots.arrays()
+    tensors += engine.reducer._buckets.arrays()
     for grads in engine.reducer.states:
-        kept = (grads.array, grads.late)
+        kept = (grads.bucket, grads.overflow)
         at_home = (grads.kept_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
         tensors += [t for t in (*kept, *at_home) if t is not None]
         if grads.ring is not None and grads.home is Tier.DEVICE:
             tensors += grads.ring.idle()
     for own in session.optimizers:
-        for tile in own._updates.tiles:
+        for tile in own.updates.tiles:
             if tile.state.tier is Tier.DEVICE:
                 tensors += [tile.state.master] if tile.state.master is not None else []
                 for piece in tile.pieces:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
-        tensors += [s for (_, tier), s in own._updates._stepper._scratch.items() if tier is Tier.DEVICE]
-    given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._given_up) if s is not None)
+        tensors += [s for (_, tier), s in own.updates._stepper._scratch.items() if tier is Tier.DEVICE]
+    given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
     return live_bytes(tensors) + given_up
+
+
+def simulate(
+    order: Sequence[int], sizes: Mapping[int, int], budgets: Sequence[int], policy: Literal["belady", "lru"]
+) -> int:
+    """Return the bytes that a step gathers that uses units in this ``order``, with one budget a use."""
+    trace, held, gathered, moved = Trace(recorded=list(order) if policy == "belady" else []), set[int](), 0, 0
+    for unit, limit in zip(order, budgets, strict=True):
+        trace.use(unit)
+        if unit not in held:
+            moved, gathered = moved + sizes[unit], gathered + sizes[unit]
+            held.add(unit)
+        while gathered > limit and len(held) > 1:
+            victim = choose_victim(trace, held - {unit})
+            held.discard(victim)
+            gathered -= sizes[victim]
+    return moved

@@ -23,6 +23,7 @@ from auto_setup import (
     auto,
     plain_step,
     plan_of,
+    simulate,
     train,
     x_of,
 )
@@ -34,7 +35,6 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.memory.trace.tracing import trace_memory
 from shardwise.core.shards.policy import Trace
-from shardwise.core.shards.replay import simulate
 from shardwise.plan import TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from sets import full
 
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 
-TAKEN = "taken over already (load another checkpoint before going on)"
+TAKEN = "already loaded (load another checkpoint before going on)"
 
 
 def save(root: str, tags: list[str]) -> None:

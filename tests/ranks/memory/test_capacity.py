@@ -138,7 +138,7 @@ class Place:
             real(rest_bytes, when, total_bytes)
 
         with mock.patch.object(ledger, "check_peak", check):
-            others = mock.patch.object(pool._room, "for_each", lambda *_: False)
+            others = mock.patch.object(pool, "_peers_fit", lambda *_: False)
             with others if self.when == "what others gather" else contextlib.nullcontext():
                 yield
 
@@ -313,47 +313,6 @@ def test_buffers_are_in_the_accounts(deferred: bool) -> None:
     assert [sum(each) for each in steps] == [(1 << 20) + last] * 3
     assert reported == (1 << 20) + last
     assert found["sum"] == total
-
-
-def loss_outside() -> dict[str, Any]:
-    """What a loss made behind the forward pass keeps, each thing once, and no weight: it was in no account."""
-    found: dict[str, Any] = {}
-    rows, size = 64, 4 * 64 * 32
-    torch.manual_seed(0)
-    model = Stack([range(2)])
-    plan = plan_of(fixed(9 * BLOCK_BYTES + 24 * size))
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
-        meter = session.engine.meter
-        assert meter is not None
-
-        def lossy(times: int) -> torch.Tensor:
-            y = session.module(x_of(0, 0, rows))
-            for _ in range(times):
-                y = y.sigmoid()  # keeps its result
-            return y.sum() + (y @ model.blocks[0].up.weight.t()).sum()
-
-        for times in (0, 1, 5):
-            loss = lossy(times)
-            before = session.ledger.held()[REST]
-            with meter.measuring(loss):
-                found[times] = (session.ledger.held()[REST] - before) / size
-            del loss
-        session.backward(lossy(5))
-        session.optimizers[0].step()
-        before = session.module.state_dict()
-        with pytest.raises(DeviceMemoryError, match="activations and the rest"):
-            session.backward(lossy(200))
-        session.optimizers[0].zero_grad()
-        after = session.module.state_dict()
-        found["same"] = all(torch.equal(before[name], after[name]) for name in before)
-        session.backward(lossy(5))
-        session.optimizers[0].step()
-    return found
-
-
-def test_what_a_loss_outside_keeps_is_counted() -> None:
-    found = run_ranks(1, loss_outside)[0]
-    assert (found[0], found[1], found[5], found["same"]) == (0, 1, 5, True), found
 
 
 def ample(param: float, state: float) -> tuple[Found, Found]:

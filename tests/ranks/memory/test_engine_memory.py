@@ -29,8 +29,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.session import MemoryReport, Session
-from shardwise.testing import MODELS, live_tensor_bytes, run_ranks
-from shardwise.testing.counters import live_tensors
+from shardwise.testing import run_ranks
+from tests.support.counters import live_tensor_bytes, live_tensors
+from tests.support.models import MODELS
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH
@@ -48,7 +49,7 @@ def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
     engine = session.engine
-    buffers = [chunk.exchange for chunk in engine.chunks] + engine.reducer._slots._buffers
+    buffers = [chunk.exchange for chunk in engine.chunks] + engine.reducer._buckets._buffers
     buffers += [state.buffer for state in engine.reducer.states if state.buffer is not None]
     for buffer in buffers:
         if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's

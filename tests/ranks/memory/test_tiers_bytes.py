@@ -23,7 +23,8 @@ from torch import nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
-from shardwise.testing import live_tensor_bytes, run_ranks
+from shardwise.testing import run_ranks
+from tests.support.counters import live_tensor_bytes
 
 WIDTH, DEPTH = 64, 4
 UNIT = WIDTH * WIDTH + WIDTH

@@ -1,4 +1,4 @@
-"""A disk that fails: every rank is told, and of what it holds with its optimizer state nothing is lost."""
+"""A disk that fails: every rank is told, and goes on from what it loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tier_setup import (
     with_tiers,
 )
 
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk import run_directory
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.plan import Plan, zero
@@ -48,10 +48,9 @@ def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple
             records as well, one of three times as many.
 
     Returns:
-        How many steps failed, their messages, and whether all state was the same after each load and at the end.
+        How many steps failed, their messages, and whether all state was right at the end.
     """
     messages: list[str] = []
-    same = True
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, kind, mesh, 4)
         with Fault().installed() as fault, session_of(plan, kind, mesh) as session:
@@ -70,13 +69,12 @@ def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple
                         fault.lift()
                     load_after_failure(session, saved)
                     after = everything(session)
-                    same &= after == before
                     assert after == before, (step, at, [key for key in before if after[key] != before[key]])
                 if step not in (0, 2):
                     backward(session, step)
                     session.optimizer.step()
             found = everything(session)
-    return len(messages), messages, same and found == expected
+    return len(messages), messages, found == expected
 
 
 def states(session: Any) -> tuple[Any, Any]:

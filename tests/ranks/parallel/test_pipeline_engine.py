@@ -14,7 +14,7 @@ from tensor_setup import PAD, Case, Exact, loss_of
 from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
 
-from shardwise.core.parallel.pipeline import make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline import make_schedule, split_batch
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
@@ -199,21 +199,6 @@ def refused() -> list[str]:
 
 def test_clipping_of_a_stage_alone_is_refused() -> None:
     assert all("2 pipeline ranks" in told[0] for told in run_ranks(2, refused))
-
-
-def embedded() -> str:
-    case = case_of("llama", 0)
-    model = case.made()
-    staging = stage_model(model, 1, 2)
-    staging.install()
-    embeds = torch.ones(2, 6, 24, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="input_ids") as error:
-        staging.run(1, torch.ones(2, 6, 24, dtype=torch.float64), (), {"inputs_embeds": embeds})
-    return str(error.value)
-
-
-def test_layers_that_do_not_run_on_what_was_sent_are_refused() -> None:
-    assert "did not call LlamaModel.embed_tokens in stage 1" in embedded()
 
 
 def test_what_stages_cannot_have_is_refused() -> None:

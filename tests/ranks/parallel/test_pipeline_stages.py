@@ -76,7 +76,7 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int, whole:
         case = with_layers(case, LAYERS)
         model = case.made()
         if getattr(case.config, "output_router_logits", False):
-            with pytest.raises(ValueError, match=r"output_router_logits=True for a .* in stages"):
+            with pytest.raises(ValueError, match=r"output_router_logits=True for a .* in pipeline stages"):
                 stage_model(model, rank, ranks, chunks)
             continue
         names = {id(param): name for name, param in model.named_parameters()}

@@ -13,7 +13,7 @@ from sets import full
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.parallel.sequence.heads import attend_by_heads
+from shardwise.core.parallel.sequence.attention import attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention

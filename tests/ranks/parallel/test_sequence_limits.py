@@ -16,7 +16,7 @@ from tensor_setup import Case
 from torch import nn
 
 from shardwise.core.parallel.sequence import SequenceBody, register_sequence, share_sequences
-from shardwise.core.parallel.sequence.tables import TABLES
+from shardwise.core.parallel.sequence.requirements import TABLES
 from shardwise.plan import SequencePlan, zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -153,13 +153,13 @@ def refused() -> list[str]:
 
 
 EXPECTED = (
-    "cannot share the sequences of a Other",
+    "the sequences of a Other cannot be divided",
     "it has no module of a known class (BertModel, BloomModel",
-    "1 attention heads of LlamaForCausalLM for 2 ranks",
-    "with a rate of 0.25",
-    "with a rate of 0.1 (Dropout)",
-    "inner_ring=3 among 2 ranks",
-    "inner_ring=2 with mode='all_to_all'",
+    "1 attention heads of LlamaForCausalLM are too few for 2 sequence-parallel ranks",
+    "attention dropout 0.25",
+    "attention dropout 0.1 (Dropout)",
+    "inner_ring=3 does not divide the 2",
+    "inner_ring=2 needs mode='ring_attn'",
     "architecture='LlamaModel'",
     "attn_implementation='flex_attention'",
     "output_router_logits=True",

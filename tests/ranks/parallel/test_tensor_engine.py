@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -273,50 +271,6 @@ def test_ranks_that_hold_the_same_draw_the_same() -> None:
     assert run_ranks(4, drawing, "before") == [""] * 4
     for told in run_ranks(4, drawing, "after"):
         assert "Dropout.p=0.25" in told and "one seed" in told, told
-
-
-def masking(source: str) -> list[str]:
-    """What a hook draws in training without any dropout: the same on ranks made equal at build, or they are told."""
-    rank, told, draw = dist.get_rank(), [], HOOKS[source]
-    random.seed(rank)
-    np.random.seed(rank)
-    torch.manual_seed(rank)
-    model = Model(False).double()
-    for param in model.parameters():
-        torch.nn.init.constant_(param, 0.1)
-    plan = PLANS["zero1"].but(tp=2, max_norm=MAX_NORM, tensor=TensorPlan(architecture=Parts(gathers=True)))
-    with sharded(model, adam(model, LR), plan) as session:
-        model.embedding.register_forward_hook(lambda module, _, out: out * draw() if module.training else out)
-        for step in range(3):
-            if step:
-                random.seed(rank)
-                np.random.seed(rank)
-                torch.manual_seed(rank)
-            session.module.train(step < 2)
-            loss = loss_of(session.module, session.mesh.rank, 0)
-            session.backward(loss)
-            try:
-                assert session.optimizer is not None
-                session.optimizer.step()
-                told.append("")
-            except RuntimeError as error:
-                told.append(str(error))
-            session.optimizer.zero_grad()
-    return told
-
-
-HOOKS: dict[str, Callable[[], float]] = {
-    "torch": lambda: float(torch.rand(())),
-    "numpy": lambda: float(np.random.rand()),
-    "python": random.random,
-}
-
-
-@pytest.mark.parametrize("source", HOOKS)
-def test_what_a_hook_draws_is_the_same_on_all_parts_or_told(source: str) -> None:
-    for before, after, silent in run_ranks(2, masking, source):
-        assert not before and not silent
-        assert "a hook's noise" in after and "one seed" in after, after
 
 
 def drifting() -> str:

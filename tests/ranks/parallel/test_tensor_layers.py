@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.parallel.tensor import Axis, Cut, Cutting, parts_of, vocabulary_cross_entropy
+from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, parts_of, vocabulary_cross_entropy
 from shardwise.testing import assert_close, run_ranks
 
 
-def cut_model(model: Model, axis: Axis, gathers: bool) -> Cut:
-    cutting = Cutting(axis)
-    Parts(gathers).collect(model, cutting)
-    cutting.cut_values()
-    cutting.install()
+def cut_model(model: Model, axis: Axis, gathers: bool) -> ShardSpec:
+    tp_plan = TPPlan(axis)
+    Parts(gathers).collect(model, tp_plan)
+    tp_plan.cut_values()
+    tp_plan.install()
     return rows_of(axis.size)
 
 
@@ -44,7 +44,7 @@ def whole(model: Model, axis: Axis, tensors: dict[str, Tensor]) -> dict[str, Ten
     return found
 
 
-def loss_of(model: Model, logits: Tensor, labels: Tensor, axis: Axis, rows: Cut, gathers: bool) -> Tensor:
+def loss_of(model: Model, logits: Tensor, labels: Tensor, axis: Axis, rows: ShardSpec, gathers: bool) -> Tensor:
     if gathers:
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     losses = vocabulary_cross_entropy(logits, labels, axis, rows, VOCABULARY)
@@ -98,7 +98,7 @@ def penalised(_: None = None) -> None:
     with Scope("shared") as group:
         for axis in (None, Axis(group)):
             model = made(False)
-            rows = cut_model(model, axis, True) if axis is not None else Cut.even(0, VOCABULARY, 1)
+            rows = cut_model(model, axis, True) if axis is not None else ShardSpec.even(0, VOCABULARY, 1)
             x = model.embedding(ids)
             y: Tensor = x
             for block in model.blocks:
@@ -143,15 +143,15 @@ def test_a_block_takes_two_sums_forward_and_two_backward(dtype: torch.dtype) -> 
 def refused() -> list[str]:
     with Scope("shared") as group:
         axis = Axis(group)
-        cutting = Cutting(axis)
+        tp_plan = TPPlan(axis)
         cuts: list[Any] = [
-            lambda: cutting.columns(nn.LayerNorm(4), Cut.even(0, 4, 2)),
-            lambda: cutting.columns(nn.Linear(4, 6), Cut.even(1, 6, 2)),
-            lambda: cutting.rows(nn.Linear(4, 6), Cut.even(1, 3, 2)),
-            lambda: cutting.columns(nn.Linear(4, 6), Cut.even(0, 6, 3)),
-            lambda: cutting.vocabulary(nn.Embedding(8, 4, max_norm=1.0), Cut.even(0, 8, 2)),
-            lambda: cutting.vocabulary(nn.Embedding(8, 4), Cut.even(0, 6, 2)),
-            lambda: vocabulary_cross_entropy(torch.ones(3, 5), torch.ones(3).long(), axis, Cut.even(0, 8, 2), 8),
+            lambda: tp_plan.columns(nn.LayerNorm(4), ShardSpec.even(0, 4, 2)),
+            lambda: tp_plan.columns(nn.Linear(4, 6), ShardSpec.even(1, 6, 2)),
+            lambda: tp_plan.rows(nn.Linear(4, 6), ShardSpec.even(1, 3, 2)),
+            lambda: tp_plan.columns(nn.Linear(4, 6), ShardSpec.even(0, 6, 3)),
+            lambda: tp_plan.vocabulary(nn.Embedding(8, 4, max_norm=1.0), ShardSpec.even(0, 8, 2)),
+            lambda: tp_plan.vocabulary(nn.Embedding(8, 4), ShardSpec.even(0, 6, 2)),
+            lambda: vocabulary_cross_entropy(torch.ones(3, 5), torch.ones(3).long(), axis, ShardSpec.even(0, 8, 2), 8),
         ]
         messages = []
         for each in cuts:
@@ -159,9 +159,9 @@ def refused() -> list[str]:
                 each()
             messages.append(str(error.value))
         shared = nn.Linear(4, 6)
-        cutting.columns(shared, Cut.even(0, 6, 2))
+        tp_plan.columns(shared, ShardSpec.even(0, 6, 2))
         with pytest.raises(ValueError, match="is cut as") as error:
-            cutting.rows(shared, Cut.even(1, 4, 2))
+            tp_plan.rows(shared, ShardSpec.even(1, 4, 2))
         return [*messages, str(error.value)]
 
 
@@ -177,15 +177,15 @@ def removed() -> None:
     with Scope("shared") as group:
         model = made(True)
         before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-        cutting = Cutting(Axis(group))
-        cutting.columns(model.head, Cut.even(0, VOCABULARY + 1, 2))
-        cutting.rows(model.blocks[1].out, Cut.even(0, WIDTH, 2))
-        cutting.sets(model, vocabulary=3)
+        tp_plan = TPPlan(Axis(group))
+        tp_plan.columns(model.head, ShardSpec.even(0, VOCABULARY + 1, 2))
+        tp_plan.rows(model.blocks[1].out, ShardSpec.even(0, WIDTH, 2))
+        tp_plan.sets(model, vocabulary=3)
         assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-        cutting.install()
+        tp_plan.install()
         assert model.head.out_features == (VOCABULARY + 1) // 2 and model.vocabulary == 3
         assert model.blocks[1].out.nx == WIDTH // 2
-        cutting.remove()
+        tp_plan.remove()
         assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
 
 

@@ -17,11 +17,9 @@ from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run,
 from torch import Tensor, nn
 
 from shardwise.core.base.draws import Private
-from shardwise.core.parallel.tensor import Axis, Cut, cut_model, propose_architecture
-from shardwise.core.parallel.tensor.cut import Part
-from shardwise.core.parallel.tensor.heads import Heads
-from shardwise.core.parallel.tensor.layers import Alike, Enters, Experts
-from shardwise.core.parallel.tensor.private import Guard
+from shardwise.core.parallel.tensor import Axis, ShardSpec, cut_model, propose_architecture
+from shardwise.core.parallel.tensor.layers import Enters, Experts, GradAllReduce, Guard
+from shardwise.core.parallel.tensor.shard_spec import Heads, Part
 from shardwise.plan import TensorPlan
 from shardwise.testing import run_ranks
 
@@ -131,10 +129,10 @@ def interrupted() -> None:
     case, name = dropping()[0]
     with Scope("shared") as group:
         axis, model = Axis(group), case.made()
-        cutting = cut(model, axis, PLAN)
+        tp_plan = cut(model, axis, PLAN)
 
         def fail(*_: object) -> None:
-            assert cutting.private.inside
+            assert tp_plan.private.inside
             raise KeyboardInterrupt
 
         handle = model.get_submodule(name).register_forward_pre_hook(fail)
@@ -142,7 +140,7 @@ def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             run(case, model, case.batch())
         handle.remove()
-        assert not cutting.private.inside and same_generator(axis)
+        assert not tp_plan.private.inside and same_generator(axis)
         assert not differs(axis, run(case, model, case.batch())[0])
 
 
@@ -161,16 +159,21 @@ def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
     return x[: len(x) * (end - first) // heads]
 
 
+def unsummed(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = super(GradAllReduce, self).forward(x)
+    return y
+
+
 FAULTS: dict[str, tuple[str, int, Any]] = {
     "gradients of shared key heads are not summed": (
         "llama", 0, lambda: mock.patch.object(Part, "held", lambda _: None),
     ),
     "query, key and value are cut as one": (
-        "phi3", 0, lambda: mock.patch.object(Heads, "of_all", lambda *_: Cut.even(0, 40, 2).ranges),
+        "phi3", 0, lambda: mock.patch.object(Heads, "of_all", lambda *_: ShardSpec.even(0, 40, 2).ranges),
     ),
     "a group is cut as blocks": ("bloom", 0, lambda: mock.patch.object(Heads, "of_groups", Heads.of_all)),
     "gradients of a norm of heads are not summed": (
-        "qwen3", 0, lambda: mock.patch.object(Alike, "forward", lambda self, x: super(Alike, self).forward(x)),
+        "qwen3", 0, lambda: mock.patch.object(GradAllReduce, "forward", unsummed),
     ),
     "gradients of what all heads share are not summed": (
         "deepseek_v3", 0, lambda: mock.patch.object(Enters, "forward", lambda self, x: super(Enters, self).forward(x)),
@@ -179,7 +182,7 @@ FAULTS: dict[str, tuple[str, int, Any]] = {
         "mixtral", 0, lambda: mock.patch.object(Experts, "forward", one_sided),
     ),
     "all ranks have the first heads' alibi": (
-        "bloom", 0, lambda: mock.patch("shardwise.core.parallel.tensor.private._own_heads", first_heads),
+        "bloom", 0, lambda: mock.patch("shardwise.core.parallel.tensor.layers._own_heads", first_heads),
     ),
 }  # fmt: skip
 
@@ -211,11 +214,11 @@ def generated(parallel: bool) -> tuple[list[list[int]], list[list[int]], int, in
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": PAD}
     with Scope("shared") as group:
         axis, plain, model = Axis(group), case.made().eval(), case.made().eval()
-        cutting = cut(model, axis, TensorPlan(parallel_output=parallel, vocabulary_multiple=4))
+        tp_plan = cut(model, axis, TensorPlan(parallel_output=parallel, vocabulary_multiple=4))
         expected = plain.generate(ids, **options)  # type: ignore[operator]
         found = model.generate(ids, **options)  # type: ignore[operator]
         width = model(ids).logits.shape[-1]
-        cutting.remove()
+        tp_plan.remove()
         assert "generate" not in vars(model) and "_loss_function" not in vars(model)
         return found.tolist(), expected.tolist(), width, axis.size
 
@@ -233,13 +236,13 @@ def kinds() -> None:
         for case, _ in dropping():
             model = case.made()
             before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-            cutting = cut_model(model, Axis(group), PLAN)
+            tp_plan = cut_model(model, Axis(group), PLAN)
             assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-            cutting.install()
+            tp_plan.install()
             assert any(isinstance(module, Guard) for module in model.modules())
             for name, module in model.named_modules():
                 assert isinstance(module, before[name][0]) and type(module).__name__ == before[name][0].__name__
-            cutting.remove()
+            tp_plan.remove()
             assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
         assert not Private(0).inside
 
@@ -316,10 +319,8 @@ class Sloped(Case):
 
 
 def sloped() -> None:
-    scope = Scope("shared")
-    with scope as group:
+    with Scope("shared") as group:
         axis = Axis(group)
-        axis.wire = scope.wire()
         case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
         compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
 

@@ -22,43 +22,37 @@ from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import Case, Exact, compare, cut, run, whole
 from torch import Tensor, nn
 
-from shardwise.core.parallel.tensor import Axis, Cutting, cut_model
-from shardwise.core.parallel.tensor import layers as layers_of
+from shardwise.core.parallel.tensor import Axis, TPPlan, cut_model
 from shardwise.core.parallel.tensor.layers import Rows
-from shardwise.core.parallel.tensor.ring import Ring
 from shardwise.core.parallel.tensor.sequence import Router
 from shardwise.plan import Plan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 
-Mode = Literal["split_gather", "ring"]
-MODES: tuple[Mode, ...] = ("split_gather", "ring")
+Mode = Literal["split_gather"]
 BATCH, RATE = 3, 0.4
 
 
 @contextmanager
 def axis_of() -> Iterator[Axis]:
     """Over all ranks."""
-    scope = Scope("shared")
-    with scope as group:
-        axis = Axis(group)
-        axis.wire = scope.wire()
-        yield axis
+    with Scope("shared") as group:
+        yield Axis(group)
 
 
-def plan_of(mode: Mode | None, **changes: Any) -> TensorPlan:
+def plan_of(mode: Mode | None = "split_gather", **changes: Any) -> TensorPlan:
     return TensorPlan(vocabulary_multiple=4, sequence=mode, **changes)
 
 
 # ---- engines
 
 
-def trained(plan: Plan, mode: Mode, checkpointed: bool, expected: Steps) -> None:
+def trained(plan: Plan, checkpointed: bool, expected: Steps) -> None:
     """Three steps with clipping, sequences of seven tokens, some of them padding."""
     model = made("llama", tie_word_embeddings=checkpointed)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    plan = plan.but(tp=2, max_norm=MAX_NORM, tensor=plan_of(mode))
+    plan = plan.but(tp=2, max_norm=MAX_NORM, tensor=plan_of())
     with sharded(model, optimizer_of(model), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
         assert optimizer is not None
@@ -83,17 +77,11 @@ def trained(plan: Plan, mode: Mode, checkpointed: bool, expected: Steps) -> None
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "checkpointed"),
-    [
-        ("split_gather", "zero1", False),
-        ("ring", "zero3", True),
-        *full(("split_gather", "zero3", False), ("split_gather", "zero3", True)),
-        *full(("ring", "zero1", False), ("ring", "zero3", False)),
-    ],
+    ("name", "checkpointed"), [("zero1", False), ("zero3", True), *full(("zero3", False), ("zero1", True))]
 )
-def test_training_equals_plain_pytorch(mode: Mode, name: str, checkpointed: bool) -> None:
+def test_training_equals_plain_pytorch(name: str, checkpointed: bool) -> None:
     expected = plain_steps("llama", 2, BATCH, True, tie_word_embeddings=checkpointed)
-    run_ranks(4, trained, PLANS[name], mode, checkpointed, expected)
+    run_ranks(4, trained, PLANS[name], checkpointed, expected)
 
 
 # ---- random numbers
@@ -120,13 +108,13 @@ def noisy() -> list[tuple[Case, str]]:
     ]
 
 
-def drawn(mode: Mode) -> None:
+def drawn() -> None:
     """Each rank drops other elements of its own tokens, a recomputation drops the same once more, and behind the layers
     all draw alike."""
     with axis_of() as axis:
         for case, name in noisy():
             model = case.made()
-            cutting = cut(model, axis, plan_of(mode))
+            tp_plan = cut(model, axis, plan_of())
             dropped: list[Tensor] = []
             if name:
                 model.get_submodule(name).register_forward_hook(
@@ -142,7 +130,7 @@ def drawn(mode: Mode) -> None:
                 loss.backward()
                 grads = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
                 assert not differs(axis, loss.detach()), "the ranks do not have the same loss"
-                assert not cutting.private.inside and not differs(axis, torch.get_rng_state().double())
+                assert not tp_plan.private.inside and not differs(axis, torch.get_rng_state().double())
                 whole(model, axis, grads)
                 found.append({key: grad.clone() for key, grad in grads.items()})
             assert not name or (differs(axis, dropped[0]) and bool(dropped[0].any()))
@@ -151,9 +139,8 @@ def drawn(mode: Mode) -> None:
                 assert all(torch.equal(others[key], grad) for key, grad in found[0].items())
 
 
-@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
-def test_a_rank_drops_its_own_of_its_tokens(mode: Mode) -> None:
-    run_ranks(2, drawn, mode)
+def test_a_rank_drops_its_own_of_its_tokens() -> None:
+    run_ranks(2, drawn)
 
 
 # ---- what is held and sent
@@ -184,7 +171,7 @@ def kept(mode: Mode | None, length: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ranks", "length"), [(2, 7), *full((2, 8), (4, 8), (4, 6))])
 def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int) -> None:
-    for mode in (None, *MODES):
+    for mode in (None, "split_gather"):
         found = run_ranks(ranks, kept, mode, length)
         shares = [(length + ranks - 1 - rank) // ranks for rank in range(ranks)] if mode else [length] * ranks
         assert [between for between, _ in found] == [
@@ -206,7 +193,7 @@ def test_bytes_are_those_of_whole_sequences() -> None:
     """Each sum of activations (two forward in a layer, and the same backward, where whole sequences need one for every
     layer cut by columns) becomes a gather or a sum of parts, of half as many bytes; beside these are one gather behind
     the layers, one of the gradient before them, and the sums of what all have whole: norms and biases behind sums."""
-    plain, *others = (run_ranks(2, counted, mode)[0] for mode in (None, *MODES))
+    plain, *others = (run_ranks(2, counted, mode)[0] for mode in (None, "split_gather"))
     half = 4 * (LENGTH - 1) * WIDTH * 8 // 2  # of activations, to one other rank
     blocks = 2 * 2  # in two layers
     norms = 2 * 3 * WIDTH * 8  # two norms and the bias of the attention's output in each
@@ -216,32 +203,6 @@ def test_bytes_are_those_of_whole_sequences() -> None:
         exchanged = moved["all_gather"] + moved["reduce_scatter"] + moved["send"]
         assert exchanged == 2 * half * 2 * blocks + 2 * half
         assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
-
-
-def multiplied(otherwise: list[str]) -> list[str]:
-    """Which layers multiply by themselves, under ``"ring"``, where those have a product of another kind."""
-    case, found = Case("LlamaForCausalLM", decoder("Llama"), language), []
-    product = layers_of._product
-
-    def named(module: Any, *args: Any) -> Tensor:
-        found.append(next(name for name, each in model.named_modules() if each is module))
-        return product(module, *args)
-
-    with axis_of() as axis, mock.patch.object(layers_of, "_product", named):
-        model = case.made()
-        cut(model, axis, plan_of("ring"))
-        for name in otherwise:
-            vars(model.get_submodule(name))["multiply"] = nn.functional.linear
-        run(case, model, case.batch())
-    return found
-
-
-def test_pieces_are_multiplied_where_they_arrive() -> None:
-    assert run_ranks(2, multiplied, []) == [["lm_head"]] * 2
-    layer = "model.layers.1"
-    found = run_ranks(2, multiplied, [f"{layer}.self_attn.o_proj", f"{layer}.mlp.up_proj"])
-    blocks = [f"{layer}.self_attn.o_proj", f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]
-    assert found == [[*blocks, "lm_head"]] * 2
 
 
 # ---- faults
@@ -256,17 +217,6 @@ def own_scores(self: Any, x: Tensor) -> Any:
     return super(Router, self).forward(x)  # type: ignore[misc]
 
 
-arriving, summed = Ring.arriving, Ring.summed
-
-
-def misnamed(self: Ring, *args: Any) -> Any:
-    return ((self.size - 1 - rank, piece) for rank, piece in arriving(self, *args))
-
-
-def neighbours(self: Ring, part_of: Any, *args: Any) -> Tensor:
-    return summed(self, lambda rank: part_of((rank + 1) % self.size), *args)
-
-
 def other_way_round(self: Axis, x: Tensor, dim: int, sizes: Any) -> Tensor:
     return x.narrow(dim, sum(sizes[self.rank + 1 :]), sizes[self.rank])
 
@@ -275,42 +225,36 @@ def taken_for_alike(self: Axis, x: Tensor, dim: int, sizes: Any, gradient: bool 
     return self.gathered(x, dim, sizes, self.way(gradient))
 
 
-FAULTS: dict[str, tuple[str, int, Mode, Any]] = {
+FAULTS: dict[str, tuple[str, int, Any]] = {
     "gradients of norms are not summed": (
-        "llama", 0, "split_gather", lambda: mock.patch.object(Cutting, "sum_whole", lambda _: None),
+        "llama", 0, lambda: mock.patch.object(TPPlan, "sum_whole", lambda _: None),
     ),
     "gradients of a bias behind a sum are not summed": (
-        "llama", 1, "split_gather", lambda: mock.patch.object(Rows, "forward", whole_bias),
+        "llama", 1, lambda: mock.patch.object(Rows, "forward", whole_bias),
     ),
     "the ranks take each other's tokens": (
-        "llama", 0, "split_gather", lambda: mock.patch.object(Axis, "own_part", other_way_round),
+        "llama", 0, lambda: mock.patch.object(Axis, "own_part", other_way_round),
     ),
     "a router's scores are of the rank's own tokens": (
-        "mixtral", 0, "split_gather", lambda: mock.patch.object(Router, "forward", own_scores),
+        "mixtral", 0, lambda: mock.patch.object(Router, "forward", own_scores),
     ),
     "what is gathered for cut layers is taken for alike": (
-        "gpt2", 0, "split_gather", lambda: mock.patch.object(Axis, "gathered_for_parts", taken_for_alike),
-    ),
-    "the pieces of the ring are taken for other ranks'": (
-        "llama", 0, "ring", lambda: mock.patch.object(Ring, "arriving", misnamed),
-    ),
-    "the ring sums to a neighbour's piece": (
-        "gpt2", 0, "ring", lambda: mock.patch.object(Ring, "summed", neighbours),
+        "gpt2", 0, lambda: mock.patch.object(Axis, "gathered_for_parts", taken_for_alike),
     ),
 }  # fmt: skip
 
 
 def faulty(name: str) -> str:
-    architecture, at, mode, patch = FAULTS[name]
+    architecture, at, patch = FAULTS[name]
     with axis_of() as axis, patch():
         try:
-            compare(CASES[architecture]()[at], axis, plan_of(mode))
+            compare(CASES[architecture]()[at], axis, plan_of())
         except (AssertionError, RuntimeError, ValueError) as error:
             return str(error)
     return ""
 
 
-QUICK_FAULTS = ("the ranks take each other's tokens", "the ring sums to a neighbour's piece")
+QUICK_FAULTS = ("the ranks take each other's tokens", "what is gathered for cut layers is taken for alike")
 
 
 @pytest.mark.parametrize("name", [*QUICK_FAULTS, *full(*(name for name in FAULTS if name not in QUICK_FAULTS))])
@@ -327,7 +271,7 @@ def refused() -> list[str]:
     with axis_of() as axis:
         case = CASES["llama"]()[0]
         model = case.made()
-        cutting = cut(model, axis, plan_of(MODES[0]))
+        tp_plan = cut(model, axis, plan_of())
         with pytest.raises(ValueError) as error:
             model(**case.batch(), output_hidden_states=True)
         told.append(str(error.value))
@@ -335,7 +279,7 @@ def refused() -> list[str]:
             model.model.layers[0].mlp(torch.zeros(2, 3, 24).double())
         told.append(str(failed.value))
         assert run(case, model, case.batch())[0].isfinite()
-        cutting.remove()
+        tp_plan.remove()
         assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
         assert type(model.model) is transformers.LlamaModel
         changes: list[tuple[str, dict[str, Any]]] = [
@@ -345,7 +289,7 @@ def refused() -> list[str]:
         for name, each in changes:
             kind = {"OPT": transformers.OPTForCausalLM, "Bert": transformers.BertForMaskedLM}[name]
             with pytest.raises(ValueError) as error:
-                cut_model(kind(decoder(name, **each)), axis, plan_of(MODES[0]))
+                cut_model(kind(decoder(name, **each)), axis, plan_of())
             told.append(str(error.value))
     return told
 
@@ -360,24 +304,23 @@ def test_what_divided_sequences_cannot_do_is_told() -> None:
             assert re.search(words, found), found
 
 
-def generated(mode: Mode) -> None:
+def generated() -> None:
     """With a cache: one token at a time, which one rank has."""
     case = CASES["llama"]()[1]
     ids = torch.randint(3, 27, (2, 5), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 27}
     with axis_of() as axis:
         whole_one, model = case.made().eval(), case.made().eval()
-        cut(model, axis, plan_of(mode))
+        cut(model, axis, plan_of())
         expected = whole_one.generate(ids, **options)  # type: ignore[operator]
         assert torch.equal(model.generate(ids, **options), expected)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_with_divided_sequences_generates_what_the_whole_one_does(mode: Mode) -> None:
-    run_ranks(2, generated, mode)
+def test_a_model_with_divided_sequences_generates_what_the_whole_one_does() -> None:
+    run_ranks(2, generated)
 
 
-def wrapped(mode: Mode) -> None:
+def wrapped() -> None:
     """Under torch's own wrapper, adapters, and sequences of other lengths between forward and backward passes."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -386,7 +329,7 @@ def wrapped(mode: Mode) -> None:
         model, expected = case.made(), case.made()
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = checkpoint_wrapper(layer)
-        cut(model, axis, plan_of(mode, parallel_output=False))
+        cut(model, axis, plan_of(parallel_output=False))
         batches = [torch.randint(0, 27, (2, n), generator=torch.Generator().manual_seed(n)) for n in (5, 6, 7, 1)]
         for each in (model, expected):
             losses = [each(input_ids=ids).logits.square().mean() for ids in batches]
@@ -405,20 +348,19 @@ def cut_parts(model: nn.Module) -> dict[str, Any]:
     return {name.replace("_checkpoint_wrapped_module.", ""): part for name, part in parts_of(model).items()}
 
 
-@pytest.mark.parametrize("mode", ["split_gather", *full("ring")])
-def test_recomputed_layers_know_whose_tokens_they_had(mode: Mode) -> None:
-    run_ranks(4, wrapped, mode)
+def test_recomputed_layers_know_whose_tokens_they_had() -> None:
+    run_ranks(4, wrapped)
 
 
-def beside_tables(mode: Mode) -> None:
+def beside_tables() -> None:
     """Adapters, and a model of one's own: attention and MLP in one layer, layers in an ``nn.Sequential``."""
     with axis_of() as axis:
         for case in adapted():
-            compare(case, axis, plan_of(mode))
+            compare(case, axis, plan_of())
         torch.manual_seed(0)
         plain_one = Mini().double()
         model = copy.deepcopy(plain_one)
-        cut(model, axis, plan_of(mode, architecture=ARCHITECTURE))
+        cut(model, axis, plan_of(architecture=ARCHITECTURE))
         ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(1))
         for each in (plain_one, model):
             nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -427,15 +369,14 @@ def beside_tables(mode: Mode) -> None:
         assert_close(whole(model, axis, grads), expected, 1e-11, "gradients", floor=1e-2)
 
 
-@pytest.mark.parametrize("mode", [*full("split_gather"), "ring"])
-def test_adapters_and_models_of_ones_own(mode: Mode) -> None:
-    run_ranks(2, beside_tables, mode)
+def test_adapters_and_models_of_ones_own() -> None:
+    run_ranks(2, beside_tables)
 
 
 # ---- torch's own
 
 
-def beside_torch(mode: Mode) -> None:
+def beside_torch() -> None:
     """``parallelize_module`` and ``loss_parallel`` of the same model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
@@ -449,7 +390,7 @@ def beside_torch(mode: Mode) -> None:
     case = Case("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language)
     with axis_of() as axis:
         ours, theirs, batch = case.made(), case.made(), case.batch()
-        cut(ours, axis, plan_of(mode))
+        cut(ours, axis, plan_of())
         loss, grads = run(case, ours, batch)
         plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
@@ -470,6 +411,5 @@ def beside_torch(mode: Mode) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_are_those_of_torchs_own_layers(mode: Mode) -> None:
-    run_ranks(2, beside_torch, mode)
+def test_loss_and_gradients_are_those_of_torchs_own_layers() -> None:
+    run_ranks(2, beside_torch)

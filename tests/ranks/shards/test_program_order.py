@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.core.comm import NativeGroup, PeerError, choose
 from shardwise.core.shards import policy
-from shardwise.core.shards.issued import Issued
+from shardwise.core.shards.gather_order import GatherLog
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
@@ -92,14 +92,14 @@ def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
 
 def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Rank 1 holds a parameter of another layer in each step, so that it stays; what was gathered by step."""
-    model, issued, note = seeded(lambda: chain(LAYERS)), list[list[int]](), Issued.note
+    model, issued, note = seeded(lambda: chain(LAYERS)), list[list[int]](), GatherLog.note
 
-    def noting(of: Issued, unit: int) -> None:
+    def noting(of: GatherLog, unit: int) -> None:
         issued[-1].append(unit)
         note(of, unit)
 
     held: list[Tensor] = []
-    with mock.patch.object(Issued, "note", noting), sharded(model, adam(model), plan) as session:
+    with mock.patch.object(GatherLog, "note", noting), sharded(model, adam(model), plan) as session:
         for step in range(steps):
             issued.append([])
             if session.mesh.rank:

@@ -13,7 +13,8 @@ from sets import full
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.models import MODELS, make_batches
 
 # DDP itself cannot do these: reentrant checkpoints with unused-parameter search.
 DDP_CASES = [name for name in MODELS if name not in ("checkpointed_reentrant",)]

@@ -405,8 +405,8 @@ def test_small_tasks_are_cheap(pool: RankPool) -> None:
     connection = type(pool._ranks[0].connection)
     tasks, pids = 20, pool.pids
     with (
-        mock.patch.object(connection, "send_bytes", autospec=True, side_effect=connection.send_bytes) as sent,
-        mock.patch.object(connection, "recv_bytes", autospec=True, side_effect=connection.recv_bytes) as received,
+        mock.patch.object(connection, "send", autospec=True, side_effect=connection.send) as sent,
+        mock.patch.object(connection, "recv", autospec=True, side_effect=connection.recv) as received,
     ):
         for _ in range(tasks):
             pool.run(nothing)

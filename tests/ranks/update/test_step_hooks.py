@@ -80,8 +80,8 @@ def under_a_scale(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[floa
         factor = math.inf if session.mesh.rank == 0 else 1.0
         session.backward(session.module(data(session.mesh.rank, 0)).square().mean() * factor)
         session.optimizer.step()
-        assert session.optimizer.last_step_skipped and len(hook.norms) == STEPS, "torch's GradScaler calls none"
-        return hook.norms, state, norms
+        assert session.optimizer.last_step_skipped and len(hook.norms) == STEPS + 1
+        return hook.norms[:STEPS], state, norms
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -164,7 +164,7 @@ def on_one_rank(plan: Plan, changes: bool) -> tuple[str, dict[str, Tensor]]:
 def test_hooks_of_one_rank(stage: int, scaled: bool) -> None:
     plan = zero(stage).but(scaler=SCALER if scaled else None)
     for message, _ in run_ranks(2, on_one_rank, plan, True):
-        assert "2.weight.grad was assigned, cleared or changed in place other than on its peers" in message
+        assert "2.weight.grad was assigned, cleared or changed in place differently on the ranks" in message
     model = seeded(net)
     for rank in range(2):
         (model(data(rank, 0)).square().mean() / 2).backward()
@@ -179,7 +179,7 @@ def test_hooks_of_one_rank(stage: int, scaled: bool) -> None:
 def test_what_hooks_do_is_compared_between_ranks(stage: int, scaled: bool) -> None:
     plan = zero(stage).but(scaler=SCALER if scaled else None)
     for message, same in run_ranks(2, differing, plan):
-        assert "2.weight.grad was changed by other numbers than on its peers (rank 0 1, rank 1 2)" in message
+        assert "2.weight.grad was changed by different numbers on the ranks (rank 0 1, rank 1 2)" in message
         assert same
 
 

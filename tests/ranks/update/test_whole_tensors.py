@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.engine import optimizer_state
 from shardwise.core.optim.muon import MuonWithAuxAdam
-from shardwise.deepspeed.cpu_optimizers import FusedLamb
+from shardwise.deepspeed.optimizers import FusedLamb
 from shardwise.nn import optimizer as own
 from shardwise.plan import ByModule, ByNumel, Plan, on_device, zero
 from shardwise.session import Session, build

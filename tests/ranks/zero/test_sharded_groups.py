@@ -41,8 +41,9 @@ from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import build
-from shardwise.testing import MODELS, PlainRecipe, assert_close, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.support.models import MODELS
 
 RTOL = 1e-6
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim import CPUAdam
-from shardwise.testing import MODELS, assert_close, make_batches, run_ranks
+from shardwise.testing import assert_close, run_ranks
 from shardwise.zero import (
     ShardedModelV2,
     ShardedOptimizerV2,
@@ -41,6 +41,7 @@ from shardwise.zero import (
     convert_to_zero_v2,
     no_shard_zero_context,
 )
+from tests.support.models import MODELS, make_batches
 
 RTOL = 1e-6
 
@@ -225,7 +226,7 @@ def refusals() -> list[str]:
 def test_refusals() -> None:
     wanted = [
         "RuntimeError: cpu_offload=True",
-        "RuntimeError: the model has the optimizer",
+        "RuntimeError: the model already has an optimizer (",
         "ValueError: parameter 'weight' was made outside of ZeroInitContext",
         "TypeError: module is a ShardedModelV2",
         "ValueError: offload_config={'device': 'nvme'}",

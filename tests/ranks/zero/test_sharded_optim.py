@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sharded_setup import OFFLOAD, SCALE, SETTINGS, STEPS, adam, built, linear, step_with, train
 from torch import Tensor, nn
 
-from shardwise.testing import MODELS, assert_close, make_batches, run_ranks
+from shardwise.testing import assert_close, run_ranks
 from shardwise.zero import (
     ShardedModelV2,
     ShardedOptimizerV2,
@@ -19,6 +19,7 @@ from shardwise.zero import (
     ZeroInitContext,
 )
 from shardwise.zero.sharded_model.utils import col_model_deepcopy
+from tests.support.models import MODELS, make_batches
 
 # ---- use before and without an optimizer, state
 

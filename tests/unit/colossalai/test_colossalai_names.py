@@ -14,7 +14,7 @@ from shardwise.booster.plugin import (
     TorchFSDPPlugin,
 )
 from shardwise.compat import read_world
-from shardwise.compat.findings import findings
+from shardwise.compat.port import findings
 
 
 def test_the_version_passes_the_checks_of_programs() -> None:

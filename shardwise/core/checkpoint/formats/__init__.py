@@ -9,9 +9,16 @@ from shardwise.core.checkpoint.formats.colossalai import (
 )
 from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import open_deepspeed
-from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.core.checkpoint.formats.detect import (
+    Format,
+    Given,
+    detect_format,
+    known_formats,
+    open_checkpoint,
+    register_format,
+    write_checkpoint,
+)
 from shardwise.core.checkpoint.formats.huggingface import open_huggingface, write_huggingface
-from shardwise.core.checkpoint.formats.known import Format, Given, known_formats, register_format, write_checkpoint
 from shardwise.core.checkpoint.formats.peft import open_peft, write_peft
 from shardwise.core.checkpoint.formats.single import open_single, write_single, write_single_optimizer
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle

@@ -22,26 +22,29 @@ import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import checked_name
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import HEADER, extra_entries, named_entries
 from shardwise.core.checkpoint.formats.huggingface import as_dict
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
 from shardwise.core.checkpoint.formats.optimizer_state import (
     Shapes,
-    beside,
     from_numbered,
-    loaded,
+    in_memory_state,
+    numbered_metadata,
     numbered_state,
     to_numbered,
 )
 from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text, write_torch
-from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.core.checkpoint.formats.safetensors_file import (
+    HEADER,
+    extra_entries,
+    named_entries,
+    write_safetensors_stream,
+)
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import tensors_of
 
-__all__ = ["OPTIMIZER_INDEX", "find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]
+__all__ = ["find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]
 
 MODEL_INDEX = ("model.safetensors.index{}.json", "pytorch_model.bin.index{}.json")
 OPTIMIZER_INDEX = "pytorch_optim.bin.index{}.json"
@@ -135,13 +138,13 @@ class _OptimizerShards:
         groups = metadata.get("param_groups")
         if not isinstance(groups, str) or Path(groups).name != groups:
             raise CheckpointDamage(
-                f"{index} names no file of parameter groups (metadata.param_groups is {groups!r:.80})"
+                f"{index} does not name a file of parameter groups (metadata.param_groups is {groups!r:.80})"
             )
         self._groups = load_torch(self.directory / checked_name(groups, f"{index}, for its parameter groups,"))
         self._state: dict[int, dict[str, Any]] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
             held = load_torch(self.directory / file)
             self._state.update({int(number): values for number, values in held.items()})
         missing = [number for number in weight_map if int(number) not in self._state]
@@ -163,10 +166,6 @@ def _named(base: str, prefix: str | None) -> str:
     # "pytorch_model.bin" -> "pytorch_model.PREFIX.bin", as ColossalAI places it.
     stem, _, ending = base.rpartition(".")
     return f"{stem}.{prefix}.{ending}" if prefix else base
-
-
-def _index_name(base: str, prefix: str | None) -> str:
-    return _named(f"{base}.index.json", prefix)
 
 
 def _any_index(kind: str, prefix: str) -> str:
@@ -200,7 +199,7 @@ def write_colossalai_model(
     entries |= extra_entries(source)
     base = _named("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
     stem, _, ending = base.rpartition(".")
-    index_name = _index_name("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
+    index_name = _named(f"{'model.safetensors' if use_safetensors else 'pytorch_model.bin'}.index.json", prefix)
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(
         rf"(pytorch_model|model){own}(-\d{{5}}(-of-\d{{5}})?)?\.(bin|safetensors)|{_any_index('model', own)}"
@@ -253,18 +252,18 @@ def write_colossalai_optimizer(
     ]
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
-    index_name = _index_name("pytorch_optim.bin", prefix)
+    index_name = _named("pytorch_optim.bin.index.json", prefix)
     written = []
     with atomic_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
         weight_map: dict[str, str] = {}
         for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{place:05d}.{ending}"
-            held = {int(number): loaded(state[int(number)]) for number in numbers}
+            held = {int(number): in_memory_state(state[int(number)]) for number in numbers}
             write_torch(directory / file, held)
             weight_map.update(dict.fromkeys(numbers, file))
             written.append(file)
         write_torch(directory / group_file, groups)
         total = sum(size for _, size in sizes) / MEGABYTE
-        metadata = {"param_groups": group_file, "total_size": total, HEADER: beside(source, index)}
+        metadata = {"param_groups": group_file, "total_size": total, HEADER: numbered_metadata(source, index)}
         _write_index(directory / index_name, metadata, weight_map)
     return [target / name for name in (*written, group_file, index_name)]

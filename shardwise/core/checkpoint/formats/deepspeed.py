@@ -1,6 +1,6 @@
 """Directories of DeepSpeed's ``save_checkpoint`` with ZeRO 1, 2 or 3: model in fp32 and optimizer state, read only.
 
-Its universal checkpoints, too (:mod:`~shardwise.core.checkpoint.formats.deepspeed_universal`).
+Its universal checkpoints, too (:mod:`~shardwise.core.checkpoint.formats.deepspeed`).
 
 ``<root>/latest`` names the directory of the newest step; in it are ``mp_rank_00_model_states.pt`` (stage 3:
 ``zero_pp_rank_<r>_mp_rank_00_model_states.pt``) and ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` of every
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -19,26 +19,211 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
+from shardwise.core.base.printable import in_a_line
 from shardwise.core.checkpoint.bounds import read_name
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.deepspeed_flat import (
-    Flat,
-    Place,
-    places_by_group,
-    places_by_parameter,
-    sharded_entry,
-    spread_entry,
-    sub_groups,
-)
-from shardwise.core.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL, Universal, is_universal
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
-from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
-from shardwise.core.checkpoint.formats.param_groups import group_record
+from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered, group_record
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 
-__all__ = ["CLIENT_STATE", "KEPT", "find_step", "is_step", "open_deepspeed"]
+__all__ = [
+    "CLIENT_STATE",
+    "LATEST_UNIVERSAL",
+    "Flat",
+    "Place",
+    "find_step",
+    "open_deepspeed",
+    "sharded_entry",
+    "sub_groups",
+]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Flat:
+    """Arrays that make up one long array; ``starts`` are their positions, gaps (padding) may lie between them."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], starts: Sequence[int], what: str) -> None:
+        self.parts = [part.reshape(-1) for part in parts]
+        self.starts = list(starts)
+        self.what = what
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parts."""
+        return self.parts[0].dtype
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel).
+
+        Raises:
+            CheckpointDamage: some of them are in no part.
+        """
+        found = []
+        position, end = start, start + numel
+        for part, begin in zip(self.parts, self.starts, strict=True):
+            if begin <= position < min(end, begin + part.numel()):
+                found.append(part[position - begin : end - begin])
+                position += found[-1].numel()
+        if position != end:
+            raise CheckpointDamage(f"{self.what} ends before element {end}; the directory belongs to several saves")
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: its group, its shape and its first element in the flat array (of each rank at stage 3)."""
+
+    group: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+def places_by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]] | None) -> dict[str, Place]:
+    """Stages 1 and 2: positions in the whole array of each group."""
+    places = {}
+    for number, shapes in enumerate(groups):
+        offset = 0
+        for index, (name, shape) in enumerate(shapes.items()):
+            places[name] = Place(number, tuple(shape), offset)
+            offset += torch.Size(shape).numel() + (gaps[number][index] if gaps is not None else 0)
+    return places
+
+
+def places_by_parameter(groups: Sequence[Shapes], ranks: int) -> dict[str, Place]:
+    """Stage 3: positions in each rank's arrays, which continue over the groups."""
+    places = {}
+    offset = 0
+    for number, shapes in enumerate(groups):
+        for name, shape in shapes.items():
+            places[name] = Place(number, tuple(shape), offset)
+            offset += -(-torch.Size(shape).numel() // ranks)
+    return places
+
+
+def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> list[tuple[Mapping[str, Any], Shapes]]:
+    """Param groups, each with its options and its parameters. Stage 3 cuts a group into several flat arrays
+    (``sub_group_size``), which ``groups`` lists one by one; the optimizer's own ``params`` number them."""
+    numbers = [list(group.get("params", ())) for group in listed]
+    if len(listed) == len(groups) or sorted(n for own in numbers for n in own) != list(range(len(groups))):
+        return [(listed[number] if number < len(listed) else {}, shapes) for number, shapes in enumerate(groups)]
+    merged = [{name: shape for number in own for name, shape in groups[number].items()} for own in numbers]
+    return list(zip(listed, merged, strict=True))
+
+
+def spread_entry(place: Place, flat: Flat) -> Entry:
+    """A parameter, or state of its shape, of stages 1 and 2."""
+    fact = TensorInfo(place.shape, flat.dtype)
+    return Entry(fact, lambda start, numel: flat.read(place.offset + start, numel))
+
+
+def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
+    """A parameter, or state of its shape, of stage 3; ``ranks`` has each rank's array."""
+    fact = TensorInfo(place.shape, ranks[0].dtype)
+    size = -(-fact.numel // len(ranks))
+
+    def read(start: int, numel: int) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=fact.dtype, device="cpu")
+        found = []
+        for rank in range(start // size, -(-(start + numel) // size)):
+            low, high = max(start, rank * size), min(start + numel, (rank + 1) * size)
+            found.append(ranks[rank].read(place.offset + low - rank * size, high - low))
+        return torch.cat(found)
+
+    return Entry(fact, read)
+
+
+ZERO, COMMON = "zero", "optimizer_state.pt"
+LATEST_UNIVERSAL = "latest_universal"
+"""Beside the checkpoints: the name of the newest universal one."""
+MASTER, STEP = "fp32", "step"
+
+
+def is_universal(directory: Path) -> bool:
+    """Whether the files of one step are those of a universal checkpoint."""
+    return (directory / ZERO / COMMON).is_file()
+
+
+@dataclass
+class Universal:
+    """What ``zero`` holds.
+
+    Args:
+        directory: of the checkpoint.
+        load: reads a torch file.
+
+    Attributes:
+        common: of all parameters.
+    """
+
+    directory: Path
+    load: Callable[[Path], Any]
+
+    def __post_init__(self) -> None:
+        self.common: Mapping[str, Any] = self.load(self.directory / ZERO / COMMON)
+        if not isinstance(self.common, Mapping):
+            raise CheckpointError(f"{self.directory / ZERO / COMMON} is not DeepSpeed's: it holds no dictionary")
+
+    def read(self, groups: Sequence[Shapes]) -> tuple[dict[str, Entry], OptimizerRecord]:
+        """Masters and state of the parameters of ``param_shapes``.
+
+        Raises:
+            CheckpointDamage: a file is missing, or does not have the parameter's elements.
+            CheckpointError: folders of parameters that only other stages of a pipeline, or experts, have.
+        """
+        inner = self.common.get("optimizer_state_dict") or {}
+        listed = self.common.get("param_groups") or inner.get("param_groups") or []
+        first: Mapping[str, Any] = next(iter((inner.get("state") or {}).values()), {})
+        named = {name for shapes in groups for name in shapes}
+        there = {item.name for item in (self.directory / ZERO).iterdir() if item.is_dir()}
+        if there - named:
+            more = ", ".join(map(in_a_line, sorted(there - named)[:3]))
+            raise CheckpointError(f"{self.directory / ZERO}: {more} belong to pipeline or expert parallelism: not read")
+        entries: dict[str, Entry] = {}
+        record = OptimizerRecord()
+        for options, shapes in sub_groups(listed, groups):
+            record.groups.append(group_record(list(shapes), options))
+            for name, shape in shapes.items():
+                values = self._values(name, shape)
+                entries[f"model/{name}"] = values.pop(MASTER)
+                if STEP in first and STEP not in values:
+                    values[STEP] = first[STEP]
+                entries.update(record.add(0, name, values))
+        return entries, record
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        folder = self.directory / ZERO / name
+        if Path(name).name != name or not (folder / f"{MASTER}.pt").is_file():
+            raise CheckpointDamage(f"{self.directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt in {ZERO}")
+        files = sorted(folder.glob("*.pt"), key=lambda file: (file.stem != STEP, file.stem))
+        found = {file.stem: self._value(file, shape) for file in files}
+        whole = found[MASTER].fact.shape if isinstance(found[MASTER], Entry) else None
+        for key, value in found.items():
+            if key == MASTER and whole is None:
+                raise CheckpointDamage(f"{folder / MASTER}.pt holds no tensor")
+            if isinstance(value, Entry) and (key == STEP or value.fact.shape != whole):
+                found[key] = value.read(0, value.fact.numel).reshape(value.fact.shape)
+        return found
+
+    @staticmethod
+    def _tensor(value: torch.Tensor, shape: tuple[int, ...], file: Path) -> Entry:
+        if value.numel() != torch.Size(shape).numel():
+            raise CheckpointDamage(f"{file} has {value.numel()} elements, the parameter's shape is {shape}")
+        return entry_of_tensor(value.reshape(shape))
+
+    def _value(self, file: Path, shape: tuple[int, ...]) -> Any:
+        value = self.load(file)
+        if isinstance(value, Mapping):
+            if value.get("is_expert_param"):
+                raise CheckpointError(f"{file} belongs to expert parallelism, which is not read")
+            value = value.get("param")  # merged from the parts of tensor parallelism: its shape is its own
+            return entry_of_tensor(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor) and file.stem != STEP and value.ndim:
+            return self._tensor(value, shape, file)
+        return value
+
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -151,7 +336,7 @@ def open_deepspeed(path: str | Path) -> LazySource:
     masters = {name: module[name].dtype for name in module if f"model/{name}" in entries}
     half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].fact.dtype}
     if half:
-        state["compute_dtype"] = {name: str(dtype).removeprefix("torch.") for name, dtype in half.items()}
+        state["compute_dtype"] = {name: dtype_name(dtype) for name, dtype in half.items()}
     if aliases:
         state["aliases"] = {name: kept for name, kept in aliases.items() if f"model/{kept}" in entries}
     state["other"] = _other(files, notes)

@@ -1,39 +1,283 @@
-"""Which format is at a path, and a :class:`CheckpointSource` for it."""
+"""The registry of formats: how each is recognised, opened and written; and opening a checkpoint of any format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardwise.core.checkpoint.bounds import checked_names, checked_total, reading
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.huggingface import INDEX
-from shardwise.core.checkpoint.formats.known import Given, formats_at, known_formats, loose_files
-from shardwise.core.checkpoint.formats.renamed import renamed
-from shardwise.core.checkpoint.formats.trainer import find_latest
-from shardwise.core.checkpoint.source import OpenSource
-from shardwise.core.checkpoint.state_check import check_state
+import torch
 
-__all__ = ["detect_format", "located", "open_checkpoint"]
+from shardwise.core.checkpoint.bounds import check_state, checked_names, checked_total, reading
+from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.format import MANIFEST, has_pieces
+from shardwise.core.checkpoint.formats.colossalai import (
+    find_parts,
+    open_colossalai,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+)
+from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
+from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
+from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.indexed import read_index
+from shardwise.core.checkpoint.formats.lazy import renamed
+from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
+from shardwise.core.checkpoint.formats.single import open_single, write_single
+from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
+from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
+
+__all__ = [
+    "Format",
+    "Given",
+    "detect_format",
+    "known_formats",
+    "located",
+    "open_checkpoint",
+    "register_format",
+    "write_checkpoint",
+]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of ``open_checkpoint`` for a format.
+
+    Attributes:
+        optimizer: the optimizer's own directory.
+        parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+    """
+
+    optimizer: str | Path | None = None
+    parameter_names: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format that checkpoints come in.
+
+    Attributes:
+        name: as ``open_checkpoint(format=...)`` has it.
+        is_at: whether a directory (a file, with :attr:`of_file`) has this format. It should open as few files as
+            possible, and not raise if the format is another.
+        open: returns a source and executes nothing of the content; raises ``CheckpointError`` and ``CheckpointDamage``.
+        takes: the attributes of :class:`Given` that it uses; others are errors.
+        of_run: a directory that also has a model of another format among its files.
+        of_file: the format is one file; ``is_at`` is called with files, not directories.
+        needs: the file that identifies a directory, for the message if no format is found.
+        write: writes a source at a path completely or not at all; ``None``: the format is read-only.
+        options: the keyword arguments that ``write`` takes.
+    """
+
+    name: str
+    is_at: Callable[[Path], bool]
+    open: Callable[[Path, Given], OpenSource]
+    takes: frozenset[str] = frozenset()
+    of_run: bool = False
+    of_file: bool = False
+    needs: str = ""
+    write: Callable[..., object] | None = None
+    options: frozenset[str] = frozenset({"dtype"})
+
+
+def _is_native(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or has_pieces(str(path)) or bool(scan(str(path)))
+
+
+def _is_colossalai(path: Path) -> bool:
+    model, optimizer = find_parts(path)
+    if optimizer is not None or (model is not None and (model.parent != path or model.name not in INDEX)):
+        return True
+    # Hugging Face numbers its shards "-00001-of-00002", ColossalAI "-00001".
+    return model is not None and not any("-of-" in file for file in read_index(model)[1].values())
+
+
+def _is_huggingface(path: Path) -> bool:
+    if any((path / name).is_file() for name in SINGLE_FILES):
+        return True
+    index = next((path / name for name in INDEX if (path / name).is_file()), None)
+    return index is not None and not _is_colossalai(path)
+
+
+def loose_files(path: Path) -> list[Path]:
+    """Return the files of a directory that may each be a checkpoint."""
+    known = (".safetensors", *TORCH_SUFFIXES)
+    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
+
+
+def _native_directory(path: Path) -> Path:
+    if (path / MANIFEST).is_file() or has_pieces(str(path)):
+        return path
+    newest = next(iter(scan(str(path))), None)
+    if newest is None:
+        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+    if newest.head is None:  # which one is the newest cannot be said
+        raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
+    return Path(newest.path)
+
+
+def _open_run(path: Path, given: Given) -> OpenSource:
+    return open_trainer(path, given.parameter_names)
+
+
+def _write_colossalai(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 1024.0,
+    safetensors: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the model into ``path``, or model and optimizer into two directories below it."""
+    optimizers = source.state().get("optimizers") or []
+    has_optimizer = any(group["params"] for each in optimizers[:1] for group in each.get("groups", []))
+    place = Path(path, "model") if has_optimizer else Path(path)
+    write_colossalai_model(source, place, size_per_shard, None, safetensors, dtype)
+    if has_optimizer:
+        write_colossalai_optimizer(source, Path(path, "optimizer"), size_per_shard)
+
+
+NUMBERED = frozenset({"parameter_names"})
+_FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        Format(
+            "native",
+            _is_native,
+            lambda path, given: NativeSource(_native_directory(path)),
+            needs=MANIFEST,
+            write=write_native,
+        ),
+        Format(
+            "dcp",
+            lambda path: (path / ".metadata").is_file(),
+            lambda path, given: open_dcp(path),
+            needs=".metadata",
+            write=write_dcp,
+            options=frozenset({"dtype", "layout"}),
+        ),
+        Format(
+            "peft",
+            lambda path: (path / CONFIG).is_file(),
+            lambda path, given: open_peft(path),
+            needs=CONFIG,
+            write=write_peft,
+            options=frozenset({"dtype", "config", "adapter"}),
+        ),
+        Format(
+            "deepspeed",
+            lambda path: find_step(path) is not None,
+            lambda path, given: open_deepspeed(path),
+            needs="*_model_states.pt",
+        ),
+        Format(
+            "colossalai",
+            _is_colossalai,
+            lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
+            takes=NUMBERED | {"optimizer"},
+            needs="an index",
+            write=_write_colossalai,
+            options=frozenset({"dtype", "size_per_shard", "safetensors"}),
+        ),
+        Format(
+            "huggingface",
+            _is_huggingface,
+            lambda path, given: open_huggingface(path),
+            write=write_huggingface,
+            options=frozenset({"dtype", "size_per_shard", "config", "generation_config"}),
+        ),
+        Format(
+            "single",
+            lambda path: False,  # whatever stands alone where nothing else is
+            lambda path, given: open_single(path, given.parameter_names),
+            takes=NUMBERED,
+            needs="a single .safetensors or torch file",
+            write=write_single,
+        ),
+        Format("trainer", lambda path: kind_of(path) == "trainer", _open_run, takes=NUMBERED, of_run=True),
+        Format("accelerate", lambda path: kind_of(path) == "accelerate", _open_run, takes=NUMBERED, of_run=True),
+    )
+}
+
+
+def known_formats() -> Iterator[Format]:
+    """Iterate over the built-in formats, then the registered ones."""
+    yield from list(_FORMATS.values())
+
+
+def formats_at(path: Path) -> Iterator[Format]:
+    """Iterate over the formats that recognise ``path``; each may raise for damage."""
+    is_file = path.is_file()
+    return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
+
+
+def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **options: Any) -> None:
+    """Write ``source`` at ``path``; an existing checkpoint is replaced in one step, or unchanged if this raises.
+
+    Args:
+        source: any checkpoint.
+        path: a directory or a file, as the format has it.
+        format: the name of one of :func:`known_formats` that has a writer.
+        options: the writer's own, such as ``dtype`` (of the model's floating-point tensors).
+
+    Raises:
+        ValueError: an unknown format or option.
+        CheckpointError: the source lacks values that the format needs.
+        OSError: it cannot be written.
+    """
+    known = {each.name: each for each in known_formats() if each.write is not None}
+    chosen = known.get(format)
+    if chosen is None or chosen.write is None:
+        raise ValueError(f"format={format!r}: {', '.join(known)} can be written")
+    for name, value in options.items():
+        if name not in chosen.options:
+            raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
+    chosen.write(source, path, **options)
+
+
+def register_format(format: Format) -> Callable[[], None]:
+    """Register a ``format``, so that its checkpoints are recognised, opened and written like ours.
+
+    Returns:
+        A function that removes the format again.
+
+    Raises:
+        TypeError: ``format`` is not a :class:`Format`.
+        ValueError: a format of that name exists.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(f"register_format({format!r:.80}): give a Format")
+    if format.name in _FORMATS:
+        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
+    _FORMATS[format.name] = format
+
+    def take_back() -> None:
+        _FORMATS.pop(format.name, None)
+
+    return take_back
 
 
 def located(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the last by number of a Trainer's or accelerate's in it."""
+    """Return ``path``, or the checkpoint of a Trainer or of accelerate in it with the highest number."""
     if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
 
 
 def detect_format(path: str | Path, part: str | None = None) -> str:
-    """The name of one of :func:`known_formats`.
+    """Return the name of the format at ``path``, one of :func:`known_formats`.
 
     Args:
         path: a directory or a file.
-        part: ``"model"`` or ``"optimizer"``, where only that is wanted from a directory that has several.
+        part: ``"model"`` or ``"optimizer"``, to choose in a directory that has both in different formats.
 
     Raises:
-        FileNotFoundError: nothing is there, or nothing that is known.
-        CheckpointError: several formats are in the directory; they are named.
+        FileNotFoundError: there is no checkpoint of a known format.
+        CheckpointError: the directory has several formats; they are named.
     """
     place = Path(path)
     file_format = next(formats_at(place), None) if place.is_file() else None
@@ -50,12 +294,12 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
     found = [each.name for each in at]
-    if runs:  # one of our own that stands beside it holds all of it
+    if runs:  # a native checkpoint next to it has everything
         found = ["native"] if "native" in found else runs
     if part is not None and found == ["colossalai", "huggingface"]:
-        return "huggingface" if part == "model" else "colossalai"  # the optimizer beside a model in one file
+        return "huggingface" if part == "model" else "colossalai"  # an optimizer next to a model in one file
     if len(found) > 1:
-        raise CheckpointError(f"{place} holds checkpoints of several formats: {', '.join(found)}; say which (format=)")
+        raise CheckpointError(f"{place} holds several formats: {', '.join(found)}; choose one with format=")
     if found:
         return found[0]
     files = loose_files(place)
@@ -77,22 +321,22 @@ def open_checkpoint(
     parameter_names: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> OpenSource:
-    """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
+    """Open a checkpoint of any format for reading. Nothing in it is executed. Use it in a ``with`` block to close it.
 
     Args:
-        path: a directory or a file. A directory of native checkpoints stands for the newest of them, one of a Trainer
-            or of accelerate for the last ``checkpoint-N`` or ``checkpoint_N`` by its number.
-        format: the name of one of :func:`known_formats`; ``None``: found out.
-        optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
+        path: a directory or a file. In a directory of native checkpoints, opens the newest; in one of a Trainer or of
+            accelerate, the ``checkpoint-N`` or ``checkpoint_N`` with the highest number.
+        format: the name of one of :func:`known_formats`; ``None``: detect it.
+        optimizer: ColossalAI only: the optimizer's directory, if it is not next to the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
-        rename: names in it, or regular expressions, and what they become; see
-            :func:`~shardwise.core.checkpoint.formats.renamed.renamed`.
+        rename: names in the checkpoint, or regular expressions, with their new names; see
+            :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: ``format`` is not one of the names, or a rule of ``rename`` fits nothing.
-        CheckpointError: several formats, or content that is not known.
-        RefusedPickle: a file that could only be read by running code; it says which classes it names.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: an unknown ``format``, or a rule of ``rename`` that matches nothing.
+        CheckpointError: several formats, or unknown content.
+        RefusedPickle: a file that can only be read by running code; the message names its classes.
         CheckpointDamage: a file is missing, cut off or changed.
     """
     names = [each.name for each in known_formats()]
@@ -128,7 +372,7 @@ def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:
-    """What a foreign file says of its tensors and of its state is believed as far as it can be true."""
+    """Check that names, sizes and state of a foreign file are plausible."""
     where, there = places[0], 0
     try:
         for place in (Path(each) for each in places if each is not None):

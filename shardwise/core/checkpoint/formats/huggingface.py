@@ -17,17 +17,20 @@ import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import LazySource, model_entries
 from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text
-from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.formats.safetensors_file import (
+    extra_entries,
+    model_metadata,
+    named_entries,
+    write_safetensors_stream,
+)
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = ["INDEX", "WHOLE", "as_dict", "open_huggingface", "write_huggingface"]
+__all__ = ["INDEX", "SINGLE_FILES", "as_dict", "open_huggingface", "write_huggingface"]
 
-WHOLE = ("model.safetensors", "pytorch_model.bin")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MEGABYTE = 1024**2
 
@@ -43,7 +46,7 @@ def open_huggingface(path: str | Path) -> LazySource:
     directory = Path(path)
     shards = Shards(directory)
     with shards.closed_on_error():
-        for whole, index in zip(WHOLE, INDEX, strict=True):
+        for whole, index in zip(SINGLE_FILES, INDEX, strict=True):
             if (directory / whole).is_file():
                 entries, aliases = shards.file(whole)
             elif (directory / index).is_file():
@@ -52,7 +55,9 @@ def open_huggingface(path: str | Path) -> LazySource:
                 continue
             named, state = named_entries(entries, shards.header(), aliases)
             return LazySource("huggingface", named, state, close=shards.close)
-    raise FileNotFoundError(f"{directory} has none of {', '.join(WHOLE + INDEX)}; give a directory with a saved model")
+    raise FileNotFoundError(
+        f"{directory} has none of {', '.join(SINGLE_FILES + INDEX)}; give a directory with a saved model"
+    )
 
 
 def write_huggingface(
@@ -127,7 +132,7 @@ def write_huggingface(
         if indexed:
             total = sum(entry.nbytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            name = f"{WHOLE[0]}.index{own}.json"
+            name = f"{SINGLE_FILES[0]}.index{own}.json"
             _write_json(directory / name, index)
             written.append(name)
         for name, content in given.items():

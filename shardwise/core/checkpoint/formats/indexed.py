@@ -1,4 +1,4 @@
-"""Directories with an index: ``{"metadata": ..., "weight_map": {name: file}}`` beside the shards it names.
+"""Directories with an index: ``{"metadata": ..., "weight_map": {name: file}}`` next to the shards that it names.
 
 Hugging Face and ColossalAI share this layout and differ in file names. Shards are safetensors files or torch files.
 """
@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint.bounds import checked_name, checked_names, read_json
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import read_header
 from shardwise.core.checkpoint.formats.lazy import Entry
-from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile
+from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, read_header
 from shardwise.core.checkpoint.formats.torch_file import load_torch, tensor_entries
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 __all__ = ["Shards", "read_index"]
 
@@ -59,12 +57,12 @@ class Shards:
         aliases: dict[str, str] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, though the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
             held, same = self.file(file)
             aliases.update(same)
             for name in (name for name, place in weight_map.items() if place == file):
                 if name not in held and name not in same:
-                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, though the index says so")
+                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, although the index says so")
             found.update({name: entry for name, entry in held.items() if weight_map.get(name) == file})
         order = {name: place for place, name in enumerate(weight_map)}
         return dict(sorted(found.items(), key=lambda item: order[item[0]])), aliases
@@ -80,7 +78,7 @@ class Shards:
         return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
 
     def header(self) -> dict[str, Any]:
-        """What our own files among those opened say beside their tensors."""
+        """Return the header of the first opened file that we wrote."""
         found = (read_header(opened.metadata) for opened in self._open.values())
         return next((header for header in found if header), {})
 

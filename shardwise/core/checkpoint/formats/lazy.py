@@ -1,10 +1,11 @@
-"""What the readers of all formats share: a tensor as a shape, a dtype and a function that reads a range of it.
+"""Lazy tensors: a shape, a dtype and a function that reads a range. Readers and writers of all formats use them.
 
-A writer takes the same entries, so what flows between two formats is one block of one tensor at a time.
+A conversion between two formats holds one block of one tensor at a time.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from shardwise.core.base.printable import in_a_line
 from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.source import CheckpointSource, TensorFact
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
 __all__ = [
     "BLOCK_BYTES",
@@ -25,7 +26,9 @@ __all__ = [
     "entry_of_tensor",
     "in_memory",
     "model_entries",
-    "whole",
+    "renamed",
+    "to_tensor",
+    "with_names",
 ]
 
 BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
@@ -33,9 +36,9 @@ BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor that is not in memory. ``read(start, numel)`` returns 1-D elements on the CPU, in the fact's dtype."""
+    """A lazy tensor. ``read(start, numel)`` returns elements, 1-D on the CPU, in the dtype of ``fact``."""
 
-    fact: TensorFact
+    fact: TensorInfo
     read: Callable[[int, int], torch.Tensor]
 
     @property
@@ -44,33 +47,33 @@ class Entry:
         return self.fact.numel * self.fact.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
-        """The same tensor in another dtype, cast block by block."""
+        """Return the tensor in another dtype, cast block by block."""
         if dtype is None or dtype == self.fact.dtype:
             return self
         read = self.read
-        return Entry(TensorFact(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
+        return Entry(TensorInfo(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
 
 
-def blocks(fact: TensorFact) -> Iterator[tuple[int, int]]:
-    """``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`; none for an empty tensor."""
+def blocks(fact: TensorInfo) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`."""
     step = max(1, BLOCK_BYTES // fact.dtype.itemsize)
     for start in range(0, fact.numel, step):
         yield start, min(step, fact.numel - start)
 
 
-def whole(entry: Entry) -> torch.Tensor:
-    """The tensor itself, in memory and in its shape."""
+def to_tensor(entry: Entry) -> torch.Tensor:
+    """Return the full tensor."""
     return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
 
 
 def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """The tensors themselves; one entry under two names is one tensor, whose memory ``torch.save`` writes once."""
-    loaded = {id(entry): whole(entry) for entry in entries.values()}
+    """Return full tensors; one entry under two names is one tensor, which ``torch.save`` writes once."""
+    loaded = {id(entry): to_tensor(entry) for entry in entries.values()}
     return {name: loaded[id(entry)] for name, entry in entries.items()}
 
 
 def entry_of_tensor(tensor: torch.Tensor) -> Entry:
-    """A tensor that is in memory, or mapped from a file.
+    """Return the entry of a tensor in memory, or mapped from a file.
 
     Raises:
         TypeError: a sparse or quantized tensor, which has no plain elements.
@@ -78,7 +81,7 @@ def entry_of_tensor(tensor: torch.Tensor) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} has no plain elements")
     plain = tensor.detach()
-    fact = TensorFact(tuple(plain.shape), plain.dtype)
+    fact = TensorInfo(tuple(plain.shape), plain.dtype)
 
     def read(start: int, numel: int) -> torch.Tensor:
         return plain.reshape(-1)[start : start + numel].clone()
@@ -87,17 +90,17 @@ def entry_of_tensor(tensor: torch.Tensor) -> Entry:
 
 
 def entries_of(source: CheckpointSource) -> dict[str, Entry]:
-    """Every tensor of a checkpoint as an entry."""
+    """Return every tensor of a checkpoint as an entry."""
     return {name: Entry(fact, partial(source.read, name)) for name, fact in source.tensors().items()}
 
 
 def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, tied: bool = False) -> dict[str, Entry]:
-    """The model's tensors under plain names.
+    """Return the model's tensors without the prefix ``model/``.
 
     Args:
         source: any checkpoint.
-        dtype: what floating-point tensors become; ``None``: as stored.
-        tied: list a tied tensor under each of its names instead of only the first.
+        dtype: dtype for floating-point tensors; ``None``: as stored.
+        tied: return a tied tensor under each of its names, not only the first.
     """
     found = {}
     for name, entry in entries_of(source).items():
@@ -114,7 +117,7 @@ def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, ti
 class LazySource:
     """A :class:`CheckpointSource` made of entries.
 
-    ``format`` is the name of the format, ``notes`` says in sentences what a file holds that could not be taken over.
+    ``format`` is the name of the format; ``notes`` are sentences about values of the file that are ignored.
     """
 
     def __init__(
@@ -132,12 +135,12 @@ class LazySource:
         self._close = close
         self._closed = False
 
-    def tensors(self) -> Mapping[str, TensorFact]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name."""
         return {name: entry.fact for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """1-D, elements [start, start + numel) of the flattened tensor.
+        """Return elements [start, start + numel) of the flattened tensor.
 
         Raises:
             KeyError: there is no such tensor.
@@ -165,8 +168,100 @@ class LazySource:
         self.close()
 
     def close(self) -> None:
-        """Let go of open files; later reads fail."""
+        """Close open files; later reads fail."""
         self._closed = True
         if self._close is not None:
             self._close()
         self._close = None
+
+
+SHOWN = 4  # names in a message
+
+
+def with_names(source: CheckpointSource, names: Mapping[int, Mapping[str, str]]) -> LazySource:
+    """``source`` with other names of parameters in the optimizers ``names`` (by index)."""
+    return _under(source, lambda name: name, lambda index, name: names.get(index, {}).get(name, name))
+
+
+def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
+    """``source`` with other names of parameters and buffers, in the model and in the optimizers.
+
+    Args:
+        source: any checkpoint.
+        rules: old to new. An old name that the checkpoint has stands for that tensor alone; any other is a regular
+            expression, whose every match in every name is replaced (``re.sub``: ``^`` and ``$`` are its ends, the new
+            one may have ``\\1``). They are applied in order.
+
+    Raises:
+        ValueError: a rule fits no name or is no regular expression, or two tensors would get one name.
+    """
+    old = _names(source)
+    names = dict.fromkeys(old, "")
+    names.update((name, name) for name in old)
+    for rule, new in rules.items():
+        changed = dict(names)
+        for name, now in names.items():
+            if rule in old:
+                changed[name] = new if name == rule else now
+            else:
+                changed[name] = _replaced(rule, new, now)
+        if changed == names and rule not in old:
+            listed = ", ".join(list(old)[:SHOWN])
+            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint fits it; there are {listed}, ...")
+        names = changed
+    taken: dict[str, str] = {}
+    for name, now in names.items():
+        if not now or taken.setdefault(now, name) != name:
+            raise ValueError(f"rename makes {name!r} into {now!r}, which {taken.get(now, 'nothing')!r} becomes too")
+    return _under(source, lambda name: names.get(name, name), lambda _, name: names.get(name, name))
+
+
+def _replaced(rule: str, new: str, name: str) -> str:
+    try:
+        return re.sub(rule, new, name)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"rename {rule!r} to {new!r}: {error}; give a name or a regular expression") from error
+
+
+def _names(source: CheckpointSource) -> dict[str, None]:
+    state = source.state()
+    found = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
+    found += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    for record in state.get("optimizers", []):
+        found += [name for group in record["groups"] for name in group["params"]]
+    found += [name for pair in state.get("aliases", {}).items() for name in pair]
+    found += list(state.get("extra", {}))
+    return dict.fromkeys(found)
+
+
+def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Callable[[int, str], str]) -> LazySource:
+    """``source`` with the names that ``new`` returns in the model, and ``in_optimizer(index, name)`` in optimizers."""
+    entries: dict[str, Entry] = {}
+    for full, entry in entries_of(source).items():
+        if full.startswith("model/"):
+            full = f"model/{new(full.removeprefix('model/'))}"
+        elif full.startswith("optimizer/"):
+            _, index, path = full.split("/", 2)
+            name, _, key = path.rpartition("/")
+            full = f"optimizer/{index}/{in_optimizer(int(index), name)}/{key}"
+        entries[full] = entry
+    state = dict(source.state())
+    if "optimizers" in state:
+        state["optimizers"] = [
+            _record(record, partial(in_optimizer, index)) for index, record in enumerate(state["optimizers"])
+        ]
+    if "aliases" in state:
+        state["aliases"] = {new(other): new(name) for other, name in state["aliases"].items()}
+    for key in ("extra", "compute_dtype"):
+        if key in state:
+            state[key] = {new(name): value for name, value in state[key].items()}
+    if "buffers" in state:  # by rank, where ranks differ
+        state["buffers"] = [{new(name): path for name, path in own.items()} for own in state["buffers"]]
+    return LazySource(
+        str(getattr(source, "format", "native")), entries, state, getattr(source, "notes", ()), source.close
+    )
+
+
+def _record(record: Mapping[str, Any], new: Callable[[str], str]) -> dict[str, Any]:
+    groups = [{**group, "params": [new(name) for name in group["params"]]} for group in record["groups"]]
+    return {**record, "groups": groups, "small": {new(name): value for name, value in record["small"].items()}}

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 
+from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.file_system import DISK
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.format import PIECE_BYTES, Head, Manifest, PieceFact, merge_pieces, to_save
+from shardwise.core.checkpoint.format import (
+    PIECE_BYTES,
+    Head,
+    Manifest,
+    PieceFile,
+    PieceInfo,
+    PieceLayout,
+    merge_pieces,
+    to_save,
+)
 from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
-from shardwise.core.checkpoint.pieces import PieceFile, PieceLayout
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.engine.fragments import Fragment, split
 
 __all__ = ["write_native"]
@@ -70,7 +77,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         finally:
             file.abandon()
         facts = {name: entries[name].fact for name in sorted(entries)}
-        pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
+        pieces: dict[str, tuple[PieceInfo, ...]] = merge_pieces([file.pieces(0)])
         head = Head(target.name, serial, int(state["step"]))
         root.commit(to_save(Manifest(head, (fact,), facts, pieces, state)))
     except BaseException:

@@ -15,25 +15,37 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, whole
-from shardwise.core.checkpoint.formats.param_groups import group_options, group_record
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.base import tree
+from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, to_tensor
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested
 
 __all__ = [
     "OptimizerRecord",
     "Shapes",
-    "beside",
     "from_numbered",
-    "loaded",
+    "group_options",
+    "group_record",
+    "in_memory_state",
     "match_by_shape",
+    "numbered_metadata",
     "numbered_state",
     "optimizer_entries",
     "records_of",
     "to_numbered",
 ]
+
+
+def group_record(names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group as JSON: the parameters' names and everything else in ``group``."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {"params": list(names), "options": tree.encode(options, None)}
+
+
+def group_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of such a group, as an optimizer has them."""
+    return dict(tree.decode(record.get("options", {}), None))
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 FACTORS = ("row", "col")
@@ -230,19 +242,19 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
     return state, numbered_groups
 
 
-def loaded(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
+def in_memory_state(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
     """A parameter's state from :func:`to_numbered` with its tensors in memory."""
     return {key: mapped(value, _in_memory) for key, value in values.items()}
 
 
 def _in_memory(value: Any) -> Any:
-    return whole(value) if isinstance(value, Entry) else value
+    return to_tensor(value) if isinstance(value, Entry) else value
 
 
-# -- what stands beside numbers in our own files
+# -- metadata of numbered state in our own files
 
 
-def beside(source: CheckpointSource, index: int) -> dict[str, Any]:
+def numbered_metadata(source: CheckpointSource, index: int) -> dict[str, Any]:
     """What torch's form of an optimizer's state has no place for: class, names and shapes, the loss scale."""
     records = source.state().get("optimizers", [])
     groups = records[index]["groups"] if index < len(records) else []
@@ -254,7 +266,7 @@ def beside(source: CheckpointSource, index: int) -> dict[str, Any]:
 
 
 def numbered_state(records: Sequence[OptimizerRecord], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a source with ``records``, of which the first is what :func:`beside` was of."""
+    """The state of a source with ``records``, of which the first is what :func:`numbered_metadata` was of."""
     for group, own in zip(records[0].groups, more.get("shapes") or [], strict=False):
         group["shapes"] = own
     state: dict[str, Any] = {"optimizers": [record.to_json() for record in records]}

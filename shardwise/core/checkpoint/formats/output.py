@@ -1,5 +1,5 @@
-"""Files that appear whole: written beside their place under a hidden name, then renamed; directories of them are
-:func:`~shardwise.core.checkpoint.atomic.atomic_directory`'s."""
+"""Files that appear complete: written under a hidden name next to their place, then renamed. See also
+:func:`~shardwise.core.checkpoint.atomic.atomic_directory`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from typing import IO, Any, cast
 
 import torch
 
-from shardwise.core.checkpoint.atomic import atomic_directory
+from shardwise.core.checkpoint.atomic import DISK, atomic_directory, sync_path, sync_tree
 from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
-from shardwise.core.checkpoint.file_system import DISK, sync_path, sync_tree
-from shardwise.core.checkpoint.files import CheckpointError, describe
 from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.source import CheckpointError, describe
 
 __all__ = [
-    "OutputFile",
     "new_file",
     "one_at_a_time",
     "output_file",
@@ -36,7 +34,7 @@ HELD_BYTES = 1 << 16
 
 
 class OutputFile:
-    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.file_system.DISK`.
+    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.atomic.DISK`.
 
     Attributes:
         nbytes: on their way to the disk.
@@ -134,17 +132,16 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
-    """A fresh directory to write into; when the block ends without an error what is in it is in ``path``.
+    """Yield a new directory to write into; at the end of the block its content is moved to ``path``.
 
-    As ``atomic_directory`` where there is no ``path`` yet. One that is there stays the
-    directory that it is, since it may be where a volume is mounted or where somebody works, and hold files that are
-    being written: each entry of the fresh one takes its place by one rename, weights after all others, their index
-    last. Weights of an earlier save that are not among them are removed afterwards. A kill in between leaves each file
-    whole and never weights of both under one index; at most the index is missing.
+    A new ``path`` is written like ``atomic_directory``. An existing one stays the same directory, because a volume may
+    be mounted there or other files be in use: each entry of the new directory is renamed into it, weights after all
+    others, their index last. Weights of an earlier save are removed afterwards. A kill in between leaves complete files
+    and never weights of both saves under one index; at most the index is missing.
 
     Args:
         path: the directory to make or to write into.
-        weights: says of a file name whether weights, or an index of them, have it.
+        weights: whether a file of that name holds weights or their index.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
@@ -202,11 +199,11 @@ def _moves(fresh: Path, target: Path, weights: Callable[[str], bool]) -> list[tu
 
 @contextmanager
 def output_file(path: Path) -> Iterator[Path]:
-    """A hidden name to write to; when the block ends without an error the file is flushed and takes its place.
+    """Yield a hidden name to write to; at the end of the block the file is flushed and replaces ``path``.
 
     Raises:
         IsADirectoryError: ``path`` is a directory.
-        OSError: it cannot be written; what stood there is still there.
+        OSError: it cannot be written; an existing file is unchanged.
         CheckpointError: it was written and took its place, which may not survive a power failure (only where the
             system cannot exchange two names).
     """
@@ -251,8 +248,7 @@ def _replace(partial: Path, path: Path) -> None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Whoever else enters such a block for ``path``, in any process of this host, waits until this one is over: its
-    output then takes the place of ours, whole. A file system without locks is left alone.
+    """Lock ``path`` against other processes of this host that use this function, if the file system has locks.
 
     Raises:
         OSError: the directory that ``path`` is in cannot be made.

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.core.base.remarks import warn_user
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.indexed import Shards
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.output import write_text, write_torch
-from shardwise.core.checkpoint.formats.peft_embeddings import embedding_weights
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.core.checkpoint.settings import plain
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo
 
-__all__ = ["CONFIG", "WEIGHTS", "name_in_file", "name_in_model", "open_peft", "write_peft"]
+__all__ = ["CONFIG", "deduced_config", "name_in_file", "name_in_model", "open_peft", "the_adapter", "write_peft"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -142,7 +142,7 @@ def write_peft(
         if use_safetensors:
             write_safetensors_stream(directory / file, entries, {"format": "pt"})
         else:
-            write_torch(directory / file, {name: whole(entry) for name, entry in entries.items()})
+            write_torch(directory / file, {name: to_tensor(entry) for name, entry in entries.items()})
         write_text(directory / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return [Path(path) / file, Path(path) / CONFIG]
 
@@ -155,3 +155,162 @@ def _settings(config: Any, path: str | Path) -> dict[str, Any]:
         )
     content = dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
     return {key: plain(value) for key, value in content.items()}
+
+
+_RANKED = re.compile(r"model/(?:base_model\.model\.)?(.*)\.lora_(?:embedding_)?A\.([^.]+)(?:\.weight)?")
+_KEPT = re.compile(r"model/(?:base_model\.model\.)?(.*)\.modules_to_save\.([^.]+)\.(.*)")
+_OTHER = re.compile(r"\.lora_(?!A\.|B\.|embedding_A|embedding_B|magnitude_vector)[A-Za-z_]+\.")
+
+
+def the_adapter(source: CheckpointSource) -> str:
+    """The name of the only adapter in a model, or ``default``.
+
+    Raises:
+        CheckpointError: none is there, or several; their names are listed.
+    """
+    found = sorted({match[2] for name in source.tensors() if (match := _RANKED.fullmatch(name))})
+    if not found:
+        raise CheckpointError("the checkpoint has no parameters of a LoRA adapter (...lora_A.<adapter>.weight)")
+    if len(found) > 1 and "default" not in found:
+        raise CheckpointError(f"the checkpoint has the adapters {', '.join(found)}; say which (--adapter)")
+    return "default" if "default" in found else found[0]
+
+
+def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: str | None = None) -> dict[str, Any]:
+    """``adapter_config.json`` of the adapter in ``source``.
+
+    Rank, targets, ``modules_to_save``, DoRA and biases of ``lora_B`` are in names and shapes. The scale ``lora_alpha``
+    is not, and of what else is not there (rsLoRA, an alpha of single modules) peft's defaults are taken.
+
+    Args:
+        source: with the parameters of a ``PeftModel``.
+        adapter: its name in the model.
+        alpha: ``lora_alpha``.
+        base: ``base_model_name_or_path``: a name or a directory.
+
+    Raises:
+        CheckpointError: there is no such adapter, or parameters of a kind that is not known.
+    """
+    names = [name for name in source.tensors() if f".{adapter}" in name]
+    ranks = {
+        match[1]: source.tensors()[name].shape[0]
+        for name in names
+        if (match := _RANKED.fullmatch(name)) and match[2] == adapter and source.tensors()[name].shape
+    }
+    if not ranks:
+        raise CheckpointError(f"the checkpoint has no parameters of an adapter {adapter!r}")
+    strange = next((name for name in names if _OTHER.search(name)), None)
+    if strange is not None:
+        raise CheckpointError(f"{strange} belongs to a kind of LoRA that is not deduced; give its --adapter-config")
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    kept = {match[1] for name in names if (match := _KEPT.fullmatch(name)) and match[2] == adapter}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(_shortest(source, set(ranks))),
+        "rank_pattern": {f"^{re.escape(name)}$": own for name, own in sorted(ranks.items()) if own != rank},
+        "modules_to_save": sorted(kept) or None,
+        "use_dora": any(".lora_magnitude_vector." in name for name in names),
+        "lora_bias": any(f".lora_B.{adapter}.bias" in name for name in names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+def _shortest(source: CheckpointSource, targets: set[str]) -> set[str]:
+    """The last parts of the targets' names where no other module has them; whole names otherwise."""
+    others = {
+        name.removeprefix("model/").removeprefix("base_model.model.").rpartition(".")[0] for name in source.tensors()
+    }
+    ends = {name.rpartition(".")[2] for name in targets}
+    outside = {name for name in others - targets if name.rpartition(".")[2] in ends and "lora_" not in name}
+    return targets if outside or any(end.isdigit() for end in ends) else ends
+
+
+_USUAL = ("embed_tokens", "lm_head")
+"""The names by which peft knows an embedding that is targeted."""
+_BASE = "base_model.model."
+_AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[A-Za-z_]+)(\..*)?$")
+
+
+def embedding_weights(
+    facts: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
+) -> list[str]:
+    """Names of base weights in a ``PeftModel`` that belong into the adapter's file.
+
+    Args:
+        facts: of all its tensors, by name.
+        settings: the adapter's configuration.
+        vocabulary: what ``vocabulary_of`` said of the model; ``None``: not known.
+
+    Warns if the base model's configuration is not on this machine, so that a resize cannot be detected.
+    """
+    known = vocabulary or {}
+    layers: dict[str, list[str]] = {path: [] for path in known.get("embeddings") or ()}
+    for name in facts:
+        stem = _AROUND.sub("", name)
+        path = stem if stem != name else name.rpartition(".")[0]
+        if path in layers or path.rpartition(".")[2] in _USUAL:
+            layers.setdefault(path, []).append(name)
+    own = {path: [name for name in names if _is_base(name)] for path, names in layers.items()}
+    found = []
+    if _targeted(layers, settings) and not settings.get("trainable_token_indices"):
+        found = [name for path, names in own.items() for name in names if name.startswith(f"{path}.base_layer.")]
+    rows = next((facts[name].shape[0] for names in own.values() for name in names if len(facts[name].shape) == 2), None)
+    size = known.get("size") or rows
+    if size is not None and _resized(int(size), settings.get("base_model_name_or_path"), vocabulary is not None):
+        return sorted(name for names in own.values() for name in names)
+    return found
+
+
+def _is_base(name: str) -> bool:
+    return re.search(r"\.(modules_to_save|lora_[A-Za-z_]+|trainable_tokens_delta)\.", name) is None
+
+
+def _targeted(paths: Iterable[str], settings: Mapping[str, Any]) -> bool:
+    targets = settings.get("target_modules") or ()
+    if not isinstance(targets, str):
+        return any(name in targets for name in _USUAL)
+    if targets == "all-linear":
+        return False
+    usual = [path.removeprefix(_BASE) for path in paths if path.rpartition(".")[2] in _USUAL]
+    return any(re.fullmatch(targets, path) for path in usual)
+
+
+def _resized(size: int, base: object, warns: bool) -> bool:
+    """Whether the base model's vocabulary has another size."""
+    if not isinstance(base, str) or not base:
+        return False
+    theirs = _vocabulary_of_base(base)
+    if theirs is None and warns:
+        warn_user(
+            f"no config.json of {base} with a vocab_size is on this machine, so the model's vocabulary of {size} is "
+            "taken to be unchanged, and embeddings that LoRA leaves alone are not saved with the adapter; if it was "
+            "resized, save the whole model as well"
+        )
+    return theirs is not None and theirs != size
+
+
+def _vocabulary_of_base(base: str) -> int | None:
+    path = Path(base) / "config.json"
+    try:
+        content = read_json(path if path.is_file() else _downloaded(base))
+    except (ImportError, OSError, ValueError, CheckpointError):
+        return None
+    size = content.get("vocab_size") if isinstance(content, dict) else None
+    return size if isinstance(size, int) else None
+
+
+def _downloaded(base: str) -> Path:
+    """The configuration that loading the base model has left in the cache; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(base, "config.json")
+    if not isinstance(found, str):
+        raise FileNotFoundError(base)
+    return Path(found)

@@ -17,14 +17,23 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint.bounds import checked_shape, open_regular
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
 from shardwise.core.checkpoint.formats.lazy import Entry, blocks
 from shardwise.core.checkpoint.formats.output import new_file
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
-__all__ = ["SafetensorsFile", "as_bytes", "write_safetensors_stream"]
+__all__ = [
+    "HEADER",
+    "SafetensorsFile",
+    "extra_entries",
+    "model_metadata",
+    "named_entries",
+    "optimizer_metadata",
+    "read_header",
+    "write_safetensors_stream",
+]
 
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
 
@@ -82,7 +91,7 @@ class SafetensorsFile:
             start, end = facts["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
-        fact = TensorFact(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
+        fact = TensorInfo(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
         if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
             raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
         return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
@@ -154,3 +163,58 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
             for start, numel in blocks(entry.fact):
                 file.write(as_bytes(entry.read(start, numel).contiguous()))
     return file.nbytes
+
+
+HEADER = "shardwise"
+EXTRA = "state/extra/"
+
+
+def extra_entries(source: CheckpointSource) -> dict[str, Entry]:
+    """The tensors of extra state, under their names in a file."""
+    facts = source.tensors().items()
+    return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in facts if n.startswith(EXTRA)}
+
+
+def model_metadata(source: CheckpointSource) -> dict[str, str]:
+    """A model file's metadata."""
+    state = source.state()
+    header = {"kind": "model", "aliases": state.get("aliases", {}), "extra": state.get("extra", {})}
+    return {"format": "pt", HEADER: json.dumps(header, allow_nan=False)}
+
+
+def optimizer_metadata(source: CheckpointSource, index: int) -> dict[str, str]:
+    """The same of an optimizer's file."""
+    state = source.state()
+    kept = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
+    return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": kept}, allow_nan=False)}
+
+
+def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The entry in a file's metadata, ``{}`` where it is not one of ours."""
+    try:
+        header = json.loads(metadata.get(HEADER, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def named_entries(
+    entries: Mapping[str, Entry], header: Mapping[str, Any], aliases: Mapping[str, str]
+) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The entries of a model's files under the names that a source has, and its state."""
+    named: dict[str, Entry] = {}
+    extra: dict[str, Any] = {}
+    for name, entry in entries.items():
+        if name.endswith(EXTRA_STATE):  # a tensor from get_extra_state, as torch and others save it
+            named[f"{EXTRA}{name}"] = entry
+            extra[name] = {"$tensor": f"extra/{name}"}
+        else:
+            named[f"state/{name[1:]}" if name.startswith("$") else f"model/{name}"] = entry
+    state: dict[str, Any] = {}
+    ties = {**(header.get("aliases") or {}), **aliases}
+    if ties:
+        state["aliases"] = ties
+    extra |= header.get("extra") or {}
+    if extra:
+        state["extra"] = extra
+    return named, state

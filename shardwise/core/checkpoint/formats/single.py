@@ -1,7 +1,8 @@
 """Single files: a safetensors file, or a file of ``torch.save`` with a state dictionary or a training checkpoint.
 
 Of torch files three shapes are known: the state dictionary itself; a dictionary with it under ``state_dict``
-(Lightning), ``model``, ``model_state_dict`` or ``module``, and optimizers beside it; an optimizer's ``state_dict()``.
+(Lightning), ``model``, ``model_state_dict`` or ``module``, with optimizers in other entries; an optimizer's
+``state_dict()``.
 """
 
 from __future__ import annotations
@@ -14,25 +15,31 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base import tree
 from shardwise.core.base.names import EXTRA_STATE
-from shardwise.core.checkpoint import tree
-from shardwise.core.checkpoint.files import CheckpointError
-from shardwise.core.checkpoint.formats.header import (
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
+from shardwise.core.checkpoint.formats.optimizer_state import (
+    from_numbered,
+    in_memory_state,
+    numbered_metadata,
+    numbered_state,
+    to_numbered,
+)
+from shardwise.core.checkpoint.formats.output import output_file, write_torch
+from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
+    SafetensorsFile,
     extra_entries,
     model_metadata,
     named_entries,
     optimizer_metadata,
     read_header,
+    write_safetensors_stream,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
-from shardwise.core.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
-from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch, tensor_entries
-from shardwise.core.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, StateTensors
 
-__all__ = ["open_safetensors", "open_single", "open_torch", "write_single", "write_single_optimizer"]
+__all__ = ["open_single", "write_single", "write_single_optimizer"]
 
 MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "optimizers", "optim")
@@ -91,16 +98,16 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
     notes = [f"{path}: {name} is a {type(value).__name__} and was left out" for name, value in left.items()]
     if key is not None:
         known = {key, *OPTIMIZER_KEYS}
-        notes += [f"{path}: {other!r} beside {key!r} was left out" for other in content if other not in known]
+        notes += [f"{path}: {other!r} next to {key!r} was ignored" for other in content if other not in known]
     shapes = {name: entry.fact.shape for name, entry in entries.items()}
     more = read_header({HEADER: content[HEADER]}) if alone and isinstance(content.get(HEADER), str) else {}
     names = more.get("names") if parameter_names is None else parameter_names
     records = []
     for index, saved in enumerate([content] if alone else _optimizers(content) if key is not None else []):
-        found, record, told = from_numbered(saved, index, shapes, names, str(path))
+        found, record, more_notes = from_numbered(saved, index, shapes, names, str(path))
         named.update(found)
         records.append(record)
-        notes += told
+        notes += more_notes
     if not named and not records:
         raise CheckpointError(f"{path} holds no tensors under names; its keys are {list(content)[:8]!r}")
     if records:
@@ -155,8 +162,8 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
     if file.suffix in TORCH_SUFFIXES:
         numbered, groups = to_numbered(source, index)
         with output_file(file) as unfinished:
-            state = {number: loaded(values) for number, values in numbered.items()}
-            text = json.dumps(beside(source, index), allow_nan=False)
+            state = {number: in_memory_state(values) for number, values in numbered.items()}
+            text = json.dumps(numbered_metadata(source, index), allow_nan=False)
             write_torch(unfinished, {"state": state, "param_groups": groups, HEADER: text})
         return file
     start = f"optimizer/{index}/"

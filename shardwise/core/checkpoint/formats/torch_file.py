@@ -12,23 +12,19 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from shardwise.core.base.printable import in_a_line
-from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
-from shardwise.core.checkpoint.files import CheckpointError
+from shardwise.core.checkpoint.bounds import MOST_TIMES, checked_tree, open_regular
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
-from shardwise.core.checkpoint.formats.pickle_scan import check_pickle
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 __all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
-LEGACY_PICKLES = 5
-"""At the start of a file of the older format; tensors follow."""
 SPARE_VALUES = 1 << 20
 SPARE_BYTES = 8 << 20
 """Of expanded tensors, which take no room in a file."""
@@ -53,8 +49,7 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
     mapped = _is_zip(path)
-    with open(open_regular(path), "rb") as file:
-        _check_pickles(file, path, mapped)
+    os.close(open_regular(path))
     try:
         with torch.serialization.safe_globals(list(stand_ins)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -89,11 +84,8 @@ def load_value(content: bytes, where: str) -> Any:
     Raises:
         CheckpointDamage: it is something else; ``where`` is named.
     """
-    file = io.BytesIO(content)
-    _check_pickles(file, where, content[:2] == b"PK")
-    file.seek(0)
     try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointDamage(f"{where} cannot be read with weights_only ({_line(error)})") from error
     _check_values(value, len(content), where)
@@ -124,31 +116,6 @@ def _check_values(content: object, there: int, where: object) -> None:
         raise CheckpointDamage(
             f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}; it is not read"
         )
-
-
-def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
-    """The pickles in a torch file cost no more than their bytes; a zip of torch's own is not compressed."""
-    if not is_zip:
-        nbytes = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        for _ in range(LEGACY_PICKLES):
-            check_pickle(file, nbytes, path, "torch file")
-        return
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:
-                    name = in_a_line(record.filename[:80])
-                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
-                if record.filename.endswith(".pkl"):
-                    if record.file_size > MOST_INDEX_BYTES:
-                        raise CheckpointDamage(f"{path}: a pickle of {record.file_size} bytes, which is not read")
-                    content = archive.read(record)
-                    check_pickle(io.BytesIO(content), len(content), path, "torch file")
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointDamage(
-            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
-        ) from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:

@@ -8,26 +8,26 @@ parameters in the order of their groups, Trainer's those with weight decay first
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from shardwise.core.checkpoint import tree
+from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import read_json, reading
-from shardwise.core.checkpoint.files import CheckpointError
 from shardwise.core.checkpoint.formats.dcp import open_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
-from shardwise.core.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entries_of, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import Shapes, from_numbered
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft
-from shardwise.core.checkpoint.formats.random_states import read_random_states
 from shardwise.core.checkpoint.formats.single import open_single
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 __all__ = ["find_latest", "kind_of", "open_trainer", "scheduler_files"]
 
@@ -51,11 +51,13 @@ def kind_of(path: Path) -> str | None:
         return "trainer"
     names = [item.name for item in path.iterdir()]
     files = (_OPTIMIZER, _RANDOM, _RANDOM_OF_ACCELERATE)
-    beside = [name for name in names if any(each.fullmatch(name) for each in files)]
-    beside += [name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()]
-    if not beside or _model_reader(path) is None:
+    files_of_run = [name for name in names if any(each.fullmatch(name) for each in files)]
+    files_of_run += [
+        name for name in names if _OPTIMIZER_FOLDER.fullmatch(name) and (path / name / ".metadata").is_file()
+    ]
+    if not files_of_run or _model_reader(path) is None:
         return None
-    return "trainer" if any(name.endswith((".pt", ".pth")) for name in beside) else "accelerate"
+    return "trainer" if any(name.endswith((".pt", ".pth")) for name in files_of_run) else "accelerate"
 
 
 def find_latest(path: Path) -> Path | None:
@@ -97,7 +99,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
                 f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
-        raise FileNotFoundError(f"{directory} has no model beside its state: none of {', '.join(WHOLE + INDEX)}")
+        raise FileNotFoundError(f"{directory} has no model: none of {', '.join(SINGLE_FILES + INDEX)}")
     model = reader()
     opened = [model]
     try:
@@ -115,7 +117,7 @@ def _model_reader(path: Path) -> Callable[[], LazySource] | None:
         return lambda: open_dcp(path / FSDP_FOLDER)
     if (path / FSDP_FILE).is_file():
         return lambda: open_single(path / FSDP_FILE)
-    if any((path / name).is_file() for name in WHOLE + INDEX):
+    if any((path / name).is_file() for name in SINGLE_FILES + INDEX):
         return lambda: open_huggingface(path)
     return (lambda: open_peft(path)) if (path / CONFIG).is_file() else None
 
@@ -218,7 +220,7 @@ def _updates(state: Mapping[str, Any]) -> int:
     return most
 
 
-# -- what is beside them
+# -- schedulers, random number generators, loss scale
 
 
 def _add_schedulers(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
@@ -270,3 +272,88 @@ def _count(value: object, where: Path) -> int:
 
 def _plain(value: object) -> bool:
     return isinstance(value, int | str) or (isinstance(value, float) and abs(value) < float("inf"))
+
+
+class _Array:
+    """Holds what a pickle says of an array."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def words(self) -> np.ndarray[Any, Any]:
+        """Its 32-bit numbers."""
+        _, shape, dtype, _, content = self.state
+        if not isinstance(dtype, _Dtype) or dtype.name not in ("u4", "uint32") or not isinstance(content, bytes):
+            raise ValueError(f"no array of 32-bit numbers: {dtype!r:.40}, {shape!r:.40}")
+        values = np.frombuffer(content, dtype=f"{'>' if dtype.order == '>' else '<'}u4").astype(np.uint32)
+        if shape != values.shape:
+            raise ValueError(f"an array of shape {shape} has {len(values)} numbers")
+        return values
+
+
+class _Dtype:
+    """Holds what a pickle says of a type of numbers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.name, self.order = str(arguments[0]) if arguments else "", "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = str(state[1]) if isinstance(state, tuple) and len(state) > 1 else "<"
+
+
+class _Reconstruct:
+    """The call that a pickle of an array begins with."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return _Array()
+
+
+STAND_INS: tuple[tuple[type, str], ...] = (
+    (_Array, "numpy.ndarray"),
+    (_Dtype, "numpy.dtype"),
+    (_Reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_Reconstruct, "numpy.core.multiarray._reconstruct"),
+)
+
+
+def read_random_states(path: Path) -> dict[str, Any]:
+    """The generators of one rank: Python's, numpy's, torch's on the CPU and, where it was saved, on a GPU.
+
+    Raises:
+        CheckpointDamage: the file does not hold them, or in another form.
+        RefusedPickle: it holds objects of other classes.
+    """
+    content = load_torch(path, STAND_INS)
+    if not isinstance(content, Mapping):
+        raise CheckpointDamage(f"{path} holds a {type(content).__name__}, not random number generators")
+    with reading(path):
+        version, words, gauss = content["python"]
+        kind, keys, position, has_gauss, cached = content["numpy"]
+        array = keys.words() if isinstance(keys, _Array) else np.asarray(keys, dtype=np.uint32)
+        state: dict[str, Any] = {
+            "python": {
+                "version": version,
+                "words": torch.from_numpy(np.array(words, dtype=np.uint32)),
+                "gauss": None if gauss is None else float(gauss),
+            },
+            "numpy": {
+                "name": str(kind),
+                "keys": torch.from_numpy(array),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+            "torch": content["cpu"],
+        }
+        # Tried on generators of our own: what is refused later would be refused after weights were loaded.
+        random.Random().setstate((version, tuple(words), gauss))
+        np.random.RandomState().set_state((str(kind), array, int(position), int(has_gauss), float(cached)))
+        torch.Generator().set_state(content["cpu"])
+        gpu = content.get("cuda")
+        if isinstance(gpu, list | tuple) and gpu:  # one process with all GPUs: it trains on the first
+            gpu = gpu[0]
+        if isinstance(gpu, torch.Tensor) and gpu.dtype == torch.uint8 and gpu.dim() == 1:
+            state["cuda"] = gpu
+    return state

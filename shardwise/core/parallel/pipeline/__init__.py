@@ -20,8 +20,14 @@ from shardwise.core.parallel.pipeline.schedule import (
 )
 from shardwise.core.parallel.pipeline.shared import SharedGradients
 from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, walk
-from shardwise.core.parallel.pipeline.staging import Staging, layers_of_stages, stage_model
-from shardwise.core.parallel.pipeline.tables import Body, known_bodies, register_body
+from shardwise.core.parallel.pipeline.staging import (
+    Body,
+    Staging,
+    known_bodies,
+    layers_of_stages,
+    register_body,
+    stage_model,
+)
 
 __all__ = [
     "SCHEDULES",

@@ -18,10 +18,40 @@ from shardwise.core.parallel.pipeline.batch import MicroBatch, check_mergeable, 
 from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, WeightsApart
 from shardwise.core.parallel.pipeline.staging import Staging
-from shardwise.core.parallel.pipeline.void import is_void, void
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 
-__all__ = ["Outcome", "StageRun"]
+__all__ = [
+    "Outcome",
+    "StageRun",
+    "is_sentinel",
+    "sentinel",
+]
+
+MARK = 42
+"""Added to the bits of a quiet NaN."""
+SEEN = 4
+"""Elements that are looked at."""
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def sentinel(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of integers it is zeros, which are not known for it."""
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    x = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    x.view(_INTEGERS[dtype.itemsize]).add_(MARK)
+    return x
+
+
+def is_sentinel(x: Tensor) -> bool:
+    """Whether it is one. On a GPU it is never known, since that would wait for the device."""
+    if x.device.type != "cpu" or not x.is_floating_point() or x.numel() == 0:
+        return False
+    integers = _INTEGERS[x.dtype.itemsize]
+    first = x.detach().reshape(-1)[:SEEN].view(integers)
+    mark = torch.full((1,), float("nan"), dtype=x.dtype, device="cpu").view(integers) + MARK
+    return bool((first == mark).all())
+
 
 FORWARD, BACKWARD = 0, 1  # lanes
 STEPS = 1 << 8
@@ -202,7 +232,7 @@ class StageRun:
         described = lane == FORWARD and not self._known(action.stage, True, key, (x.shape, x.dtype))
         return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
-    def send_void(self, action: Action, rank: int, key: object, what: What | None) -> None:
+    def send_sentinel(self, action: Action, rank: int, key: object, what: What | None) -> None:
         """In its place, that nothing comes of it; ``what`` the receiver expects, if it knows."""
         assert self._wire is not None
         lane = _lane(action)
@@ -211,7 +241,7 @@ class StageRun:
         if what is None:
             self._wire.send_nothing(rank, lane, self._tag(action), _called(action))
         else:
-            self._wire.send(void(*what, self._wire.device), rank, lane, self._tag(action), _called(action))
+            self._wire.send(sentinel(*what, self._wire.device), rank, lane, self._tag(action), _called(action))
 
     def told_of(self, stage: int, key: object) -> What | None:
         """What the receiver of a stage's output expects, if it has been told."""
@@ -368,7 +398,7 @@ class _Step:
             self._settle(rank, self._places[rank][source])
             if forward:
                 self._passed[boundary] = None if x is None else (x.shape, x.dtype)
-        if not self._failed and (x is None or is_void(x)):
+        if not self._failed and (x is None or is_sentinel(x)):
             self._fail()
         return x
 
@@ -389,9 +419,9 @@ class _Step:
             self._under_way.setdefault(rank, deque()).append((place, sent))
         elif forward:
             self._passed[boundary] = self._run.told_of(action.stage, key)
-            self._run.send_void(action, rank, key, self._passed[boundary])
+            self._run.send_sentinel(action, rank, key, self._passed[boundary])
         elif self._passed[boundary] is not None:
-            self._run.send_void(action, rank, key, self._passed[boundary])
+            self._run.send_sentinel(action, rank, key, self._passed[boundary])
 
     def _settle(self, rank: int, place: int) -> None:
         """``rank`` is behind ``place`` of its order: what it took before that is through."""

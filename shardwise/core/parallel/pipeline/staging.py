@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -12,48 +13,138 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.base.checked import UnknownModelError
-from shardwise.core.parallel.pipeline.passing import ONE_TENSOR, Passage
 from shardwise.core.parallel.pipeline.schedule import rank_of_stage
-from shardwise.core.parallel.pipeline.tables import TABLES, Body, known_bodies
 
-__all__ = ["Staging", "layers_of_stages", "stage_model"]
+__all__ = ["TABLES", "Body", "Staging", "known_bodies", "layers_of_stages", "register_body", "stage_model"]
 
+
+@dataclass(frozen=True)
+class Body:
+    """Describes the module whose forward pass runs the layers in order, so that it can be divided into stages.
+
+    Modules that are not named here come after the layers, and so do modules outside of the body: they belong to the
+    last stage, and calling one before the layers is an error.
+
+    Attributes:
+        layers: the path of its list of layers.
+        tokens: the token embedding, called first. It belongs to the first stage.
+        zeros: modules whose output is added to the embedding (positions); they return 0 in later stages.
+        before: modules between the embedding and the layers (dropout, a norm); later stages skip them.
+        everywhere: modules that every stage calls (rotary embeddings; outside of the body, modules that change the
+            inputs, by their name in the model). They may not have trainable parameters.
+        tuples: a layer returns a tuple whose first element is the hidden state.
+    """
+
+    layers: str = "layers"
+    tokens: str = "embed_tokens"
+    zeros: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
+    tuples: bool = False
+
+
+_ROTARY = Body(everywhere=("rotary_emb", "rotary_emb_local"))
+_LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Cohere")
+
+TABLES: dict[str, Body] = {f"{name}Model": _ROTARY for name in _LLAMA_LIKE} | {
+    "DeepseekV2Model": _ROTARY,
+    "DeepseekV3Model": _ROTARY,
+    "Gemma3TextModel": _ROTARY,
+    "BertModel": Body(layers="encoder.layer", tokens="embeddings"),
+    "BloomModel": Body(layers="h", tokens="word_embeddings", before=("word_embeddings_layernorm",), tuples=True),
+    "FalconModel": Body(layers="h", tokens="word_embeddings", everywhere=("rotary_emb",), tuples=True),
+    "GPT2Model": Body(layers="h", tokens="wte", zeros=("wpe",), before=("drop",)),
+    "GPTJModel": Body(layers="h", tokens="wte", before=("drop",), tuples=True),
+    "GPTNeoXModel": replace(_ROTARY, tokens="embed_in", before=("emb_dropout",)),
+    "OPTDecoder": Body(zeros=("embed_positions",), before=("project_in",)),
+}
+"""By the name of the body's class."""
+
+
+def known_bodies() -> tuple[str, ...]:
+    """Names of the classes, in alphabetical order."""
+    return tuple(sorted(TABLES))
+
+
+def register_body(class_name: str, body: Body) -> None:
+    """Register how models with a module of this class are divided into stages. Call it on every rank."""
+    TABLES[class_name] = body
+
+
+ONE_TENSOR = (
+    "have each layer take and return one tensor, with what else goes from layer to layer put into it (torch.cat, "
+    "torch.stack), or use pp=1 (pp_size=1); where a layer returns a tuple of which the model uses the first alone, "
+    "describe it with Body(tuples=True) (shardwise.register_body)"
+)
 OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
 """What models return of each layer, and compute losses of."""
 
 
 def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
-    """How many layers each stage has: as given, or as even as can be, with more in the middle, where neither
-    embeddings nor heads are.
+    """Return the number of layers of each stage: ``given``, or an even division with the larger stages in the middle,
+    since the first and the last have the embedding and the head.
 
     Raises:
-        ValueError: fewer layers than stages, or what is given does not add up.
+        ValueError: fewer layers than stages, or ``given`` does not add up to ``layers``.
     """
     if given is not None:
         if len(given) != stages or sum(given) != layers or min(given) < 1:
             raise ValueError(
-                f"layers={list(given)} for {stages} stages of a model with {layers} layers: give {stages} numbers "
-                f">= 1 whose sum is {layers}"
+                f"layers={list(given)} does not fit {stages} stages of a model with {layers} layers; give {stages} "
+                f"numbers >= 1 whose sum is {layers}"
             )
         return list(given)
     if layers < stages:
-        raise ValueError(f"{layers} layers in {stages} stages: use fewer stages, each needs a layer")
+        raise ValueError(f"{layers} layers are too few for {stages} stages; use at most {layers} stages")
     rest = layers % stages
     first = (stages - rest) // 2
     return [layers // stages + (first <= stage < first + rest) for stage in range(stages)]
 
 
 # [Note: What staging changes]
-# A rank runs the model's own forward pass, for each of its stages with the inputs that every stage gets: masks,
-# positions and losses are made as they are without stages. What another stage has is replaced by a stand-in without
-# parameters, so names stay what they are: the embedding hands out what the stage before has sent, other layers let it
-# through. Before the last stage the pass ends behind the stage's last layer: at the stand-in for the next one. Where a
-# rank has several stages the modules of those that do not run stand aside in the same way. Until install() nothing is
-# changed. What a model computes between its own modules before the layers is thus computed in every stage: that what
-# has arrived comes to the layers as it was, and nowhere else, is looked at ([Note: Hidden states that are passed by]),
-# and a module of the last stage that is called before them is an error.
+# A rank runs the model's own forward pass once for each of its stages, with the inputs that every stage gets: masks,
+# positions and losses are computed as they are without stages. Each module of another stage is replaced by a stand-in
+# without parameters, so parameter names do not change.
+# * Before a stage's own layers, the embedding's stand-in returns a sentinel (NaN) of the hidden state's shape, and
+#   others return their input. The first own layer that is called takes the tensor from the stage before in place of
+#   its argument. So what the model computes between its modules counts once, in the stage that runs the layer before.
+# * Before the last stage, the pass ends at the first call of a layer of the next stage: its argument is what is sent.
+# * A model that uses an earlier output again (a skip connection across stages) computes with the sentinel. Its backward
+#   pass raises an error; a forward pass alone gives NaN.
+# * Where a rank has several stages, the modules of those that do not run are skipped in the same way.
+# Until install() nothing is changed. A module of the last stage that is called before the layers is an error.
+class _Sentinel(torch.autograd.Function):
+    """NaN in the place of a hidden state that this stage does not have."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        ctx.set_materialize_grads(False)
+        if arrived.is_floating_point():
+            return torch.full_like(arrived, float("nan"))
+        return torch.zeros_like(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+        if grad is not None and bool(grad.any()):  # a reentrant checkpoint gives zeros where nothing was used
+            raise RuntimeError(ctx.message)
+        return None, None
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, neither a leaf nor a view of one: a layer may begin with an in-place operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Staging:
-    """Of one model over the ranks of a pipeline.
+    """The division of one model into the stages of a pipeline.
 
     Args:
         model: whole.
@@ -87,8 +178,7 @@ class Staging:
         self.active = self.own[0]
         self.arrived: Tensor | None = None
         self._running = False
-        self._fresh: Tensor | None = None
-        self._passage = Passage(type(model).__name__, f"{type(self.body).__name__}.{body.tokens}")
+        self._taken_by: str | None = None
         self._units = self._find_units(counts)
         self._check_apart()
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
@@ -227,7 +317,7 @@ class Staging:
     def enter(self, stage: int, arrived: Tensor | None) -> None:
         """``stage`` is the one that runs, or whose backward pass recomputes."""
         self.active, self.arrived = stage, arrived
-        self._passage.enter(stage, arrived)
+        self._taken_by = getattr(arrived, "taken_by", None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._running:
@@ -237,87 +327,61 @@ class Staging:
                 "torch.no_grad() forward ones alone"
             )
         check_of_all_layers(kwargs, type(self.model).__name__)
-        self._fresh = self.arrived
-        self._passage.begin()
         if "use_cache" in self._model_names:
             kwargs["use_cache"] = False
-        output: Any = None
         try:
             output = type(self.model).forward(self.model, *args, **kwargs)
-        except _Enough as found:
-            output, ended = found.hidden, True
-        except (ValueError, IndexError) as error:
-            behind, text = self._passage.on_the_way, str(error)
-            if not behind or ("values to unpack" not in text and "tuple index" not in text):
-                raise
-            raise TypeError(
-                f"{text}: of what {behind} returns stage {self.active} has the hidden state, one tensor: {ONE_TENSOR}"
-            ) from error
-        else:
-            ended = self.active == self.stages - 1
-        finally:
-            self._passage.end()
-        if not ended:
+        except _Enough as enough:
+            return enough.hidden
+        if self.active != self.stages - 1:
             raise RuntimeError(
                 f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this"
             )
-        self._check_taken()
         return output
 
-    def _check_taken(self) -> None:
-        """Raises:
-        RuntimeError: layers ran on something else than what the stage before has sent.
-        """
-        if self._fresh is not None:
-            raise RuntimeError(
-                f"the {type(self.model).__name__} did not call {type(self.body).__name__}.{self.table.tokens} in stage "
-                f"{self.active}, where what stage {self.active - 1} has sent goes in (it does not with inputs_embeds): "
-                "give the inputs that it is called with (input_ids)"
-            )
-
     def stand_in(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the module ``name`` of another stage gives in its place.
+        """Return the output of the module ``name``, which belongs to another stage.
 
         Raises:
-            RuntimeError: it is none that can be passed by here.
+            RuntimeError: the module cannot be skipped here.
         """
         stage, role = self._units[name]
-        if role == "tokens":
-            fresh, self._fresh = self._fresh, None
-            if fresh is not None:
-                return self._passage.first()
-        if role in ("tokens", "zeros"):  # embeddings of something else are in what has arrived
+        if role in ("tokens", "zeros"):
             if self.arrived is None:
                 raise RuntimeError(f"stage {self.active} was given nothing, and is not the first; report this")
-            return self.arrived.new_zeros(())
+            if role == "zeros":
+                return self.arrived.new_zeros(())
+            return _Sentinel.apply(self.arrived, self._reused())  # type: ignore[no-untyped-call]
         if role == "after":
             raise RuntimeError(
                 f"the {type(self.model).__name__} calls {name} before the layers of stage {self.active}, which does "
-                f"not have it: what is not known of a {type(self.body).__name__} counts as coming after the layers. "
-                f"Describe that class anew, with {name} in Body.everywhere if every stage is to call it, or, where "
+                f"not have it: modules that the description of {type(self.body).__name__} does not name come after the "
+                f"layers. Describe that class with {name} in Body.everywhere if every stage is to call it, or, where "
                 "hidden states go through it, in Body.before (shardwise.register_body)"
             )
         hidden = args[0] if args else next(iter(kwargs.values()))
         if role == "layer" and stage > self.active:
-            raise _Enough(self._taken(name, hidden, ()))
+            raise _Enough(self._input_of(name, hidden) if self._taken_by is None else self._one_tensor(name, hidden))
         if role == "layer":
-            self._check_taken()
-            hidden = self._passage.through(name, hidden, self.model.training)
+            self._one_tensor(name, hidden)
+            if self._running and self._taken_by is not None:
+                raise RuntimeError(
+                    f"the {type(self.model).__name__} calls {name} after layers of stage {self.active}, but it belongs "
+                    "to an earlier stage: layers have to be called once, in their order; use pp=1 (pp_size=1)"
+                )
         return (hidden,) if role == "layer" and self.table.tuples else hidden
 
     def own_layer(self, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``call``, the layer ``name`` of the stage that runs, with the hidden state itself.
+        """``call``, the layer ``name`` of the stage that runs, with the stage's input if it is the first.
 
         Raises:
             TypeError: the hidden state is not one tensor.
-            RuntimeError: it is something else than what has arrived.
         """
         if args:
-            args = self._taken(name, args[0], (args[1:], kwargs)), *args[1:]
+            args = self._input_of(name, args[0]), *args[1:]
         elif kwargs:
             first, *_ = kwargs
-            rest = {key: value for key, value in kwargs.items() if key != first}
-            kwargs = {first: self._taken(name, kwargs[first], rest), **rest}
+            kwargs = {**kwargs, first: self._input_of(name, kwargs[first])}
         made = call(*args, **kwargs)
         hidden = made[0] if self.table.tuples and isinstance(made, tuple) and made else made
         if not isinstance(hidden, Tensor):
@@ -327,9 +391,38 @@ class Staging:
             )
         return made
 
-    def _taken(self, name: str, hidden: Any, rest: Any) -> Tensor:
-        self._check_taken()
-        return self._passage.taken(name, hidden, rest, self.model.training)
+    def _input_of(self, name: str, hidden: object) -> Tensor:
+        """The stage's input where ``name`` is the first of its layers that is called, else ``hidden``.
+
+        A layer that is computed again in the backward pass gets the same.
+        """
+        hidden = self._one_tensor(name, hidden)
+        if self.arrived is None or self._taken_by not in (None, name):
+            return hidden
+        if self._running and self._taken_by == name:
+            raise RuntimeError(
+                f"the {type(self.model).__name__} calls {name} twice in stage {self.active}: layers have to be called "
+                "once, in their order; use pp=1 (pp_size=1)"
+            )
+        self._taken_by = self.arrived.taken_by = name  # type: ignore[attr-defined]
+        own: Tensor = _Alias.apply(self.arrived)  # type: ignore[no-untyped-call]
+        return own
+
+    def _one_tensor(self, name: str, hidden: object) -> Tensor:
+        if not isinstance(hidden, Tensor):
+            raise TypeError(
+                f"the {type(self.model).__name__} calls {name} with a {type(hidden).__name__} for its hidden state: "
+                f"{ONE_TENSOR}"
+            )
+        return hidden
+
+    def _reused(self) -> str:
+        return (
+            f"the {type(self.model).__name__} uses the output of {type(self.body).__name__}.{self.table.tokens} or of "
+            f"a layer of an earlier stage again in stage {self.active}, which has only the hidden state that stage "
+            f"{self.active - 1} sent. Carry it inside of the hidden state (torch.cat, torch.stack), or use pp=1 "
+            "(pp_size=1)"
+        )
 
     def is_layer(self, name: str) -> bool:
         """Whether the module ``name`` is one of the layers."""
@@ -414,13 +507,13 @@ def _dots(name: str) -> list[int]:
 
 def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
     """Raises:
-    ValueError: something of all layers is asked for, of which the last stage has its own alone.
+    ValueError: an output of all layers is asked for; the last stage only has those of its own.
     """
     for name in OF_ALL_LAYERS:
         if settings.get(name):
             raise ValueError(
-                f"{name}={settings[name]} for a {whose} in stages: the last one has what its own layers give, and not "
-                "the others'; leave it False (a loss of all routers needs pp=1)"
+                f"{name}={settings[name]} for a {whose} in pipeline stages: the last stage only has the outputs of its "
+                "own layers; leave it False (a loss of all routers needs pp=1)"
             )
 
 
@@ -447,20 +540,20 @@ def stage_model(
     body: Body | None = None,
     v_shaped: bool = False,
 ) -> Staging:
-    """Which part of ``model`` each rank gets; nothing is changed. Every rank makes the same of the same model.
+    """Divide ``model`` into stages. The model is not changed until :meth:`Staging.install`.
 
     Args:
-        model: whole.
-        rank: of the pipeline.
-        ranks: in it.
-        chunks: stages a rank.
+        model: the full model.
+        rank: of this process in the pipeline.
+        ranks: number of pipeline ranks.
+        chunks: stages per rank.
         given: layers by stage.
-        body: what the model's body consists of, if its class is not known; then the model is the body itself.
-        v_shaped: where stages are, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+        body: describes the model itself, if its class is not registered.
+        v_shaped: the order of stages over ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
 
     Raises:
-        UnknownModelError: the model is of no known class.
-        ValueError: it has too few layers, or is to return something of all layers.
+        UnknownModelError: the model's class is not registered.
+        ValueError: the model has too few layers, or its configuration asks for outputs of all layers.
     """
     if body is not None:
         found = [("", body)]
@@ -473,12 +566,12 @@ def stage_model(
     if not found:
         raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
-            f"({', '.join(known_bodies())}); describe it with shardwise.register_body(class name, Body(...))"
+            f"({', '.join(known_bodies())}). Describe it with shardwise.register_body(class name, Body(...))"
         )
     if len(found) > 1:
         raise ValueError(
             f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
-            "one can be divided into stages; use pp=1"
+            "a model with one body can be divided into stages; use pp=1"
         )
     config = getattr(model, "config", None)
     check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
@@ -486,10 +579,15 @@ def stage_model(
     owner = model.get_submodule(name)
     layers = owner.get_submodule(table.layers)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}: give an nn.ModuleList")
+        raise ValueError(
+            f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}; name an nn.ModuleList in Body.layers"
+        )
     counts = layers_of_stages(len(layers), ranks * chunks, given)
     staging = Staging(model, name, table, rank, ranks, counts, v_shaped)
     for name in table.everywhere:
         if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
-            raise ValueError(f"{type(owner).__name__}.{name} is used in every stage and has trainable parameters")
+            raise ValueError(
+                f"{type(owner).__name__}.{name} is in Body.everywhere and has trainable parameters; "
+                "freeze them, or use pp=1"
+            )
     return staging

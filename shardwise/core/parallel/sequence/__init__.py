@@ -6,9 +6,8 @@ these ranks are data-parallel ones, nor reads the environment or makes groups.
 """
 
 from shardwise.core.parallel.sequence.axis import SequenceAxis
-from shardwise.core.parallel.sequence.requirements import required
+from shardwise.core.parallel.sequence.requirements import SequenceBody, known_sequences, register_sequence, required
 from shardwise.core.parallel.sequence.sharing import Sequences, share_sequences
-from shardwise.core.parallel.sequence.tables import SequenceBody, known_sequences, register_sequence
 
 __all__ = [
     "SequenceAxis",

@@ -1,9 +1,9 @@
-"""What transformers' models call for masks and attention while ranks share their sequences."""
+"""Attention of transformers models whose sequences are divided over ranks: masks, exchange of heads, ring."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,12 +15,99 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.parallel.sequence.axis import SequenceAxis
-from shardwise.core.parallel.sequence.heads import OfSomeHeads, attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
+from shardwise.core.parallel.tensor.shard_spec import Heads
 
-__all__ = ["ORIGINALS", "Pass", "PassMask", "attend", "called", "original_of", "running"]
+__all__ = [
+    "ORIGINALS",
+    "OWN_ATTENTION",
+    "OfSomeHeads",
+    "Pass",
+    "PassMask",
+    "attend",
+    "attend_by_heads",
+    "called",
+    "original_of",
+    "own_heads",
+    "running",
+]
+
+Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
+
+
+class OfSomeHeads:
+    """An attention module, as attention functions see it, of which some heads are here.
+
+    Args:
+        module: the model's.
+        groups: query heads to each key/value head.
+    """
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def own_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
+    """Which heads each rank has.
+
+    Raises:
+        ValueError: there are fewer than ranks.
+    """
+    if heads < ranks:
+        raise ValueError(
+            f"{heads} attention heads for {ranks} ranks that share sequences with mode='all_to_all': give at most "
+            f"{heads} ranks, or mode='ring_attn'"
+        )
+    return Heads.over(heads, kv_heads, ranks)
+
+
+def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: Parts, axis: SequenceAxis) -> Tensor:
+    """Attention of this rank's part of the sequence.
+
+    Two exchanges: queries, keys and values go where their heads are, what attention makes of them comes back.
+
+    Args:
+        qkv: queries ``[rows, heads, part, size]``, keys and values with the heads that they have.
+        attend: of whole sequences, without padding: queries, keys and values of this rank's heads, and which query
+            heads these are, to ``[rows, length, heads, size]``.
+        parts: one piece a rank.
+        axis: the ranks.
+
+    Returns:
+        ``[rows, part, heads, size]``.
+    """
+    q, k, v = qkv
+    heads = own_heads(q.shape[1], k.shape[1], axis.size)
+    ranges = [heads.query, heads.kv, heads.kv]
+    sent = [_flat([x[:, slice(*by_rank[r])] for x, by_rank in zip(qkv, ranges, strict=True)]) for r in range(axis.size)]
+    counts = [heads.counts(axis.rank)[0], *[heads.counts(axis.rank)[1]] * 2]
+    shapes = [(x.shape[0], count, parts.local, x.shape[-1]) for x, count in zip(qkv, counts, strict=True)]
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    came = axis.exchanged(sent, [sum(numels)] * axis.size, "queries, keys and values", True)
+    by_kind = zip(*[torch.split(flat, numels) for flat in came], strict=True)
+    q, k, v = (
+        parts.together([each.view(shape) for each in by_rank], 2)
+        for by_rank, shape in zip(by_kind, shapes, strict=True)
+    )
+    out = parts.pad(attend(q, k, v, slice(*heads.query[axis.rank])), 1)
+    rows, width = out.shape[0], out.shape[-1]
+    sizes = [rows * parts.local * heads.counts(rank)[0] * width for rank in range(axis.size)]
+    back = axis.exchanged(
+        [_flat([parts.take(out, 1, rank)]) for rank in range(axis.size)], sizes, "the output of attention", True
+    )
+    views = [flat.view(rows, parts.local, heads.counts(rank)[0], width) for rank, flat in enumerate(back)]
+    return torch.cat(views, 2)
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
 
 ORIGINALS = ("sdpa", "eager")
 """Attention implementations that a model may have; all_to_all goes on with them."""
@@ -245,3 +332,61 @@ def _original(name: str, module: nn.Module) -> Callable[..., Any]:
 
     found = ALL_ATTENTION_FUNCTIONS[name]
     return found
+
+
+class BloomShared(nn.Module):
+    """A ``BloomAttention`` whose queries are a part of the sequence; scores are biased by the keys' positions."""
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        own: Any = self
+        if not isinstance(attention_mask, PassMask):
+            return super().forward(hidden_states, residual, alibi, attention_mask, **kwargs)
+        qkv = own._reshape(own.query_key_value(hidden_states))
+        bias = alibi.view(hidden_states.shape[0], -1, 1, alibi.shape[-1]) * own.beta
+        rate = own.attention_dropout.p if self.training else 0.0
+        out = attend(self, qkv, attention_mask, own.inv_norm_factor, bias, rate)
+        made = own.dense(out.flatten(2))
+        return residual + functional.dropout(made, own.hidden_dropout, self.training), None
+
+
+class FalconShared(nn.Module):
+    """A ``FalconAttention`` whose queries are a part of the sequence."""
+
+    def forward(self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any) -> Any:
+        own: Any = self
+        if not isinstance(attention_mask, PassMask):
+            return super().forward(hidden_states, alibi, attention_mask, **kwargs)
+        q, k, v = (x.transpose(1, 2) for x in own._split_heads(own.query_key_value(hidden_states)))
+        bias, rate = None, 0.0
+        if alibi is None:
+            cos, sin = kwargs["position_embeddings"]
+            q, k = sys.modules[type(self).__module__].apply_rotary_pos_emb(q, k, cos, sin)
+        else:
+            rate = own.attention_dropout.p if self.training else 0.0
+            bias = alibi.view(hidden_states.shape[0], -1, 1, alibi.shape[-1]) * own.inv_norm_factor
+            if own.config._attn_implementation.endswith("eager"):
+                bias = bias * 2  # the model adds it to its mask, and once more to scores
+        out = attend(self, (q, k, v), attention_mask, own.head_dim**-0.5, bias, rate)
+        return own.dense(out.flatten(2)), None
+
+
+class GPTJShared(nn.Module):
+    """A ``GPTJAttention`` whose queries are a part of the sequence."""
+
+    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+        own: Any = self
+        if not isinstance(attention_mask, PassMask):
+            return super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
+        rate = own.attn_dropout.p if self.training else 0.0
+        qkv = (query.to(value.dtype), key.to(value.dtype), value)
+        return attend(self, qkv, attention_mask, 1 / float(own.scale_attn), None, rate).transpose(1, 2), None
+
+
+OWN_ATTENTION: dict[str, type[nn.Module]] = {
+    "BloomAttention": BloomShared,
+    "FalconAttention": FalconShared,
+    "GPTJAttention": GPTJShared,
+}
+"""By the name of the class that each takes the place of."""

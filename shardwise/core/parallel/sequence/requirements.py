@@ -1,20 +1,72 @@
-"""What of a model is needed to share its sequences, found before anything is changed."""
+"""Which models can divide their sequences over ranks: a table by class name, and the checks of a model."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from shardwise.core.base.checked import UnknownModelError
 from shardwise.core.base.draws import dropouts_of
 from shardwise.core.parallel.sequence.attention import ORIGINALS, original_of
-from shardwise.core.parallel.sequence.tables import TABLES, SequenceBody, known_sequences
 from shardwise.plan.parallel import SequencePlan
 
-__all__ = ["Requirements", "required", "rotary_by_length"]
+__all__ = [
+    "TABLES",
+    "Requirements",
+    "SequenceBody",
+    "known_sequences",
+    "register_sequence",
+    "required",
+    "rotary_by_length",
+]
+
+
+@dataclass(frozen=True)
+class SequenceBody:
+    """The module in whose forward pass each rank has a part of the sequences.
+
+    It takes ``input_ids`` or ``inputs_embeds`` and ``attention_mask``, uses transformers' masks and attention, and
+    returns ``last_hidden_state``.
+
+    Attributes:
+        end: the submodule after which ranks have full sequences again; ``""``: the body itself.
+        positions: how the model computes missing ``position_ids``: ``"count"`` (0, 1, 2, ...), ``"mask"`` (counted
+            without padding), or ``"none"``: it has none.
+        packed: positions that start again begin another sequence, which does not see the one before.
+    """
+
+    end: str = ""
+    positions: Literal["count", "mask", "none"] = "count"
+    packed: bool = True
+
+
+_LIKE_LLAMA = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Cohere", "GPTNeoX")
+_LATENT = ("DeepseekV2", "DeepseekV3")
+
+TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _LIKE_LLAMA + _LATENT} | {
+    "BertModel": SequenceBody(end="encoder", packed=False),
+    "BloomModel": SequenceBody(positions="none", packed=False),
+    "FalconModel": SequenceBody(packed=False),
+    "GPT2Model": SequenceBody(),
+    "GPTJModel": SequenceBody(),
+    "Gemma3TextModel": SequenceBody(),
+    "OPTDecoder": SequenceBody(positions="mask", packed=False),
+}
+"""By the name of the body's class."""
+
+
+def known_sequences() -> tuple[str, ...]:
+    """Return the names of all registered classes, sorted."""
+    return tuple(sorted(TABLES))
+
+
+def register_sequence(class_name: str, body: SequenceBody) -> None:
+    """Register where the sequences of a model class begin and end. Call it on every rank before the build."""
+    TABLES[class_name] = body
+
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _BY_LENGTH = ("dynamic", "longrope")
@@ -22,13 +74,13 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Requirements:
-    """Of one model.
+    """What sequence parallelism needs to know of a model.
 
     Attributes:
-        body: the module in which ranks have parts.
-        table: what is known of it.
-        heads: modules around it whose loss may be made of parts.
-        configs: configurations that the body's modules look at.
+        body: the module in which ranks have parts of the sequences.
+        table: its entry by class name.
+        heads: modules around it whose loss may be computed from parts.
+        configs: the configurations of the body's modules.
     """
 
     body: nn.Module
@@ -38,50 +90,59 @@ class Requirements:
 
 
 def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -> Requirements:
-    """Of ``ranks`` that share sequences, where layers are cut over ``parts`` ranks besides.
+    """Check that ``ranks`` ranks can divide the model's sequences.
+
+    Args:
+        model: a transformers model, or a module around one.
+        plan: the mode.
+        ranks: sequence-parallel ranks.
+        parts: tensor-parallel ranks.
 
     Raises:
-    ValueError: ``model`` is not known, or does something that ranks which share sequences cannot.
+        UnknownModelError: the model's class is not registered.
+        ValueError: the model or the plan uses a feature that does not work with divided sequences.
     """
     who = type(model).__name__
     body, table = _body(model, plan)
     configs = _configs(body)
     if not configs:
         raise ValueError(
-            f"{type(body).__name__} has no configuration of transformers, through which its attention is reached: "
-            "ranks cannot share its sequences; use sp=1"
+            f"{type(body).__name__} has no transformers configuration, which sequence parallelism needs to replace its "
+            "attention; use sp=1"
         )
     for config in configs:
         if original_of(config._attn_implementation) not in ORIGINALS:
             raise ValueError(
-                f"{who} has attn_implementation={config._attn_implementation!r}, and {ranks} ranks are to share its "
-                f"sequences: give one of {', '.join(ORIGINALS)}"
+                f"{who} has attn_implementation={config._attn_implementation!r}, which does not work with sequences "
+                f"divided over {ranks} ranks; use one of {', '.join(ORIGINALS)}"
             )
         for name in ("output_attentions", "output_router_logits", "is_encoder_decoder"):
             if getattr(config, name, False):
                 raise ValueError(
-                    f"{name}={getattr(config, name)} in the configuration of {who}, and {ranks} ranks are to share its "
-                    "sequences, of which each has a part: set it to False, or use sp=1"
+                    f"{name}={getattr(config, name)} in the configuration of {who} does not work with sequences "
+                    f"divided over {ranks} ranks; set it to False, or use sp=1"
                 )
         if getattr(config, "layerdrop", 0.0) > 0:
             raise ValueError(
-                f"layerdrop={config.layerdrop} in the configuration of {who}: {ranks} ranks that share its sequences "
-                "would leave out different layers; set it to 0"
+                f"layerdrop={config.layerdrop} in the configuration of {who}: the {ranks} sequence-parallel ranks "
+                "would skip different layers; set it to 0"
             )
     if plan.mode == "ring_attn":
         inner = plan.inner_ring or ranks
         if ranks % inner:
-            raise ValueError(f"inner_ring={inner} among {ranks} ranks that share sequences: give a divisor of {ranks}")
+            raise ValueError(
+                f"inner_ring={inner} does not divide the {ranks} sequence-parallel ranks; use a divisor of {ranks}"
+            )
         _refuse_dropout(who, body)
     elif plan.inner_ring is not None:
-        raise ValueError(f"inner_ring={plan.inner_ring} with mode={plan.mode!r}: give None, or mode='ring_attn'")
+        raise ValueError(f"inner_ring={plan.inner_ring} needs mode='ring_attn', not {plan.mode!r}; leave it None")
     else:
         number = _heads_of(configs[0])
         if number is not None and number // parts < ranks:
-            cut = f" cut over {parts} ranks" if parts > 1 else ""
+            cut = f" over {parts} tensor-parallel ranks" if parts > 1 else ""
             raise ValueError(
-                f"{number} attention heads of {who}{cut} for {ranks} ranks that share sequences with "
-                f"mode={plan.mode!r}: give at most {max(number // parts, 1)} ranks, or mode='ring_attn'"
+                f"{number} attention heads of {who}{cut} are too few for {ranks} sequence-parallel ranks with "
+                f"mode={plan.mode!r}; use at most {max(number // parts, 1)} ranks, or mode='ring_attn'"
             )
     heads = tuple(module for module in model.modules() if _loss_of_parts(module) and _holds(module, body))
     return Requirements(body, table, heads, configs)
@@ -90,7 +151,9 @@ def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -
 def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody]:
     if plan.architecture is not None:
         if not isinstance(plan.architecture, SequenceBody):
-            raise ValueError(f"architecture={plan.architecture!r:.60}: give a shardwise.SequenceBody, or None")
+            raise ValueError(
+                f"architecture={plan.architecture!r:.60} is not a shardwise.SequenceBody; pass one, or None"
+            )
         return model, plan.architecture
     found = []
     for module in model.modules():
@@ -99,14 +162,14 @@ def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody
             found.append((module, TABLES[kind.__name__]))
     if not found:
         raise UnknownModelError(
-            f"ranks cannot share the sequences of a {type(model).__name__}: it has no module of a known class "
-            f"({', '.join(known_sequences())}); describe it with shardwise.register_sequence(class name, "
+            f"the sequences of a {type(model).__name__} cannot be divided: it has no module of a known class "
+            f"({', '.join(known_sequences())}). Describe it with shardwise.register_sequence(class name, "
             "SequenceBody(...))"
         )
     if len(found) > 1:
         raise ValueError(
             f"{type(model).__name__} has several bodies ({', '.join(type(module).__name__ for module, _ in found)}): "
-            "ranks can share the sequences of one; use sp=1"
+            "only the sequences of one can be divided; use sp=1"
         )
     return found[0]
 
@@ -126,7 +189,7 @@ def _heads_of(config: Any) -> int | None:
 
 
 def _refuse_dropout(who: str, body: nn.Module) -> None:
-    """Of attention probabilities, by what rates are called."""
+    """Raise an error if attention has dropout; found by the names of rates and modules."""
     for owner, name in dropouts_of(body.modules()):
         of_attention = "attention" in name or "attn" in name
         if isinstance(owner, nn.Dropout):
@@ -135,15 +198,17 @@ def _refuse_dropout(who: str, body: nn.Module) -> None:
             of_attention = any("att" in each for each in names) or any("SelfAttention" in each for each in parents)
         if of_attention and getattr(owner, name) > 0:
             raise ValueError(
-                f"{who} drops attention probabilities with a rate of {getattr(owner, name)} ({type(owner).__name__}), "
-                "which mode='ring_attn' does not do: set it to 0 in the model's configuration (attention_dropout, "
-                "attn_pdrop, attention_probs_dropout_prob), or use mode='all_to_all'"
+                f"{who} has attention dropout {getattr(owner, name)} ({type(owner).__name__}), which mode='ring_attn' "
+                "does not support. Set it to 0 in the model's configuration (attention_dropout, attn_pdrop, "
+                "attention_probs_dropout_prob), or use mode='all_to_all'"
             )
 
 
 def _loss_of_parts(module: nn.Module) -> bool:
-    """A causal language model whose forward pass is transformers' own, and makes its loss of logits. One of somebody
-    else's may make more of hidden states and logits, which are whole there."""
+    """True for causal language models with transformers' own forward pass and loss.
+
+    Other forward passes may use hidden states and logits in ways that need full sequences.
+    """
     named = any(kind.__name__.endswith(_CAUSAL) for kind in type(module).__mro__)
     function = inspect.unwrap(type(module).forward)
     own = getattr(function, "__module__", "").startswith("transformers.models.")
@@ -156,7 +221,7 @@ def _holds(head: nn.Module, body: nn.Module) -> bool:
 
 
 def rotary_by_length(module: nn.Module) -> bool:
-    """Rotary embeddings whose frequencies depend on how long sequences are."""
+    """True if the frequencies of rotary embeddings depend on the sequence length."""
     kind = vars(module).get("rope_type", "")
     kinds = kind.values() if isinstance(kind, dict) else (kind,)
     return any(name in each for each in kinds if isinstance(each, str) for name in _BY_LENGTH)

@@ -14,16 +14,71 @@ from torch import Tensor, nn
 from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.draws import Private, dropouts_of
 from shardwise.core.comm import Group, Wire
-from shardwise.core.parallel.sequence.attention import Pass, called, original_of, running
+from shardwise.core.parallel.sequence.attention import OWN_ATTENTION, Pass, called, original_of, running
 from shardwise.core.parallel.sequence.axis import SequenceAxis
-from shardwise.core.parallel.sequence.loss import SequenceLoss
-from shardwise.core.parallel.sequence.own_attention import OWN_ATTENTION
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.requirements import Requirements, required, rotary_by_length
 from shardwise.core.parallel.sequence.ring import Rotation
+from shardwise.core.parallel.tensor.loss import labels_by_position
 from shardwise.plan.parallel import SequencePlan
 
-__all__ = ["Sequences", "share_sequences"]
+__all__ = [
+    "SequenceLoss",
+    "Sequences",
+    "share_sequences",
+]
+
+
+class SequenceLoss:
+    """What transformers' ``ForCausalLMLoss`` is of whole logits, of this rank's part of them: the same on all ranks.
+
+    Args:
+        axis: the ranks.
+        parts: of the sequences.
+        inner: the loss of the logits that are here, which may be cut by the vocabulary as well.
+    """
+
+    def __init__(self, axis: SequenceAxis, parts: Parts, inner: Callable[..., Tensor]) -> None:
+        self.axis, self.parts, self.inner = axis, parts, inner
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over the labels of whole sequences that count, or their sum by ``num_items_in_batch``.
+
+        Args:
+            logits: ``[rows, part, vocabulary]``.
+            labels: ``[rows, length]``, of whole sequences; each is for the position before it.
+            vocab_size, num_items_in_batch, ignore_index: as for transformers.
+            shift_labels: ``[rows, length]``, position by position, in the place of ``labels``.
+        """
+        shift_labels = labels_by_position(labels, shift_labels, ignore_index)
+        if shift_labels.shape[-1] != self.parts.length:
+            raise ValueError(
+                f"labels of {tuple(shift_labels.shape)} where {self.axis.size} ranks share sequences of "
+                f"{self.parts.length}: give them for whole sequences"
+            )
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != ignore_index).sum().to(logits.device)
+        own = self.parts.take(shift_labels, -1, self.axis.rank, ignore_index).contiguous()
+        share = self.inner(
+            logits=logits,
+            labels=None,
+            vocab_size=vocab_size,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            shift_labels=own,
+            **kwargs,
+        )
+        return self.axis.total(share, "the loss")
+
 
 BATCH = "the batch whose sequences they share"
 

@@ -8,14 +8,12 @@ from shardwise.core.parallel.tensor.architecture import (
     Architecture,
     cut_model,
     known_architectures,
+    propose_architecture,
     register_architecture,
 )
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cut import Cut, Part
-from shardwise.core.parallel.tensor.cutting import Cutting, parts_of
-from shardwise.core.parallel.tensor.draws import SameDraws
 from shardwise.core.parallel.tensor.loss import vocabulary_cross_entropy
-from shardwise.core.parallel.tensor.proposed import propose_architecture
+from shardwise.core.parallel.tensor.rng import RngAlignment
 from shardwise.core.parallel.tensor.rules import (
     Attention,
     Either,
@@ -28,26 +26,27 @@ from shardwise.core.parallel.tensor.rules import (
     Router,
     Unused,
 )
-from shardwise.core.parallel.tensor.site import Rule, Site
+from shardwise.core.parallel.tensor.shard_spec import Part, ShardSpec
+from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule, TPPlan, parts_of
 
 __all__ = [
     "Architecture",
     "Attention",
     "Axis",
-    "Cut",
-    "Cutting",
     "Either",
     "Embedding",
     "Experts",
     "Head",
     "LatentAttention",
     "Mlp",
+    "ModuleRules",
     "Part",
     "Requires",
+    "RngAlignment",
     "Router",
     "Rule",
-    "SameDraws",
-    "Site",
+    "ShardSpec",
+    "TPPlan",
     "Unused",
     "cut_model",
     "known_architectures",

@@ -1,7 +1,8 @@
-"""Which rules are for which classes of modules, and what they make of a model."""
+"""Architectures: rules by module class, known, registered, or from a transformers model itself."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,13 +10,19 @@ from torch import nn
 
 from shardwise.core.base.checked import UnknownModelError
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cutting import Cutting
+from shardwise.core.parallel.tensor.rules import Attention, Embedding, Experts, Head, Mlp
 from shardwise.core.parallel.tensor.sequence import Sequences, lists_of_layers
-from shardwise.core.parallel.tensor.site import Rule, Site
 from shardwise.core.parallel.tensor.tables import TABLES
+from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule, TPPlan
 from shardwise.plan import TensorPlan
 
-__all__ = ["Architecture", "cut_model", "known_architectures", "register_architecture"]
+__all__ = [
+    "Architecture",
+    "cut_model",
+    "known_architectures",
+    "propose_architecture",
+    "register_architecture",
+]
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,9 @@ class Architecture:
     """A family of models.
 
     Attributes:
-        name: for messages.
-        modules: by the name of a module's class, or of one that it is derived from, what is cut in it. What no rule
-            names is whole on every rank.
+        name: used in error messages.
+        modules: rules by class name. The rules of a class also apply to its subclasses. Layers without a rule are
+            replicated on every rank.
     """
 
     name: str
@@ -36,23 +43,24 @@ _KNOWN: dict[str, Architecture] = {name: Architecture(name, modules) for name, m
 
 
 def register_architecture(architecture: Architecture) -> Callable[[], None]:
-    """From here on models with these classes can be cut. On every rank. To cut one with other rules than it has, give
-    them to the plan instead.
+    """Register rules for the modules of an architecture. Call it on every rank before the build.
+
+    To replace the rules of a known architecture for one model, use ``TensorPlan(architecture=...)``.
 
     Returns:
-        a function that takes it back.
+        A function that removes the architecture again.
 
     Raises:
-        ValueError: there is one of this name, or with a class of the same name.
+        ValueError: an architecture of this name, or with rules for one of these classes, is registered already.
     """
     if architecture.name in _KNOWN:
-        raise ValueError(f"there is an architecture {architecture.name!r} already: give another name")
+        raise ValueError(f"architecture {architecture.name!r} is registered already; use another name")
     for name, other in _KNOWN.items():
         both = sorted(set(other.modules) & set(architecture.modules))
         if both:
             raise ValueError(
-                f"architecture {architecture.name!r} has rules for {', '.join(both)}, as {name!r} has: leave them out, "
-                "or give it to the plan (TensorPlan(architecture=...)), where it counts alone"
+                f"architecture {architecture.name!r} has rules for {', '.join(both)}, and so does {name!r}. Leave them "
+                "out, or pass the architecture to the plan (TensorPlan(architecture=...)), which then uses no other"
             )
     _KNOWN[architecture.name] = architecture
 
@@ -64,42 +72,42 @@ def register_architecture(architecture: Architecture) -> Callable[[], None]:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Names of the architectures that can be cut, in alphabetical order."""
+    """Return the names of all registered architectures, sorted."""
     return tuple(sorted(_KNOWN))
 
 
-def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
-    """Collect what of ``model`` is cut over ``axis``. Nothing is changed; every rank collects the same.
+def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
+    """Collect which layers of ``model`` are sharded over ``axis``. The model is not changed.
 
     Args:
-        model: whole, with parameters of any kind (their shapes count).
+        model: unsharded; only the shapes of its parameters are used.
         axis: the ranks.
-        plan: how; its ``architecture`` counts alone where it has one: an :class:`Architecture`, or any object with a
-            method ``collect(model, cutting)``.
+        plan: if it has an ``architecture``, only that one is used: an :class:`Architecture`, or any object with a
+            method ``collect(model, tp_plan)``.
 
     Raises:
-        UnknownModelError: the model is of no known architecture.
-        ValueError: it has nothing that the plan's own describes, or cannot be cut over so many ranks.
+        UnknownModelError: the model is of no registered architecture.
+        ValueError: the plan's architecture has no rules for the model, or a layer cannot be sharded over so many ranks.
     """
-    sequences = Sequences(axis, plan.sequence == "ring") if plan.sequence is not None else None
-    cutting, found = Cutting(axis, sequences), False
+    sequences = Sequences(axis) if plan.sequence is not None else None
+    tp_plan, found = TPPlan(axis, sequences), False
     if hasattr(plan.architecture, "collect"):
         if plan.sequence is not None:
             raise ValueError(
                 f"sequence={plan.sequence!r} with {plan.architecture!r}: only an Architecture of rules says where the "
                 "layers of a model begin and end; leave sequence None"
             )
-        plan.architecture.collect(model, cutting)
-        return cutting
+        plan.architecture.collect(model, tp_plan)
+        return tp_plan
     known = _KNOWN.values() if plan.architecture is None else [plan.architecture]
     rules = {name: each for architecture in known for name, each in architecture.modules.items()}
     if plan.sequence is not None:
-        _divide_sequences(model, cutting, plan, rules)
+        _divide_sequences(model, tp_plan, plan, rules)
     for name, module in model.named_modules():
         for rule in _rules_of(module, rules):
             found = True
             try:
-                rule.collect(Site(cutting, plan, module))
+                rule.collect(ModuleRules(tp_plan, plan, module))
             except (TypeError, ValueError) as error:
                 where = f"{name} ({type(module).__name__})" if name else "the model itself"
                 raise ValueError(
@@ -107,33 +115,33 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
                 ) from error
     if not found:
         raise (UnknownModelError if plan.architecture is None else ValueError)(_unknown(model, plan))
-    left = cutting.uncovered(model)
+    left = tp_plan.uncovered(model)
     if left:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut over {axis.size} ranks: {', '.join(left)} would be a part, tied to "
-            "a layer that is cut, and no rule says how it is used there: add one to the architecture (Head, Embedding, "
-            "or Unused), or untie it"
+            f"{type(model).__name__} cannot be cut over {axis.size} ranks: {', '.join(left)} are tied to "
+            "sharded layers, and no rule says how their other modules use them. Add a rule to the architecture (Head, "
+            "Embedding or Unused), or untie them"
         )
-    _check_whole(model, cutting)
+    _check_whole(model, tp_plan)
     if plan.sequence is not None:
-        cutting.sum_whole()
-    return cutting
+        tp_plan.sum_whole()
+    return tp_plan
 
 
-def _check_whole(model: nn.Module, cutting: Cutting) -> None:
-    unexplained = cutting.unexplained(model)
+def _check_whole(model: nn.Module, tp_plan: TPPlan) -> None:
+    unexplained = tp_plan.unexplained(model)
     if unexplained:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut over {cutting.axis.size} ranks: {', '.join(unexplained)} would be "
-            "whole among layers that are cut, and no rule says whether each rank uses them for its part, so their "
-            "gradients might be sums: move them out of the block, freeze them (requires_grad=False), or give "
-            "TensorPlan(architecture=) with a rule that names their module (`alike`: between these layers; `beside`: "
-            "before or behind them)"
+            f"{type(model).__name__} cannot be cut over {tp_plan.axis.size} ranks: {', '.join(unexplained)} are "
+            "replicated inside of a block of sharded layers, and no rule names their module. Their gradients might be "
+            "sums over the ranks. Move them out of the block, freeze them (requires_grad=False), or pass "
+            "TensorPlan(architecture=) with a rule that names their module (`grad_allreduce`: between the sharded "
+            "layers; `replicated`: before or after them)"
         )
 
 
 def _divide_sequences(
-    model: nn.Module, cutting: Cutting, plan: TensorPlan, rules: Mapping[str, tuple[Rule, ...]]
+    model: nn.Module, tp_plan: TPPlan, plan: TensorPlan, rules: Mapping[str, tuple[Rule, ...]]
 ) -> None:
     def attends(module: nn.Module) -> bool:
         return any(getattr(rule, "attends", False) for rule in _rules_of(module, rules))
@@ -141,11 +149,11 @@ def _divide_sequences(
     names = {id(module): name for name, module in model.named_modules()}
     found = lists_of_layers(model, attends)
     for body, layers in found:
-        cutting.layers(body, layers, names[id(layers)])
+        tp_plan.layers(body, layers, names[id(layers)])
     if not found and any(_rules_of(module, rules) for module in model.modules()):
         raise ValueError(
             f"sequence={plan.sequence!r}: {type(model).__name__} has no list of layers (nn.ModuleList) that all hold "
-            "attention which is cut, so it is not known where sequences could be divided; leave sequence None"
+            "sharded attention, so there is no place to divide sequences; leave sequence None"
         )
 
 
@@ -160,11 +168,11 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
     if plan.architecture is not None:
         classes = ", ".join(sorted(plan.architecture.modules))
         return (
-            f"{type(model).__name__} has no module that architecture {plan.architecture.name!r} has rules for "
-            f"({classes}): give the one that describes it"
+            f"architecture {plan.architecture.name!r} has rules for {classes}, and {type(model).__name__} has no "
+            "module of these classes; pass the architecture that describes the model"
         )
     own = (
-        "; or use the plan that it brings: TensorPlan(architecture=shardwise.propose_architecture(model))"
+        "; or use the model's own plan: TensorPlan(architecture=shardwise.propose_architecture(model))"
         if getattr(model, "_tp_plan", None)
         else ""
     )
@@ -174,3 +182,94 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
         "shardwise.register_architecture(Architecture(name, {class name: rules})), see "
         '"An architecture for tensor parallelism" in CONTRIBUTING.md' + own
     )
+
+
+Styles = dict[str, str]
+"""By the name of a module or parameter below its parent, how the plan cuts it."""
+
+COLUMNS, ROWS, PACKED, ALIKE = "colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce"
+CUT = {COLUMNS, ROWS, PACKED, ALIKE}
+# What is gathered at once, or cut from what all have, is right when it is whole; experts are found by their parameters.
+WHOLE = {"colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "replicate"}
+
+
+def propose_architecture(model: nn.Module) -> Architecture:
+    """Convert ``model._tp_plan`` to an :class:`Architecture` for ``TensorPlan(architecture=...)``.
+
+    Sizes are checked when the model is sharded. Logits are gathered.
+
+    Args:
+        model: a transformers model, unsharded.
+
+    Raises:
+        ValueError: the model has no plan, or its plan has an entry that no rule covers.
+    """
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    if not plan:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own (_tp_plan); describe it with an "
+            "Architecture"
+        )
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found: dict[str, dict[str, Rule]] = {}
+    for parent, styles in _by_parent(model, plan).items():
+        module = model.get_submodule(parent)
+        rules = _rules(parent, module, styles, head)
+        known = found.setdefault(type(module).__name__, {})
+        for what, rule in rules.items():
+            if known.setdefault(what, rule) != rule:
+                raise ValueError(f"{parent}: the plan cuts other {type(module).__name__}s in another way")
+    modules = {name: tuple(rules.values()) for name, rules in found.items() if rules}
+    return Architecture(f"{type(model).__name__}, by its own plan", modules)
+
+
+def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Styles]:
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    found: dict[str, Styles] = {}
+    for pattern, style in plan.items():
+        if style not in CUT | WHOLE | {"embedding_rowwise"}:
+            raise ValueError(f"the plan of {type(model).__name__} has {pattern}: {style!r}, which no rule says")
+        shape = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in filter(shape.fullmatch, names):
+            parent, _, leaf = name.rpartition(".")
+            found.setdefault(parent, {})[leaf] = style
+    return found
+
+
+def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | None) -> dict[str, Rule]:
+    """Rules by the name of what they shard."""
+    rules: dict[str, Rule] = {}
+    for leaf, style in styles.items():
+        child = getattr(module, leaf)
+        if style == "embedding_rowwise":
+            rules[leaf] = Embedding(leaf)
+        elif child is head and head is not None:
+            rules[leaf] = Head(leaf)
+    by_style = {style: tuple(leaf for leaf, each in styles.items() if each == style) for style in CUT}
+    columns, rows = by_style[COLUMNS], by_style[ROWS]
+    if not any(by_style.values()):
+        return rules
+    left = sorted({name for name, _ in module.named_parameters() if name.split(".")[0] not in styles})
+    if left:
+        raise ValueError(
+            f"{parent} ({type(module).__name__}): the plan says nothing of {', '.join(left)}, next to layers that it "
+            "shards, so their gradients might be sums; describe the model with an Architecture"
+        )
+    if by_style[PACKED]:
+        if len(by_style[PACKED]) != 1 or len(rows) != 1 or columns:
+            raise ValueError(f"{parent} ({type(module).__name__}): {styles} is no layer of experts that rules can say")
+        rules["experts"] = Experts(columns=by_style[PACKED][0], rows=rows[0])
+    elif _is_attention(columns):
+        if len(columns) != 3 or len(rows) != 1 or not hasattr(module, "head_dim"):
+            raise ValueError(f"{parent} ({type(module).__name__}): {styles} is no attention that rules can say")
+        query, key, value = sorted(columns, key=lambda leaf: "qkv".index(leaf[0]))
+        rules["attention"] = Attention(query=query, key=key, value=value, out=rows[0], grad_allreduce=by_style[ALIKE])
+    elif columns and rows and not by_style[ALIKE]:
+        rules["mlp"] = Mlp(columns=columns, rows=rows)
+    else:
+        raise ValueError(f"{parent} ({type(module).__name__}): {styles} are no layers that rules can say")
+    return rules
+
+
+def _is_attention(columns: tuple[str, ...]) -> bool:
+    return sorted(leaf[0] for leaf in columns if leaf[1:2] in ("", "_")) == ["k", "q", "v"]

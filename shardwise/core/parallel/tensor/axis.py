@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.core.comm import GRADIENTS, VALUES, Buffer, Group, Wire, compressed
+from shardwise.core.comm import GRADIENTS, VALUES, Buffer, Group, compressed
 
 __all__ = ["Axis", "Ranks"]
 
@@ -54,16 +54,12 @@ class Axis(Ranks):
         group: these ranks. Exchanges count in its traffic, and one that a peer does not come to ends as its do.
         compress: activations travel in 8 bits, and their gradients. What is exchanged without a gradient does not: sums
             and maxima that a loss is made of.
-
-    Attributes:
-        wire: between neighbours, for who passes tokens on (``None``: nobody does).
     """
 
     def __init__(self, group: Group, compress: bool = False) -> None:
         super().__init__(group)
         formats = (VALUES, GRADIENTS)
         self._ways = tuple(compressed(group, each) if compress else group for each in formats)
-        self.wire: Wire | None = None
         self._kept: dict[torch.dtype, Buffer] = {}
         self._capacity: dict[torch.dtype, int] = {}
 

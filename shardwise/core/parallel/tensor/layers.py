@@ -1,4 +1,4 @@
-"""Forward passes of layers of which this rank holds a part; see ``Cutting``."""
+"""Forward passes of tensor-parallel layers, and of modules that contain them; see ``TPPlan``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from torch.nn import functional
 
 from shardwise.core.base.draws import Dropouts, Private
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cut import Held, Part
 from shardwise.core.parallel.tensor.loss import check_inside
-from shardwise.core.parallel.tensor.ring import pieces_of_rows
-from shardwise.core.parallel.tensor.sequence import Sequences, multiplies_otherwise
+from shardwise.core.parallel.tensor.sequence import Sequences
+from shardwise.core.parallel.tensor.shard_spec import Held, Part
 
-__all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
-
+__all__ = [
+    "Columns",
+    "CutLayer",
+    "Drops",
+    "Enters",
+    "Experts",
+    "Features",
+    "GradAllReduce",
+    "Guard",
+    "PerHead",
+    "Rows",
+    "Vocabulary",
+    "out_dim",
+]
 
 LINEAR = {"FalconLinear"}
 """Classes derived from ``nn.Linear`` with a forward pass of their own that is the same."""
@@ -73,39 +84,29 @@ class Columns(CutLayer):
         _gathers: then all of it.
         _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
         _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
-        _sequences: whose tokens were gathered for it, and maybe multiplied (``None``: all ranks have all).
     """
 
     _copies: bool
     _gathers: bool
     _held: dict[str, Held]
     _private: tuple[Private, Dropouts] | None
-    _sequences: Sequences | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self._sequences.product(self, x) if self._sequences is not None else None
-        if made is not None:
-            return made
         x = self._axis.copied(x) if self._copies else x
         if self._private is not None and self.training:
             private, dropouts = self._private
             private.enter(x.device, dropouts)
-        weight, bias, _ = self.factors()
+        weight, bias = self.weight, self.bias
+        if self._held:
+            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
+            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
         y = _product(self, x, weight, bias)
         if self._gathers:
             cut, whole = self._parts["weight"].cut, self._parts["weight"].whole
             y = self._axis.gathered(y, -1, [cut.numel(rank) for rank in range(cut.ranks)])
             y = y[..., : whole[cut.dim]]  # without padding
         return y
-
-    def factors(self) -> tuple[Tensor, Tensor | None, bool]:
-        """Weight, bias, and whether the weight is ``[inputs, outputs]``."""
-        weight, bias = self.weight, self.bias
-        if self._held:
-            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
-            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
-        return weight, bias, not isinstance(self, nn.Linear)
 
 
 class Rows(CutLayer):
@@ -123,11 +124,7 @@ class Rows(CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         bias, sequences = self.bias, self._sequences
         if sequences is not None:
-            if sequences.passes and not multiplies_otherwise(self):
-                turned = not isinstance(self, nn.Linear)
-                y = pieces_of_rows(sequences.ring, x, *sequences.current.of(x), self.weight, turned)
-            else:
-                y = sequences.from_parts(_product(self, x, self.weight, None))
+            y = sequences.from_parts(_product(self, x, self.weight, None))
             return y if bias is None else y + self._axis.copied(bias)
         y = self._axis.summed(_product(self, x, self.weight, None))
         if self._leaves is not None:
@@ -188,7 +185,7 @@ class Enters(nn.Module):
         return self._axis.copied(super().forward(x))
 
 
-class Alike(nn.Module):
+class GradAllReduce(nn.Module):
     """A module that every rank has whole and uses for its part (the norm of each head's query): the gradients of its
     parameters are summed over the ranks."""
 
@@ -196,7 +193,7 @@ class Alike(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         changed = {name: self._axis.copied(param) for name, param in self._parameters.items() if param is not None}
-        return super(Alike, _stand_in(self, changed)).forward(*args, **kwargs)
+        return super(GradAllReduce, _stand_in(self, changed)).forward(*args, **kwargs)
 
 
 class PerHead(CutLayer):
@@ -263,3 +260,54 @@ class _SumHeld(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Held.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]
+
+
+class Drops(nn.Module):
+    """A dropout of which it is known where it is: of a part (``_own``), or of what all ranks have alike."""
+
+    _private: Private
+    _own: bool
+    p: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        with self._private.drawing(self._own, x.device, ((self, "p"),)):
+            y: torch.Tensor = super().forward(x)
+            return y
+
+
+class Guard(nn.Module):
+    """A module that layers which are cut stand in: the ranks' own random numbers end with its forward pass, and what it
+    is given for all heads becomes what is for this rank's.
+
+    Attributes:
+        _leaves: where its numbers end.
+        _of_heads: arguments by name, with their place (``-1``: by name only), the heads of the whole module and the
+            first and last of this rank.
+    """
+
+    _leaves: Private
+    _of_heads: dict[str, tuple[int, int, int, int]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, (place, heads, first, end) in self._of_heads.items():
+            if name in kwargs:
+                kwargs[name] = _own_heads(kwargs[name], heads, first, end)
+            elif 0 <= place < len(args):
+                args = (*args[:place], _own_heads(args[place], heads, first, end), *args[place + 1 :])
+        before = self._leaves.inside
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            if not before:
+                self._leaves.leave()
+
+
+def _own_heads(x: Any, heads: int, first: int, end: int) -> Any:
+    """Of ``[batch, heads, ...]`` or ``[batch * heads, 1, length]``; what is the same for all heads stays."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.dim() == 3 and x.shape[0] % heads == 0 and x.shape[1] == 1:
+        return x.reshape(-1, heads, *x.shape[1:])[:, first:end].flatten(0, 1)
+    return x[:, first:end] if x.dim() == 4 and x.shape[1] == heads else x

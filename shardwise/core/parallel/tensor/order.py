@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.core.parallel.tensor.cut import Cut, Part, Range
+from shardwise.core.parallel.tensor.shard_spec import Part, Range, ShardSpec
 
 __all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
 
@@ -76,7 +76,7 @@ class StoredCut:
             raise ValueError(f"a cut of {at} in dim {self.dim} of a tensor of shape {tuple(shape)}")
 
     @classmethod
-    def of(cls, whole: Sequence[int], cut: Cut) -> StoredCut | None:
+    def of(cls, whole: Sequence[int], cut: ShardSpec) -> StoredCut | None:
         """In which order a tensor of shape ``whole`` that is ``cut`` is stored; ``None``: in its own."""
         if prod(whole[: cut.dim]) <= 1 or not prod(whole):
             return None
@@ -164,7 +164,7 @@ Place = tuple[int, int, int]
 """An index in the part, one where it is stored, and how many follow."""
 
 
-def _owned(cut: Cut, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
+def _owned(cut: ShardSpec, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
     """``(index in the part, start, end in the whole)`` of the ranges that ``rank`` is the first to hold."""
     size = whole[cut.dim]
     before = [each for ranges in cut.ranges[:rank] for each in ranges]

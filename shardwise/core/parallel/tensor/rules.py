@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from shardwise.core.parallel.tensor.causal import CausalLoss, Generate
-from shardwise.core.parallel.tensor.cut import Cut, shares
-from shardwise.core.parallel.tensor.heads import Heads
-from shardwise.core.parallel.tensor.site import Rule, Site
+from shardwise.core.parallel.tensor.loss import CausalLoss, Generate
+from shardwise.core.parallel.tensor.shard_spec import Heads, ShardSpec, shares
+from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule
 
 __all__ = [
     "Attention",
@@ -69,71 +68,71 @@ class Attention:
     groups: tuple[str, ...] = ("num_key_value_groups",)
     widths: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
+    grad_allreduce: tuple[str, ...] = ()
     biases: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     crossed: tuple[str, ...] = ("encoder_hidden_states", "key_value_states")
-    beside: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
 
-    def collect(self, site: Site) -> None:
-        core = site.child(self.core)
+    def collect(self, rules: ModuleRules) -> None:
+        core = rules.child(self.core)
         size = _number(core, self.head_dim)
-        heads, kv_heads = self._counts(site, size)
-        cut = Heads.over(heads, kv_heads, site.ranks)
-        if site.has(self.query):
-            site.columns(self.query, cut.of_query(size), core)
+        heads, kv_heads = self._counts(rules, size)
+        cut = Heads.over(heads, kv_heads, rules.ranks)
+        if rules.has(self.query):
+            rules.columns(self.query, cut.of_query(size), core)
             for path in (self.key, self.value):
                 if path:
-                    site.columns(path, cut.of_kv(size), core)
+                    rules.columns(path, cut.of_kv(size), core)
             if self.fused:
-                site.columns(self.fused, cut.of_kv(size, 2), core)
+                rules.columns(self.fused, cut.of_kv(size, 2), core)
         else:
-            site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
-        columns = tuple(filter(site.has, (self.query, self.key, self.value, self.fused)))
-        site.block(core, columns, self.crossed)
-        site.rows(self.out, cut.of_query(size))
-        self._of_heads(site, core, cut, (heads, kv_heads))
-        site.beside(self.beside)
-        site.encloses(columns, (self.out,))
-        q, kv = cut.counts(site.rank)
+            rules.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
+        columns = tuple(filter(rules.has, (self.query, self.key, self.value, self.fused)))
+        rules.block(core, columns, self.crossed)
+        rules.rows(self.out, cut.of_query(size))
+        self._of_heads(rules, core, cut, (heads, kv_heads))
+        rules.replicated(self.replicated)
+        rules.sharded_region(columns, (self.out,))
+        q, kv = cut.counts(rules.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
         for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
-            _set(site, core, names, whole, own)
+            _set(rules, core, names, whole, own)
         if self.config:
-            _set(site, core.config, self.config, heads, q, only_check=True)
-            site.cutting.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
+            _set(rules, core.config, self.config, heads, q, only_check=True)
+            rules.tp_plan.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
 
-    def _of_heads(self, site: Site, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
+    def _of_heads(self, rules: ModuleRules, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
         """What belongs to heads and is no projection."""
         (heads, kv_heads), size = counts, _number(core, self.head_dim)
-        for path in filter(site.has, self.alike):
-            norm = site.child(path)
+        for path in filter(rules.has, self.grad_allreduce):
+            norm = rules.child(path)
             shape = [tuple(param.shape) for param in norm.parameters()]
             if all(each == (size,) for each in shape):
-                site.cutting.alike(norm)
+                rules.tp_plan.grad_allreduce(norm)
             elif shape in ([(heads, size)], [(kv_heads, size)]):
                 rows = cut.of_query(1) if shape[0][0] == heads else cut.of_kv(1)
-                site.cutting.per_head(norm, Cut(0, shape[0][0], rows))
+                rules.tp_plan.per_head(norm, ShardSpec(0, shape[0][0], rows))
             else:
                 raise ValueError(f"{path} has parameters of {shape}, not of one head ({size}) or one row a head")
-        for path in filter(site.has, self.biases):
-            bias = site.child(path)
+        for path in filter(rules.has, self.biases):
+            bias = rules.child(path)
             if not isinstance(bias, nn.Embedding):
                 raise TypeError(f"{path} is a {type(bias).__name__}: give an nn.Embedding")
-            site.cutting.features(bias, Cut(1, heads, cut.of_query(1)))
+            rules.tp_plan.features(bias, ShardSpec(1, heads, cut.of_query(1)))
         for name in self.arguments:
-            site.cutting.of_heads(core, name, heads, cut.query[site.rank])
+            rules.tp_plan.of_heads(core, name, heads, cut.query[rules.rank])
 
     def _names(self) -> tuple[tuple[str, ...], ...]:
         return self.heads, self.kv_heads, self.groups, self.widths
 
-    def _counts(self, site: Site, size: int) -> tuple[int, int]:
+    def _counts(self, rules: ModuleRules, size: int) -> tuple[int, int]:
         """Query and key/value heads of the whole module."""
-        heads = _divided(self.out, site.size(self.out, False), size)
-        if site.has(self.query) and self.key:
-            return heads, _divided(self.key, site.size(self.key, True), size)
-        rows = _divided(self.fused, site.size(self.fused, True), size)
-        return heads, _divided(self.fused, rows if site.has(self.query) else rows - heads, 2)
+        heads = _divided(self.out, rules.size(self.out, False), size)
+        if rules.has(self.query) and self.key:
+            return heads, _divided(self.key, rules.size(self.key, True), size)
+        rows = _divided(self.fused, rules.size(self.fused, True), size)
+        return heads, _divided(self.fused, rows if rules.has(self.query) else rows - heads, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,25 +157,25 @@ class LatentAttention:
     key_value: str = "kv_b_proj"
     out: str = "o_proj"
 
-    def collect(self, site: Site) -> None:
-        core = site.module
+    def collect(self, rules: ModuleRules) -> None:
+        core = rules.module
         positioned, plain, value = (_number(core, f"{name}head_dim") for name in ("qk_", "qk_nope_", "v_"))
-        heads = _divided(self.out, site.size(self.out, False), value)
-        cut = Heads.over(heads, heads, site.ranks)
-        query = next(filter(site.has, self.query), self.query[0])
-        site.columns(query, cut.of_query(positioned), core)
-        site.columns(self.key_value, cut.of_query(plain + value), core)
-        site.cutting.block(core)
-        site.rows(self.out, cut.of_query(value))
-        site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
-        site.cutting.alike(site.child(self.norm))
-        site.beside(self.before)
-        site.encloses((query, self.key_value), (self.out,))
-        if len(site.layers(self.key_value)) > 1:
+        heads = _divided(self.out, rules.size(self.out, False), value)
+        cut = Heads.over(heads, heads, rules.ranks)
+        query = next(filter(rules.has, self.query), self.query[0])
+        rules.columns(query, cut.of_query(positioned), core)
+        rules.columns(self.key_value, cut.of_query(plain + value), core)
+        rules.tp_plan.block(core)
+        rules.rows(self.out, cut.of_query(value))
+        rules.tp_plan.enters(rules.child(self.latent), rules.layers(self.key_value)[0])
+        rules.tp_plan.grad_allreduce(rules.child(self.norm))
+        rules.replicated(self.before)
+        rules.sharded_region((query, self.key_value), (self.out,))
+        if len(rules.layers(self.key_value)) > 1:
             raise ValueError(
                 f"{self.key_value} has an adapter, which would be between two cuts: leave it out of the targets"
             )
-        _set(site, core, ("num_heads",), heads, cut.counts(site.rank)[0])
+        _set(rules, core, ("num_heads",), heads, cut.counts(rules.rank)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,24 +193,24 @@ class Mlp:
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     blocks: int = 1
-    alike: tuple[str, ...] = ACTIVATIONS
-    beside: tuple[str, ...] = ()
+    grad_allreduce: tuple[str, ...] = ACTIVATIONS
+    replicated: tuple[str, ...] = ()
 
-    def collect(self, site: Site) -> None:
+    def collect(self, rules: ModuleRules) -> None:
         for path in self.columns:
-            size = site.size(path, True)
+            size = rules.size(path, True)
             inner = _divided(path, size, self.blocks)
-            if inner < site.ranks:
-                raise ValueError(f"{path} has {inner} outputs, fewer than {site.ranks} ranks; cut over fewer")
-            cut = Cut.of_sizes(0, [shares(inner, site.ranks)] * self.blocks)
-            site.columns(path, cut.ranges, site.module)
-        site.block(site.module, self.columns)
+            if inner < rules.ranks:
+                raise ValueError(f"{path} has {inner} outputs, fewer than {rules.ranks} ranks; cut over fewer")
+            cut = ShardSpec.of_sizes(0, [shares(inner, rules.ranks)] * self.blocks)
+            rules.columns(path, cut.ranges, rules.module)
+        rules.block(rules.module, self.columns)
         for path in self.rows:
-            site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
-        for path in filter(site.has, self.alike):
-            site.alike(path)
-        site.beside(self.beside)
-        site.encloses(self.columns, self.rows)
+            rules.rows(path, ShardSpec.of_sizes(0, [shares(rules.size(path, False), rules.ranks)]).ranges)
+        for path in filter(rules.has, self.grad_allreduce):
+            rules.grad_allreduce(path)
+        rules.replicated(self.replicated)
+        rules.sharded_region(self.columns, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,31 +228,31 @@ class Experts:
     columns: str = "gate_up_proj"
     rows: str = "down_proj"
     widths: tuple[str, ...] = ("intermediate_dim",)
-    alike: tuple[str, ...] = ACTIVATIONS
+    grad_allreduce: tuple[str, ...] = ACTIVATIONS
 
-    def collect(self, site: Site) -> None:
-        first, last = (getattr(site.module, name, None) for name in (self.columns, self.rows))
+    def collect(self, rules: ModuleRules) -> None:
+        first, last = (getattr(rules.module, name, None) for name in (self.columns, self.rows))
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or last.dim() != 3:
             raise TypeError(f"it has no stacked parameters {self.columns} and {self.rows} of three dimensions")
         inner = last.shape[2]
-        if inner < site.ranks:
-            raise ValueError(f"each expert has {inner} elements inside, fewer than {site.ranks} ranks; cut over fewer")
-        sizes = shares(inner, site.ranks)
+        if inner < rules.ranks:
+            raise ValueError(f"each expert has {inner} elements inside, fewer than {rules.ranks} ranks; cut over fewer")
+        sizes = shares(inner, rules.ranks)
         blocks = _divided(self.columns, first.shape[1], inner)
-        cuts = {self.columns: Cut.of_sizes(1, [sizes] * blocks), self.rows: Cut.of_sizes(2, [sizes])}
-        site.cutting.experts(site.module, cuts)
-        for path in filter(site.has, self.alike):
-            site.alike(path)
-        site.cutting.encloses(site.module, [site.module], [last.shape[1]])
-        _set(site, site.module, self.widths, inner, sizes[site.rank])
+        cuts = {self.columns: ShardSpec.of_sizes(1, [sizes] * blocks), self.rows: ShardSpec.of_sizes(2, [sizes])}
+        rules.tp_plan.experts(rules.module, cuts)
+        for path in filter(rules.has, self.grad_allreduce):
+            rules.grad_allreduce(path)
+        rules.tp_plan.sharded_region(rules.module, [rules.module], [last.shape[1]])
+        _set(rules, rules.module, self.widths, inner, sizes[rules.rank])
 
 
 @dataclass(frozen=True)
 class Router:
     """A module that says which experts get a token: it gives scores of each first, which the model may return."""
 
-    def collect(self, site: Site) -> None:
-        site.cutting.router(site.module)
+    def collect(self, rules: ModuleRules) -> None:
+        rules.tp_plan.router(rules.module)
 
 
 @dataclass(frozen=True)
@@ -268,8 +267,8 @@ class Requires:
     name: str
     value: Any
 
-    def collect(self, site: Site) -> None:
-        found = getattr(site.module, self.name, self.value)
+    def collect(self, rules: ModuleRules) -> None:
+        found = getattr(rules.module, self.name, self.value)
         if found != self.value:
             raise ValueError(f"{self.name}={found!r} needs whole layers: give {self.name}={self.value!r}")
 
@@ -288,11 +287,11 @@ class Either:
     def attends(self) -> bool:
         return any(getattr(rule, "attends", False) for _, rules in self.rules for rule in rules)
 
-    def collect(self, site: Site) -> None:
-        for path, rules in self.rules:
-            if site.has(path):
-                for rule in rules:
-                    rule.collect(site)
+    def collect(self, rules: ModuleRules) -> None:
+        for path, own in self.rules:
+            if rules.has(path):
+                for rule in own:
+                    rule.collect(rules)
                 return
         raise ValueError(f"it has none of {', '.join(path for path, _ in self.rules)}: give a rule for this class")
 
@@ -307,12 +306,12 @@ class Embedding:
 
     path: str
 
-    def collect(self, site: Site) -> None:
-        module = site.child(self.path)
+    def collect(self, rules: ModuleRules) -> None:
+        module = rules.child(self.path)
         if not isinstance(module, nn.Embedding):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise TypeError(f"{self.path} is a {kind}: only an nn.Embedding can be cut, without an adapter")
-        site.cutting.vocabulary(module, site.vocabulary(module.num_embeddings))
+        rules.tp_plan.vocabulary(module, rules.vocabulary(module.num_embeddings))
 
 
 @dataclass(frozen=True)
@@ -327,16 +326,16 @@ class Head:
     path: str
     parallel: bool = False
 
-    def collect(self, site: Site) -> None:
-        vocabulary = site.size(self.path, True)
-        rows = site.vocabulary(vocabulary)
-        stays = site.plan.parallel_output and self.parallel and _is_causal(site.module)
-        site.columns(self.path, rows.ranges, padded=rows.size - vocabulary, gathers=not stays)
+    def collect(self, rules: ModuleRules) -> None:
+        vocabulary = rules.size(self.path, True)
+        rows = rules.vocabulary(vocabulary)
+        stays = rules.plan.parallel_output and self.parallel and _is_causal(rules.module)
+        rules.columns(self.path, rows.ranges, padded=rows.size - vocabulary, gathers=not stays)
         if stays:
-            own: dict[str, Any] = {"_loss_function": CausalLoss(site.cutting.axis, rows, vocabulary)}
-            if hasattr(site.module, "generate"):
-                own["generate"] = Generate(site.module, site.layers(self.path))
-            site.cutting.sets(site.module, **own)
+            own: dict[str, Any] = {"_loss_function": CausalLoss(rules.tp_plan.axis, rows, vocabulary)}
+            if hasattr(rules.module, "generate"):
+                own["generate"] = Generate(rules.module, rules.layers(self.path))
+            rules.tp_plan.sets(rules.module, **own)
 
 
 @dataclass(frozen=True)
@@ -349,8 +348,8 @@ class Unused:
 
     name: str
 
-    def collect(self, site: Site) -> None:
-        site.cutting.holds(site.module, self.name)
+    def collect(self, rules: ModuleRules) -> None:
+        rules.tp_plan.holds(rules.module, self.name)
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -377,13 +376,15 @@ def _divided(path: str, size: int, unit: int) -> int:
     return size // unit
 
 
-def _set(site: Site, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False) -> None:
+def _set(
+    rules: ModuleRules, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False
+) -> None:
     for name in _present(owner, names):
         value = getattr(owner, name)
         if value != whole:
             raise ValueError(f"{name} is {value}, and its layers are for {whole}")
         if not only_check:
-            site.cutting.sets(owner, **{name: own})
+            rules.tp_plan.sets(owner, **{name: own})
 
 
 def _present(owner: Any, names: tuple[str, ...]) -> Iterator[str]:

@@ -7,22 +7,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.base.draws import Dropouts, Private
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.cut import shares
-from shardwise.core.parallel.tensor.ring import Ring, columns_of_pieces
+from shardwise.core.parallel.tensor.shard_spec import shares
 
 __all__ = [
     "Block",
     "Body",
     "Divided",
     "Layer",
-    "Multiplies",
     "Place",
     "Router",
     "Sequences",
@@ -30,7 +28,6 @@ __all__ = [
     "hidden_name",
     "inside",
     "lists_of_layers",
-    "multiplies_otherwise",
 ]
 
 KEY = "shardwise_tokens"
@@ -75,13 +72,11 @@ class Sequences:
 
     Args:
         axis: the ranks.
-        passes: tokens go round from rank to rank where layers are cut, see [Note: Products of pieces].
     """
 
-    def __init__(self, axis: Axis, passes: bool) -> None:
-        self.axis, self.passes = axis, passes and axis.size > 1
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
         self._local = threading.local()
-        self._ring: Ring | None = None
 
     def __deepcopy__(self, _memo: object) -> Sequences:
         return self
@@ -127,34 +122,6 @@ class Sequences:
             yield
         finally:
             self._local.tokens = before
-
-    @property
-    def ring(self) -> Ring:
-        """Raises:
-        RuntimeError: the ranks have no wire.
-        """
-        if self._ring is None:
-            if self.axis.wire is None:
-                raise RuntimeError(
-                    f"{self.axis.group!r} has no wire to pass tokens on: leave sequence='ring' to build()"
-                )
-            self._ring = Ring(self.axis.wire, self.axis.rank, self.axis.size)
-        return self._ring
-
-    @contextmanager
-    def made(self, x: Tensor, products: dict[int, Tensor]) -> Iterator[None]:
-        """Inside, :meth:`product` gives these, of ``x``, by the layer's ``id``."""
-        before = getattr(self._local, "made", None)
-        self._local.made = x, products
-        try:
-            yield
-        finally:
-            self._local.made = before
-
-    def product(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """What ``layer`` makes of ``x``, if that has been made where its block begins."""
-        found: tuple[Tensor, dict[int, Tensor]] | None = getattr(self._local, "made", None)
-        return found[1].pop(id(layer), None) if found is not None and found[0] is x else None
 
     def into_parts(self, x: Tensor) -> Tensor:
         """The tokens of all ranks, for layers of which each has a part."""
@@ -277,19 +244,6 @@ class Body(nn.Module):
             return outputs
 
 
-def multiplies_otherwise(layer: object) -> bool:
-    """Whether the layer has a product of its own kind (in 8 bits), of which there is none by pieces."""
-    return getattr(layer, "multiply", None) is not None
-
-
-class Multiplies(Protocol):
-    """A linear layer."""
-
-    def factors(self) -> tuple[Tensor, Tensor | None, bool]:
-        """Weight, bias, and whether the weight is ``[inputs, outputs]``."""
-        ...
-
-
 class Block(nn.Module):
     """Where a block of cut layers begins.
 
@@ -297,29 +251,19 @@ class Block(nn.Module):
         _sequences: whose tokens are gathered.
         _hidden: the name of the first argument, these.
         _crossed: others by name, with their places (``-1``: by name only), that all ranks have alike and whole.
-        _columns: the layers that multiply the first argument, cut by columns.
     """
 
     _sequences: Sequences
     _hidden: str
     _crossed: dict[str, int]
-    _columns: tuple[Multiplies, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        sequences, crosses = self._sequences, False
+        sequences = self._sequences
         for name, place in self._crossed.items():
             if isinstance(kwargs.get(name), Tensor) or (0 <= place < len(args) and isinstance(args[place], Tensor)):
                 args, kwargs = _changed(sequences.axis.copied, name, args, kwargs, place)
-                crosses = True
-        if crosses or not (sequences.passes and self._columns) or any(map(multiplies_otherwise, self._columns)):
-            args, kwargs = _changed(sequences.into_parts, self._hidden, args, kwargs)
-            return super().forward(*args, **kwargs)
-        x = args[0] if args else kwargs[self._hidden]
-        factors = [each.factors() for each in self._columns]
-        wide, *products = columns_of_pieces(sequences.ring, x, *sequences.current.of(x), factors)
-        args, kwargs = _changed(lambda _: wide, self._hidden, args, kwargs)
-        with sequences.made(wide, dict(zip(map(id, self._columns), products, strict=True))):
-            return super().forward(*args, **kwargs)
+        args, kwargs = _changed(sequences.into_parts, self._hidden, args, kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class Router(nn.Module):

@@ -16,13 +16,15 @@ from shardwise.core.parallel.tensor.rules import (
     Router,
     Unused,
 )
-from shardwise.core.parallel.tensor.site import Rule
+from shardwise.core.parallel.tensor.tp_plan import Rule
 
 __all__ = ["TABLES"]
 
 Table = Mapping[str, tuple[Rule, ...]]
 
-_PROJECTIONS = Attention(query="q_proj", key="k_proj", value="v_proj", out="o_proj", alike=("q_norm", "k_norm"))
+_PROJECTIONS = Attention(
+    query="q_proj", key="k_proj", value="v_proj", out="o_proj", grad_allreduce=("q_norm", "k_norm")
+)
 _GATED = Mlp(columns=("gate_proj", "up_proj"), rows=("down_proj",))
 _CAUSAL_HEAD = Head("lm_head", parallel=True)
 

@@ -1,0 +1,106 @@
+"""Which gradients count in the norm if ranks hold different parts of the same model (tensor and pipeline parallelism).
+
+Source: the rule of Megatron-LM and DeepSpeed: a parameter that is marked as divided counts on every rank of the
+model-parallel group; one without a mark is the same on all of them and counts on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.checks.hyper_parameters import HyperParameters
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.norm import OtherParts
+from shardwise.core.shards.layout import Slot
+
+if TYPE_CHECKING:
+    from shardwise.core.engine.engine import Engine
+
+__all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
+
+MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
+"""Attributes that libraries of tensor parallelism set to True on parameters of which each rank has a part."""
+
+
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether the ranks of a model-parallel group have different parts of the parameter."""
+    return any(getattr(parameter, mark, False) is True for mark in MARKS)
+
+
+class Counting:
+    """The part of this rank's gradients that counts.
+
+    Args:
+        engine: its mesh has a model-parallel group.
+        states: gradients of one optimizer.
+
+    Warns:
+        UserWarning: on one rank, if no parameter is marked.
+
+    Raises:
+        NotImplementedError: updates are made during backward, which does not keep gradients.
+    """
+
+    def __init__(self, engine: Engine, states: Sequence[ChunkGrads]) -> None:
+        group = engine.mesh.model_parallel
+        if group is None:
+            raise RuntimeError(f"{engine.mesh!r} has model_parallel={group}; report this")
+        if engine.plan.grad.update == "backward" and group.size > 1:
+            raise NotImplementedError(
+                f"update={engine.plan.grad.update!r} with a model-parallel group of {group.size} ranks is not "
+                "available: use update='step'"
+            )
+        self._group = group
+        self._draws, self._batches = engine.partition.draws, engine.batches
+        self._spans = [
+            (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
+        ]
+        marked = engine.cutting is not None or engine.staging is not None or any(map(is_divided, engine.params))
+        if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
+            warn_user(
+                f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
+                f"{' = '.join(MARKS)} = True): all of them are taken to be replicated, and count once in the norm"
+            )
+
+    def others(self, settings: HyperParameters) -> OtherParts:
+        """Return the argument for ``global_norm``, with which the ranks compare their settings. Collective."""
+        words: tuple[float, ...] = (settings.word(), *self._batches.words())
+        if self._draws is not None:
+            self._draws.check()
+        # All gradients of the first rank count: None stands for that.
+        if self._group.rank == 0:
+            return OtherParts(self._group, None, words, partial(self._explain, settings))
+        counted = [
+            state.reduced[start:end]
+            for state, spans in self._spans
+            if state.reduced is not None
+            for start, end in spans
+        ]
+        return OtherParts(self._group, counted, words, partial(self._explain, settings))
+
+    def _explain(self, settings: HyperParameters) -> None:
+        """Raise: some of the words differ."""
+        self._batches.explain(self._group)
+        settings.explain(self._group)
+
+
+def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:
+    """Return the ranges of this rank's shard, in elements, in which the gradient of a parameter counts on a rank that
+    is not the first."""
+    fact, mesh = engine.layout.facts[slot.param], engine.mesh
+    alone = mesh.pipeline.size > 1 and mesh.tensor.rank == 0  # the first with this stage
+    if fact.earlier or (fact.part is None and not alone and not is_divided(engine.params[slot.param])):
+        return []
+    return in_shard(state, slot, [(0, slot.numel)] if fact.part is None else fact.part.own_spans())
+
+
+def in_shard(state: ChunkGrads, slot: Slot, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of this rank's shard that have these ranges of a parameter."""
+    first, last = state.chunk.overlap(slot)
+    ranges = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]
+    return [(start - state.chunk.shard_start, end - state.chunk.shard_start) for start, end in ranges if start < end]

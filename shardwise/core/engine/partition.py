@@ -1,0 +1,250 @@
+"""This rank's part of the model under tensor, pipeline and sequence parallelism, and a table of all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from shardwise.core.base.names import StateNames, with_load_hooks
+from shardwise.core.deferred.construction import is_deferred
+from shardwise.core.mesh import Mesh
+from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
+from shardwise.core.parallel.sequence import Sequences, share_sequences
+from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
+from shardwise.core.shards.layout import ParamFact
+from shardwise.plan import Plan
+
+__all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
+
+
+@dataclass(frozen=True)
+class ParamTable:
+    """The parameters of the whole model. Files, states and numbers of parameters refer to it.
+
+    Attributes:
+        facts: of all parameters, in the model's order; equal on every rank except for the parts.
+        place: position of each of this rank's parameters in the whole model, by index.
+        index: index of this rank's parameters by place.
+        groups: places by optimizer and param group.
+        names: saved names of the whole model by place; ``None`` if this rank has the whole model.
+    """
+
+    facts: tuple[ParamFact, ...]
+    place: tuple[int, ...]
+    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    names: StateNames | None
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        return {place: index for index, place in enumerate(self.place)}
+
+
+class Partition:
+    """The partition of a model over the tensor-, pipeline- and sequence-parallel ranks of a mesh. The model does not
+    change before :meth:`install`.
+
+    Args:
+        model: the unsharded model.
+        optimizers: of its parameters.
+        plan: how layers and stages are divided.
+        mesh: the ranks.
+
+    Attributes:
+        cutting: tensor parallelism of layers, or ``None``.
+        draws: synchronises random numbers of tensor-parallel ranks, or ``None``.
+        staging: pipeline stages, or ``None``.
+        sequences: sequence parallelism, or ``None``.
+        every: all parameters of the model with their facts, until :meth:`install`.
+        table: the same without the parameters, kept.
+        params, facts: those of this rank.
+        shared: gradients of parameters that several stages use, after :meth:`install`.
+
+    Raises:
+        ValueError: the model cannot be divided like this, or an optimizer has a tensor that is not a parameter of it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
+        every = list(model.parameters())
+        self.cutting: TPPlan | None = None
+        self.staging: Staging | None = None
+        self.sequences: Sequences | None = None
+        self.shared: SharedGradients | None = None
+        self.draws: RngAlignment | None = None
+        self._wire = mesh.wire
+        compress = plan.comm.compress is not None
+        if mesh.tensor.size > 1:
+            axis = Axis(mesh.tensor, compress)
+            self.cutting = cut_model(model, axis, plan.tensor)
+            self.draws = RngAlignment(model, axis, mesh.device)
+        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
+        wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"{plan.comm.compressed} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
+                f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave the compression off"
+            )
+        packed = [fact.names[0] for fact in facts if fact.part is not None and not fact.dtype.is_floating_point]
+        if packed:
+            raise ValueError(
+                f"{mesh.tensor.size} tensor-parallel ranks with {len(packed)} packed weights in divided layers (as "
+                f"{packed[0]!r}): packed numbers cannot be divided by rows or columns; use tp=1"
+            )
+        self.every = list(zip(every, facts, strict=True))
+        if mesh.pipeline.size > 1:
+            pipe, rank, size = plan.pipeline, mesh.pipeline.rank, mesh.pipeline.size
+            v_shaped = pipe.schedule == "zbv"
+            self.staging = stage_model(model, rank, size, pipe.chunks, pipe.layers, pipe.body, v_shaped)
+            if plan.grad.average != "sum":
+                raise ValueError(
+                    f"average={plan.grad.average!r} with {size} pipeline ranks: use 'sum'; the micro-batches of a step "
+                    "are weighted by their rows"
+                )
+            if plan.precision.output_dtype is not None:
+                raise NotImplementedError(
+                    f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
+                    "None, and cast in the criterion"
+                )
+        self._check_hooks(model, plan, mesh)
+        if mesh.ring is not None:
+            self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
+        own = [(p, f) for p, f in self.every if self.owns(p)]
+        self.params: list[nn.Parameter] = [param for param, _ in own]
+        self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]
+        place = {id(param): at for at, param in enumerate(every)}
+        groups = [[[place[id(p)] for p in g["params"] if id(p) in place] for g in o.param_groups] for o in optimizers]
+        self.table = ParamTable(
+            tuple(facts),
+            tuple(place[id(param)] for param in self.params),
+            tuple(tuple(map(tuple, each)) for each in groups),
+            _names(model, every, staged=self.staging is not None),
+        )
+
+    def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        """Refuse load hooks of modules that would see only a part of their parameters."""
+        size, stages = mesh.tensor.size, mesh.pipeline.size
+        if self.cutting is not None:
+            part_of, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
+            _check_load_hooks(model, lambda params: any(part_of(param) is not None for param in params), why)
+        if self.staging is not None:
+            ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
+            _check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
+            if plan.tiers.param_disk_fraction or plan.tiers.state_disk_fraction:
+                _check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether this rank has any part of it."""
+        return self.staging is None or self.staging.owns(param)
+
+    def _counted(self, param: nn.Parameter, fact: ParamFact) -> ParamFact:
+        """Return the fact, marked if a rank of an earlier stage has the parameter, too."""
+        earlier = self.staging is not None and self.staging.ranks_of(param)[0] != self.staging.rank
+        return replace(fact, earlier=True) if earlier else fact
+
+    def narrow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove other stages' parameters from the optimizer's groups."""
+        for group in optimizer.param_groups if self.staging is not None else ():
+            group["params"] = [param for param in group["params"] if self.owns(param)]
+
+    def install(self) -> None:
+        """Reduce the model to this rank's part and free the rest."""
+        if self.sequences is not None:  # first, since the layers that it leaves are divided next
+            self.sequences.install()
+        if self.cutting is not None:
+            self.cutting.install()
+        if self.draws is not None:
+            self.draws.align()
+        if self.staging is not None:
+            self.staging.install()
+            self.staging.forget()
+            assert self._wire is not None
+            self.shared = SharedGradients(self.staging, self.params, self._wire)
+        self.every = []
+
+    def release(self) -> None:
+        """Remove its hooks."""
+        if self.shared is not None:
+            self.shared.remove()
+        if self.sequences is not None:
+            self.sequences.remove()
+
+
+def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> StateNames | None:
+    """Return the saved names of the whole model if it has stages. State hooks run here, since their results may be
+    refused; on a deferred model they run at the first state."""
+    hooked = any(module._state_dict_hooks for module in model.modules()) and not is_deferred(model)
+    found = StateNames.read(model, every) if staged or hooked else None
+    return _outlined(found) if staged and found is not None else None
+
+
+def _outlined(names: StateNames) -> StateNames:
+    """Return the names without values of buffers, which only other ranks may have."""
+    others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
+    return replace(names, others=others)
+
+
+def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return all names in ``model`` by ``id`` of the parameter."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {key: tuple(value) for key, value in names.items()}
+
+
+def parameter_facts(
+    params: Sequence[nn.Parameter],
+    names: dict[int, tuple[str, ...]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan,
+    cutting: TPPlan | None = None,
+) -> list[ParamFact]:
+    """Return name, shape, dtype, optimizer, group and tensor-parallel part of each of ``params``.
+
+    Raises:
+        ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
+    """
+    held: dict[int, tuple[int, int]] = {}
+    for optimizer_index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise ValueError(
+                        f"optimizer {optimizer_index}, group {group_index} holds a tensor of shape "
+                        f"{tuple(param.shape)} that is not a parameter of the model; create it on "
+                        "model.parameters()"
+                    )
+                if id(param) in held:
+                    raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")
+                held[id(param)] = (optimizer_index, group_index)
+    facts = []
+    for param in params:
+        optimizer_index, group_index = held.get(id(param), (-1, -1))
+        dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
+        part = cutting.part_of(param) if cutting is not None else None
+        shape = param.shape if part is None else part.shape
+        known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
+        facts.append(ParamFact(*known, part=part))
+    return facts
+
+
+def _check_load_hooks(model: nn.Module, divided: Callable[[Sequence[nn.Parameter]], bool], why: str) -> None:
+    """Refuse a ``register_load_state_dict_post_hook`` that would see a part of its module's parameters.
+
+    Args:
+        model: the unsharded model.
+        divided: whether one rank has only a part of these parameters.
+        why: the reason, for the message.
+
+    Raises:
+        ValueError: a module with such a hook has divided parameters.
+    """
+    for name, module in with_load_hooks(model):
+        if divided(list(module.parameters())):
+            raise ValueError(
+                f"{name or 'the model itself'} ({type(module).__name__}) has a hook for loads "
+                f"(register_load_state_dict_post_hook), which would see a part of its parameters: {why}. Register it "
+                "on a module that stays whole"
+            )

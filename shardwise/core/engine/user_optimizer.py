@@ -1,0 +1,161 @@
+"""The user's own optimizer after a build: its methods are those of the sharded optimizer, and its state is sharded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = [
+    "ShardState",
+    "call_load_post_hooks",
+    "call_load_pre_hooks",
+    "call_state_post_hooks",
+    "call_state_pre_hooks",
+    "redirect",
+    "restore_zero_grad",
+    "snapshot",
+]
+
+FORWARDED = ("zero_grad", "state_dict", "load_state_dict")
+"""Methods that redirect to the sharded optimizer."""
+REPLACED = ("step", "add_param_group", *FORWARDED)
+"""Those, and the ones that raise (``TileStepper``)."""
+
+
+# [Note: What groups hold]
+# The param groups of a sharded optimizer hold the model's own parameters, as before the build. The optimizer gets this
+# rank's shards only within its step (TileStepper). So a program may use the groups as before: clip_grad_norm_ of
+# group["params"] and loops over .grad see the gradients (a ShardedGrad each, as many on every rank, since these calls
+# are collective), and requires_grad_() is seen by autograd. Shards have gradients within a step only. The state is
+# keyed by shards, so a lookup by a parameter, which would find nothing, raises (ShardState).
+class ShardState(defaultdict[Any, Any]):
+    """``optimizer.state`` of a sharded optimizer, keyed by this rank's shards of parameters."""
+
+    names: Mapping[int, str] = {}
+    """Names of the parameters in the groups, by ``id``."""
+
+    @classmethod
+    def of(cls, names: Mapping[int, str]) -> ShardState:
+        """Return an empty one for parameters with these names."""
+        made = cls(dict)
+        made.names = names
+        return made
+
+    def _check(self, key: object) -> None:
+        if id(key) in self.names:
+            raise RuntimeError(
+                f"optimizer.state[{self.names[id(key)]!r}]: the state of a sharded optimizer is not keyed by "
+                "parameters. Use session.one(parameter).state(key) and set_state(key, value) for one parameter, and "
+                "state_dict() and load_state_dict() for all, on every rank; state.clear() resets it"
+            )
+
+    def __missing__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(key)
+        super().__setitem__(key, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As a dict's."""
+        self._check(key)
+        return super().get(key, default)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As a dict's."""
+        entries = dict(*given, **named)
+        for key in entries:
+            self._check(key)
+        super().update(entries)
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return defaultdict(self.default_factory, self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the state of a sharded optimizer ({len(self)} shards of parameters) cannot be copied or pickled: it is "
+            "this rank's part only; use state_dict(), on every rank"
+        )
+
+
+def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Redirect ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the user's ``optimizer`` to ``sharded``, and
+    clear its state.
+
+    Args:
+        optimizer: the user's.
+        sharded: the optimizer that steps instead.
+        names: of its parameters, by ``id``.
+    """
+    own = vars(optimizer)
+    optimizer.state.clear()  # it is keyed by parameters
+    for name in FORWARDED:
+        own[name] = getattr(sharded, name)
+    if type(own.get("state")) is defaultdict:  # otherwise it is of a kind that the class needs
+        own["state"] = ShardState.of(names)
+
+
+def restore_zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` its class's ``zero_grad`` back after the model was unsharded. Its state stays sharded."""
+    vars(optimizer).pop("zero_grad", None)
+
+
+# Hooks on the state, as torch's own methods call them.
+
+
+def call_state_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks of the beginning of ``state_dict()``."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def call_state_post_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what the hooks make of the result of ``state_dict()``."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def call_load_pre_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what the hooks make of the argument of ``load_state_dict()``."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    state = dict(state) if hooks else state
+    for hook in hooks:
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def call_load_post_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks of the end of ``load_state_dict()``."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that restores the methods, parameters and state that the optimizer has now."""
+    own, state = vars(optimizer), optimizer.state
+    methods, entries = {name: own[name] for name in REPLACED if name in own}, dict(state)
+    params = [(group, group["params"]) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        for name in REPLACED:
+            own.pop(name, None)
+        own.update(methods)
+        if optimizer.state is not state:
+            optimizer.state = state
+        state.clear()
+        state.update(entries)
+        for group, before in params:
+            group["params"] = before
+
+    return restore

@@ -1,0 +1,416 @@
+"""``FullyShardedDataParallel``'s published arguments (FSDP1) as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from shardwise.booster.plugin.fsdp_units import unit_modules
+from shardwise.core.base.checked import MOST_BYTES, refuse, whole
+from shardwise.core.base.remarks import warn_user
+from shardwise.core.mesh.launch import read_variable
+from shardwise.plan import ByModule, ByNumel, MeshPlan, Plan, replicated, zero
+from shardwise.plan.loss_scale import TORCH_SCALER
+from shardwise.plan.precision import HALF_DTYPES
+
+__all__ = [
+    "all_ranks",
+    "check_all_ranks",
+    "check_full_precision",
+    "mesh_of",
+    "name_device",
+    "names_of_ignored",
+    "nodes",
+    "on_host",
+    "plan_of_ddp",
+    "plan_of_fsdp",
+    "plan_of_fully_shard",
+    "with_formats",
+]
+
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+STAYS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def plan_of_fsdp(
+    model: nn.Module,
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    sharding_strategy: ShardingStrategy | None = None,
+    cpu_offload: CPUOffload | None = None,
+    auto_wrap_policy: Any = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    mixed_precision: MixedPrecision | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    device_id: int | torch.device | None = None,
+    sync_module_states: bool = False,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    use_orig_params: bool = False,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> Plan:
+    """What ``FullyShardedDataParallel(model, ...)`` shards, for ``shard(model, optimizer, plan)``.
+
+    Args:
+        model: not wrapped; it stays as it is.
+        process_group, device_mesh: all ranks; a pair of groups, or a mesh of two dimensions, for a hybrid strategy.
+        sharding_strategy: FULL_SHARD is the default; NO_SHARD replicates; SHARD_GRAD_OP keeps gathered what was.
+        cpu_offload: parameters, masters and optimizer state are at home on the host, where the update is.
+        auto_wrap_policy: the units; ``None``: one a block, which needs no policy.
+        backward_prefetch: ``None`` gathers nothing ahead, unless ``forward_prefetch`` asks for it.
+        mixed_precision: fp16 brings a loss scale of its own, in the place of ``ShardedGradScaler``.
+        ignored_modules, ignored_states: stay gathered on every rank. Trainable ones warn: they are averaged, too.
+        param_init_fn: refused where the model is on the meta device: build it under ``deferred_init()``.
+        device_id: this rank's; a warning if not.
+        sync_module_states: start from rank 0's values.
+        forward_prefetch, limit_all_gathers, use_orig_params: need not be said: what comes next is fetched ahead in both
+            passes, one unit (between hosts without GPUs small ones up to 16 MiB), and parameters are the model's own.
+
+    Raises:
+        NotImplementedError, ValueError: what no plan says; the argument is named.
+    """
+    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+    name_device("device_id", device_id)
+    if param_init_fn is not None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        refuse("param_init_fn", param_init_fn, "build the model under shardwise.deferred_init(), and leave it")
+    plan = replicated() if strategy is ShardingStrategy.NO_SHARD else zero(3)
+    plan = plan.but(mesh=_sizes(strategy, process_group, device_mesh), sync_init=bool(sync_module_states))
+    ignored = set(ignored_modules or ())
+    states = list(ignored_states or ())
+    ignored |= {each for each in states if isinstance(each, nn.Module)}
+    kept = names_of_ignored(model, [p for p in states if isinstance(p, nn.Parameter)], ignored)
+    if strategy is not ShardingStrategy.NO_SHARD:
+        prefetch = 0 if backward_prefetch is None and not forward_prefetch else 1
+        plan = plan.but(prefetch=prefetch, gathered_fraction=1.0 if strategy in STAYS else 0.0, kept=kept)
+    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        warn_user(f"backward_prefetch={backward_prefetch}: one unit is fetched ahead, as BACKWARD_PRE")
+    if auto_wrap_policy is not None and strategy is not ShardingStrategy.NO_SHARD:
+        name_of = {module: name for name, module in model.named_modules()}
+        units = tuple(name_of[each] for each in unit_modules(model, auto_wrap_policy, ignored) if each is not model)
+        plan = plan.but(packing=ByModule(unit_classes=(), unit_names=units))
+    if mixed_precision is not None:
+        check_full_precision(model, mixed_precision)
+        plan = with_formats(plan, mixed_precision)
+    return on_host(plan, pin=True) if cpu_offload is not None and cpu_offload.offload_params else plan
+
+
+def on_host(plan: Plan, pin: bool) -> Plan:
+    """``plan`` with everything that is not gathered at home on the host."""
+    tiers = replace(plan.tiers, param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=pin)
+    return replace(plan, tiers=tiers)
+
+
+def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Names of parameters that are not to be sharded; warns of trainable ones.
+
+    Raises:
+        ValueError: one is none of the model's.
+    """
+    wanted = {id(param): param for param in params}
+    wanted |= {id(param): param for module in modules for param in module.parameters()}
+    found = {id(param): name for name, param in model.named_parameters()}
+    strange = [tuple(param.shape) for key, param in wanted.items() if key not in found]
+    if strange:
+        raise ValueError(f"ignored parameters of shapes {strange} are not the model's: give some of model.parameters()")
+    trained = [found[key] for key, param in wanted.items() if param.requires_grad]
+    if trained:
+        warn_user(
+            f"{', '.join(trained[:3])}: {len(trained)} ignored parameters stay whole on every rank, and their "
+            "gradients are averaged all the same, which torch leaves to you"
+        )
+    return tuple(found[key] for key in found if key in wanted)
+
+
+def _sizes(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None) -> MeshPlan:
+    pair = group if isinstance(group, tuple) else None
+    if (pair is not None or (mesh is not None and mesh.ndim == 2)) != (strategy in HYBRID) and (group or mesh):
+        given = f"process_group={group!r:.60}, device_mesh={mesh!r:.60}"
+        raise ValueError(
+            f"{given} with {strategy}: two groups, or dimensions, are for HYBRID_SHARD, one for the others"
+        )
+    if mesh is not None:
+        sizes = mesh_of(mesh)
+    elif strategy in HYBRID:
+        sizes = nodes(pair)
+    else:
+        check_all_ranks("process_group", group)
+        sizes = all_ranks()
+    if strategy is ShardingStrategy.NO_SHARD:
+        return MeshPlan(dp_shard=1, dp_replicate=-1)
+    return sizes
+
+
+# ---- ``fully_shard``'s published arguments (FSDP2) as a plan.
+
+
+def plan_of_fully_shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    *,
+    units: Iterable[nn.Module] = (),
+) -> Plan:
+    """What ``fully_shard`` makes of ``model`` and the ``units`` inside it, for ``shard(model, optimizer, plan)``.
+
+    Args:
+        model: not sharded yet; it stays as it is.
+        mesh: all ranks, or (replicas, ranks that shard); ``None``: all ranks.
+        reshard_after_forward: False keeps gathered what was, and so does 1; ``None`` and True do not, the outermost
+            module's included. A number k of ranks: backward gathers from k neighbours, who keep a second copy
+            (:attr:`MeshPlan.secondary`).
+        shard_placement_fn: refused: shards are slices of many parameters one behind the other.
+        mp_policy: dtypes; fp16 brings a loss scale.
+        offload_policy: ``CPUOffloadPolicy`` has parameters, masters and optimizer state at home on the host.
+        ignored_params: stay gathered on every rank. Trainable ones warn: they are averaged, too.
+        dp_mesh_dims: refused: a mesh has data-parallel dimensions alone.
+        units: the modules that ``fully_shard`` was called on before the model; none: one a block.
+
+    Raises:
+        NotImplementedError, ValueError: what no plan says; the argument is named.
+    """
+    if shard_placement_fn is not None:
+        refuse(
+            "shard_placement_fn", shard_placement_fn, "no dimension is divided; leave it out, the numbers are the same"
+        )
+    if dp_mesh_dims is not None:
+        refuse("dp_mesh_dims", dp_mesh_dims, "give a mesh of data-parallel ranks; tensor parallelism is the plan's tp")
+    kept_by = reshard_after_forward if type(reshard_after_forward) is int else None
+    if (kept_by is None and reshard_after_forward not in (None, True, False)) or (kept_by is not None and kept_by < 1):
+        raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: give True, False or a number of ranks >= 1")
+    stays = reshard_after_forward is False or kept_by == 1
+    ranks = all_ranks() if mesh is None else mesh_of(mesh)
+    name_of = {module: name for name, module in model.named_modules()}
+    given = list(units)
+    strange = [type(each).__name__ for each in given if each not in name_of]
+    if strange:
+        raise ValueError(f"units={strange} are no modules of the {type(model).__name__}: give some of model.modules()")
+    names = tuple(name_of[each] for each in given if each is not model)
+    plan = zero(3).but(
+        mesh=ranks if stays else replace(ranks, secondary=kept_by),
+        gathered_fraction=1.0 if stays else 0.0,
+        packing=ByModule(unit_classes=(), unit_names=names),
+        kept=names_of_ignored(model, ignored_params or (), ()),
+        sync_init=False,
+    )
+    if mp_policy is not None:
+        plan = with_formats(plan, mp_policy)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        plan = on_host(plan, offload_policy.pin_memory)
+    return plan
+
+
+# ---- ``DistributedDataParallel``'s published arguments as a plan.
+
+
+MIB = 2**20
+FLOAT_BYTES = 4  # of the gradients that buckets were meant for
+
+
+def plan_of_ddp(
+    device_ids: Sequence[int | torch.device] | None = None,
+    output_device: int | torch.device | None = None,
+    dim: int = 0,
+    broadcast_buffers: bool | None = None,
+    init_sync: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: int | None = None,
+    find_unused_parameters: bool = False,
+    check_reduction: bool = False,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
+    delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+    param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+    mixed_precision: Any = None,
+    device_mesh: DeviceMesh | None = None,
+    skip_all_reduce_unused_params: bool = False,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+    batched_grad_copy: bool = False,
+    forward_sync_buffers: bool | None = None,
+) -> Plan:
+    """Every rank holds everything, and gradients are averaged over all ranks.
+
+    Args:
+        device_ids, output_device: one device, which is this rank's; a warning if not.
+        dim: 0.
+        broadcast_buffers, forward_sync_buffers: True warns: buffers are sent at the beginning, and not in each pass.
+        init_sync: ranks start from rank 0's values.
+        process_group, device_mesh: all ranks.
+        bucket_cap_mb: MiB of fp32 gradients that are reduced together; ``None``: 25.
+        find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params, batched_grad_copy:
+            need not be said: unused parameters are found without a walk over the graph, and neither reduced nor
+            updated; gradients lie in the array that is reduced.
+        check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
+        mixed_precision: dtypes, as :func:`~shardwise.pytorch.plan_of_fsdp` has them.
+
+    Raises:
+        NotImplementedError: what is refused.
+    """
+    name_device("device_ids", device_ids)
+    name_device("output_device", output_device)
+    refused = {
+        "dim": (dim, dim == 0, "batches are divided by the sampler; leave it 0"),
+        "check_reduction": (check_reduction, not check_reduction, "leave it False: torch ignores it as well"),
+        "delay_all_reduce_named_params": (
+            delay_all_reduce_named_params,
+            delay_all_reduce_named_params is None,
+            "gradients are reduced in the order in which they come",
+        ),
+        "param_to_hook_all_reduce": (
+            param_to_hook_all_reduce,
+            param_to_hook_all_reduce is None,
+            "gradients are reduced in the order in which they come",
+        ),
+        "bucket_cap_mb_list": (bucket_cap_mb_list, bucket_cap_mb_list is None, "give one size, bucket_cap_mb"),
+    }
+    for name, (value, fits, instead) in refused.items():
+        if not fits:
+            refuse(name, value, instead)
+    for name, flag in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
+        if flag:
+            warn_user(
+                f"{name}={flag}: buffers are rank 0's at the beginning, and each rank's own from then on; make running "
+                "statistics alike with nn.SyncBatchNorm, or before an evaluation"
+            )
+    check_all_ranks("process_group", process_group)
+    plan = replicated()
+    if device_mesh is not None:
+        sizes = mesh_of(device_mesh)
+        plan = plan.but(mesh=MeshPlan(dp_shard=1, dp_replicate=sizes.dp_replicate * sizes.dp_shard))
+    size = 25 if bucket_cap_mb is None else whole("bucket_cap_mb", bucket_cap_mb, 1, MOST_BYTES // MIB, "a size in MiB")
+    plan = plan.but(packing=ByNumel(chunk_numel=size * MIB // FLOAT_BYTES), sync_init=bool(init_sync))
+    return plan if mixed_precision is None else with_formats(plan, mixed_precision)
+
+
+# ---- Number formats of torch's policies as those of a plan.
+
+
+def with_formats(plan: Plan, policy: Any) -> Plan:
+    """``plan`` in the numbers of a ``MixedPrecision`` or ``MixedPrecisionPolicy``: parameters are computed with in
+    ``param_dtype`` and updated as they are; fp16 has the loss scale of torch's ``GradScaler``.
+
+    Raises:
+        NotImplementedError: ``keep_low_precision_grads``.
+    """
+    if getattr(policy, "keep_low_precision_grads", False):
+        refuse("mixed_precision.keep_low_precision_grads", True, "the optimizer gets gradients in fp32; leave it False")
+    dtype = policy.param_dtype
+    root = getattr(policy, "cast_root_forward_inputs", False)
+    cast = bool(getattr(policy, "cast_forward_inputs", True) or root)
+    precision = replace(
+        plan.precision,
+        param_dtype=dtype,
+        buffer_dtype=getattr(policy, "buffer_dtype", None),
+        reduce_dtype=policy.reduce_dtype,
+        accumulate_dtype=torch.float32 if {dtype, policy.reduce_dtype} & set(HALF_DTYPES) else None,
+        cast_inputs=cast and dtype is not None,
+        output_dtype=getattr(policy, "output_dtype", None),
+        scaler=TORCH_SCALER if dtype is torch.float16 else None,
+    )
+    return replace(plan, precision=precision)
+
+
+def check_full_precision(model: nn.Module, policy: Any) -> None:
+    """Raises:
+    NotImplementedError: the policy leaves modules of some classes in fp32, and the model has one.
+    """
+    classes = tuple(getattr(policy, "_module_classes_to_ignore", ()) or ())
+    found = next((name for name, module in model.named_modules() if classes and isinstance(module, classes)), None)
+    if policy.param_dtype is not None and found is not None:
+        refuse(
+            "mixed_precision.param_dtype",
+            policy.param_dtype,
+            f"{found} ({type(model.get_submodule(found)).__name__}) would be computed in fp32 by torch: use a norm "
+            "without running statistics, or fp32",
+        )
+
+
+# ---- Process groups, device meshes and devices, which torch's arguments name and a plan only counts.
+
+
+def check_all_ranks(name: str, group: dist.ProcessGroup | None) -> None:
+    """Raises:
+    NotImplementedError: ``group`` has some ranks only.
+    """
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        refuse(name, f"{dist.get_world_size(group)} of {dist.get_world_size()} ranks", "a plan is for all that run")
+
+
+def mesh_of(mesh: DeviceMesh) -> MeshPlan:
+    """One dimension shards; of two the first holds replicas.
+
+    Raises:
+        NotImplementedError: three dimensions, or not all ranks.
+    """
+    sizes = tuple(mesh.mesh.shape)
+    if len(sizes) > 2:
+        refuse("mesh", f"{sizes} ranks", "give (replicas, ranks that shard); tensor parallelism is the plan's tp")
+    if mesh.size() != dist.get_world_size():
+        refuse("mesh", f"{mesh.size()} of {dist.get_world_size()} ranks", "a plan is for all that run")
+    return MeshPlan(dp_replicate=sizes[0] if len(sizes) == 2 else 1, dp_shard=sizes[-1])
+
+
+def all_ranks() -> MeshPlan:
+    """Every rank has a shard."""
+    return MeshPlan(dp_shard=-1, dp_replicate=1)
+
+
+def nodes(pair: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> MeshPlan:
+    """Shards within a group, replicas of it: of a pair (shard group, replicate group), or each node is one.
+
+    Raises:
+        ValueError: the launcher did not say how many ranks a node has.
+    """
+    if pair is not None:
+        return MeshPlan(dp_shard=dist.get_world_size(pair[0]), dp_replicate=dist.get_world_size(pair[1]))
+    local = read_variable("LOCAL_WORLD_SIZE")
+    if local is None:
+        raise ValueError(
+            f"HYBRID_SHARD without groups, and LOCAL_WORLD_SIZE={local}: start the ranks with torchrun or `shardwise "
+            "run`, or give a device_mesh of (nodes, ranks of a node)"
+        )
+    return MeshPlan(dp_shard=int(local), dp_replicate=-1)
+
+
+def name_device(name: str, value: Any) -> None:
+    """A plan names no device; warns where one was given that is not the current one.
+
+    Raises:
+        NotImplementedError: several devices in one process.
+    """
+    given = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+    if len(given) > 1:
+        refuse(name, value, "start one process a GPU")
+    if given and not _is_current(given[0]):
+        warn_user(
+            f"{name}={value!r} is not in the plan, which names no device: shard(..., device=...) takes it; by default "
+            "that is this rank's GPU"
+        )
+
+
+def _is_current(device: Any) -> bool:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda":
+        return not torch.cuda.is_available()
+    return torch.cuda.is_available() and found.index in (None, int(read_variable("LOCAL_RANK") or 0))

@@ -1,0 +1,208 @@
+"""Lightning's precisions as number formats, and the precision plugins for the Trainer and Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.sessions import scaled_pass
+
+__all__ = [
+    "PRECISIONS",
+    "CastingPrecision",
+    "ColossalAIPrecision",
+    "NumberFormat",
+    "ShardedPrecision",
+    "check_replaceable",
+    "correct_throughput",
+    "format_of",
+]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """The number format of a precision.
+
+    Attributes:
+        name: Lightning's name.
+        dtype: compute dtype; ``None``: each parameter's own.
+        masters: whether the optimizer updates fp32 copies of the parameters.
+        scaled: whether losses are scaled.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    masters: bool
+    scaled: bool
+
+
+PRECISIONS: dict[str, NumberFormat] = {
+    each.name: each
+    for each in (
+        NumberFormat("32-true", None, False, False),
+        NumberFormat("64-true", torch.float64, False, False),
+        NumberFormat("16-mixed", torch.float16, True, True),
+        NumberFormat("bf16-mixed", torch.bfloat16, True, False),
+        NumberFormat("16-true", torch.float16, False, False),
+        NumberFormat("bf16-true", torch.bfloat16, False, False),
+    )
+}
+_SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def format_of(precision: Any) -> NumberFormat:
+    """Return the number format of ``precision``, which may be a short form of Lightning 1.x (``16``, ``"bf16"``).
+
+    Raises:
+        ValueError: ``precision`` is not in :data:`PRECISIONS`.
+    """
+    name = str(precision)
+    found = PRECISIONS.get(_SHORT.get(name, name))
+    if found is None:
+        raise ValueError(f"precision={precision!r}: a sharded strategy runs in {', '.join(PRECISIONS)}")
+    return found
+
+
+REPLACEABLE = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision", "DeepSpeedPrecision")
+
+
+def check_replaceable(namespace: Namespace, plugin: Any) -> None:
+    """Check that :class:`ShardedPrecision` can replace ``plugin``, which Lightning chose.
+
+    Raises:
+        TypeError: it is another class, whose effect would be lost.
+        ValueError: it has a loss scale with its own settings.
+    """
+    known = [namespace.find(f"plugins.precision.{name}") for name in REPLACEABLE]
+    if type(plugin) not in known:
+        raise TypeError(
+            f"precision plugin {type(plugin).__name__}: sharded strategies cast and scale by themselves and would not "
+            "call it; give the Trainer a precision, or the strategy a ShardedPrecision"
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return
+    settings = {
+        "init_scale": getattr(scaler, "_init_scale", 2.0**16),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+    if tuple(settings.values()) != (2.0**16, 2.0, 0.5, 2000):
+        raise ValueError(
+            f"a GradScaler with {settings}: sharded strategies scale by themselves; give the numbers to a strategy "
+            "that has arguments for them (ColossalAIStrategy, DeepSpeedStrategy)"
+        )
+
+
+def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -> None:
+    """Make ``ThroughputMonitor`` use the peak throughput of ``dtype``.
+
+    The monitor derives the dtype from the plugin's class and assumes fp32 for ours.
+    """
+    monitor = namespace.find("callbacks.throughput_monitor.ThroughputMonitor")
+    for callback in trainer.callbacks if monitor is not None else ():
+        if isinstance(callback, monitor):
+            flops = namespace.load_fabric("utilities.throughput").get_available_flops(
+                trainer.strategy.root_device, dtype
+            )
+            for each in (callback, *callback._throughputs.values()):
+                each.available_flops = flops
+
+
+def _always(_value: float, _algorithm: str) -> bool:
+    return True
+
+
+_Precision: Any = object  # Lightning's Precision, once built for a namespace
+
+
+class CastingPrecision(_Precision):  # type: ignore[misc]
+    """A precision plugin whose casts the engine makes.
+
+    The engine casts parameters and inputs, keeps fp32 masters and scales losses. "mixed" does not mean autocast: the
+    model computes in 16 bits, as with DeepSpeed and FairScale.
+
+    Args:
+        precision: one of :data:`PRECISIONS`. As a strategy's precision plugin it allows fp16 on a CPU, where Lightning
+            changes ``precision="16-mixed"`` to bf16.
+    """
+
+    def __init__(self, precision: Any = "32-true") -> None:
+        super().__init__()
+        self.format = format_of(precision)
+        self.precision = self.format.name
+
+    def convert_module(self, module: Any) -> Any:
+        """Return ``module``; the engine casts."""
+        return module
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        return None if self.format.masters else self.format.dtype
+
+    @contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._half or before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Create tensors inside in the dtype of the ``true`` precisions."""
+        return self._default_dtype() if self._half is not None else nullcontext()
+
+    module_init_context = tensor_init_context
+    forward_context = tensor_init_context
+
+
+class ShardedPrecision(CastingPrecision):
+    """The precision plugin of sharded strategies for the Trainer.
+
+    Args:
+        precision: see :class:`CastingPrecision`.
+    """
+
+    def __init__(self, precision: Any = "32-true") -> None:
+        super().__init__(precision)
+        self.clips: Callable[[float, str], bool] = _always
+        """Returns whether to apply the Trainer's clipping, by value and algorithm."""
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run ``model.backward`` with the loss scale."""
+        with scaled_pass(model.trainer.strategy.session, tensor) as scaled:
+            model.backward(scaled, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip gradients, as ``LightningModule.clip_gradients`` asks."""
+        algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+        if clip_val > 0 and self.clips(float(clip_val), algorithm):
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the averaged, unscaled gradients of ``optimizer`` by their global norm."""
+        if hasattr(optimizer, "clip_grad_by_norm"):
+            optimizer.clip_grad_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the averaged, unscaled gradients."""
+        if hasattr(optimizer, "clip_grad_by_value"):
+            optimizer.clip_grad_by_value(float(clip_val))
+
+
+class ColossalAIPrecision(ShardedPrecision):
+    """``ColossalAIPrecisionPlugin``, whose default is fp16 with a loss scale.
+
+    Args:
+        precision: see :class:`CastingPrecision`; the published one takes ``"16-mixed"`` alone.
+    """
+
+    def __init__(self, precision: Any = "16-mixed") -> None:
+        super().__init__(precision)
