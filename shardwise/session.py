@@ -19,8 +19,8 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checks.agreement import agreed_build, agreed_load
 from shardwise.core.checks.collective import collective
+from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.accounts import MemoryReport
@@ -46,8 +46,6 @@ __all__ = [
     "Settings",
     "ShardedModule",
     "ShardedOptimizer",
-    "agreed_build",
-    "agreed_load",
     "build",
     "needs_whole_tensors",
     "shard",
@@ -437,7 +435,7 @@ def build(
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):
-                with agreed_build(mesh.everyone, dict):  # the last validation of user input
+                with collectively(mesh.everyone, "sharding the model", "Nothing was sharded."):  # checks user input
                     for sharded in wrapped:
                         sharded.check_before_build()
                 _take_over(engine, wrapped)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.core.base.checked import as_kind, shown, whole
 from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import point
-from shardwise.core.comm import ranks_of
+from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
 from shardwise.deepspeed.config import AssertedError, Settings, load_config, read_config
@@ -31,7 +31,7 @@ from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
-from shardwise.session import Session, agreed_build, build
+from shardwise.session import Session, build
 
 __all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_asked_size"]
 
@@ -113,7 +113,7 @@ def initialize(
         settings.findings.warn()
     _take_back(model)
     mesh = mesh_of(plan, default_device(), group, others)
-    with agreed_build(mesh.everyone, dict):  # a directory may be missing on the rank that writes
+    with collectively(mesh.everyone, "opening the monitors"):  # a directory may be missing on the rank that writes
         monitor = Monitor(settings)
     session = build(model, chosen, plan, mesh)
     remember(session)

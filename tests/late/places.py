@@ -57,7 +57,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/offload.py", "", "", DISK),
-    ("core/update/states.py", "", "", DISK),
+    ("core/update/masters.py", "", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
     ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),

@@ -1,85 +1,15 @@
-"""While a tile is stepped, in another thread too, the user's optimizer looks as it always does."""
+"""A tile is stepped without the hooks of the user's optimizer, which looks as before afterwards."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.core.update.step_hooks import BareStep
-from shardwise.plan import ByTensor, zero
-from shardwise.session import build
-
-
-class Waits(torch.optim.SGD):
-    """Its step says that it has begun, and goes on when it may."""
-
-    begun, gate = threading.Event(), threading.Event()
-
-    def step(self, closure: Any = None) -> Any:
-        self.begun.set()
-        assert self.gate.wait(60)
-        return super().step(closure)
-
-
-class Meets(torch.autograd.Function):
-    """In the backward pass, waits until something is being updated, and runs ``act`` then."""
-
-    act: Callable[[], None]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        assert Waits.begun.wait(60)
-        Meets.act()
-        Waits.gate.set()
-        return grad
-
-
-class Deep(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self):
-            x = Meets.apply(layer(x)) if index == 0 else layer(x)  # type: ignore[no-untyped-call]
-        return x
-
-
-def test_what_a_program_reads_and_adds_while_an_update_runs() -> None:
-    model = Deep(*(nn.Linear(6, 6) for _ in range(3)))
-    optimizer = Waits(model.parameters(), lr=0.5)
-    Waits.gate.set()
-    seen: list[Any] = []
-
-    def act() -> None:
-        seen.append(optimizer.param_groups is groups and session.optimizers[0].param_groups[0]["lr"] == 0.5)
-        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-    session = build(model, optimizer, zero(3).but(update="backward", packing=ByTensor(persist_numel=0)))
-    try:
-        groups = optimizer.param_groups
-        for _ in range(2):
-            Waits.begun.clear()
-            Waits.gate.clear()
-            Meets.act = staticmethod(act)  # type: ignore[assignment]
-            session.backward(session.module(torch.ones(2, 6)).square().mean())
-            session.optimizers[0].step()
-    finally:
-        Waits.gate.set()
-        session.close()
-    assert seen == [True, "after", True, "after", "after"]
-
-
-class Registered(torch.optim.SGD):
-    """Takes no classes below it."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        raise TypeError("one of this name is registered")
+from shardwise.core.update.tiles import BareStep
 
 
 class Borrows(torch.optim.SGD):
@@ -116,19 +46,17 @@ def replaced(optimizer: torch.optim.Optimizer, bound: bool) -> torch.optim.Optim
     return optimizer
 
 
-CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
-    "its class's": (lambda params: Counts(params, lr=0.5), True),
-    "a method in its place": (lambda params: replaced(torch.optim.SGD(params, lr=0.5), True), True),
-    "a function in its place": (lambda params: replaced(torch.optim.SGD(params, lr=0.5), False), False),
-    "not subclassed": (lambda params: Registered(params, lr=0.5), False),
-    "a property": (lambda params: Borrows(params, lr=0.5), False),
+CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "its class's": lambda params: Counts(params, lr=0.5),
+    "a method in its place": lambda params: replaced(torch.optim.SGD(params, lr=0.5), True),
+    "a function in its place": lambda params: replaced(torch.optim.SGD(params, lr=0.5), False),
+    "a property": lambda params: Borrows(params, lr=0.5),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_of_its_own_is_stepped_without_hooks(case: str) -> None:
-    make, stands_in = CASES[case]
-    optimizer = make([nn.Parameter(torch.ones(2))])
+    optimizer = CASES[case]([nn.Parameter(torch.ones(2))])
     hooks: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
     groups, before = optimizer.param_groups, optimizer._optimizer_step_pre_hooks
@@ -137,8 +65,6 @@ def test_a_group_of_its_own_is_stepped_without_hooks(case: str) -> None:
     bare = BareStep(optimizer)
     with bare.hidden():
         bare.step({**groups[0], "params": [value]})
-        assert (optimizer.param_groups is groups) == stands_in
-        assert (optimizer._optimizer_step_pre_hooks is before) == stands_in
     assert value.tolist() == [0.5, 0.5] and groups[0]["params"][0].tolist() == [1.0, 1.0]
     assert optimizer.param_groups is groups and optimizer._optimizer_step_pre_hooks is before and not hooks
     assert getattr(optimizer, "calls", 1) == 1

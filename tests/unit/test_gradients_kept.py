@@ -15,7 +15,7 @@ from sets import full
 from torch import nn
 
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
-from shardwise.core.update.tiles import NEVER, WHOLE, Due, TileStepper
+from shardwise.core.update.tiles import NEVER, WHOLE, PendingTile, TileStepper
 from shardwise.plan import zero
 from shardwise.session import build
 
@@ -60,7 +60,7 @@ def looking_at_gradients() -> Iterator[list[bool]]:
     kept: list[bool] = []
     real = TileStepper.step_tiles
 
-    def step_tiles(self: TileStepper, due: Sequence[Due], *rest: Any) -> None:
+    def step_tiles(self: TileStepper, due: Sequence[PendingTile], *rest: Any) -> None:
         held = [each.reduced for each in due]
         before = [each.clone() for each in held]
         real(self, due, *rest)

@@ -34,5 +34,5 @@ def test_the_original_step_trains_nothing_before_and_after_close() -> None:
     with pytest.raises(RuntimeError, match="boost/build returned"):
         optimizer.step()
     session.close()
-    with pytest.raises(RuntimeError, match=r"model that is sharded no more: make a new one on model\.parameters"):
+    with pytest.raises(RuntimeError, match=r"model that is no longer sharded: make a new one on model\.parameters"):
         optimizer.step()

@@ -13,9 +13,8 @@ import torch
 from sets import full
 from torch import nn
 
-from shardwise.core.update.runs import Calls
 from shardwise.core.update.tile_plan import TILE_NUMEL
-from shardwise.core.update.tiles import Tile, _alike
+from shardwise.core.update.tiles import Calls, Tile, _alike
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
 

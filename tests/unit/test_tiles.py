@@ -16,7 +16,7 @@ from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamFact, make_layout
 from shardwise.core.shards.source import MemorySource
 from shardwise.core.update import tiles as update_tiles
-from shardwise.core.update.states import ChunkState
+from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import plan_tiles
 from shardwise.core.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
 from shardwise.plan import ByNumel

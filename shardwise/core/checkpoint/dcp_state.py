@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.base.checked import as_mapping
-from shardwise.core.checks.agreement import agreed_load
+from shardwise.core.comm import collectively
 from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
@@ -272,7 +272,7 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
     mesh, box = module.engine.mesh, list[Any]()
     with mesh.doing(f"loading rank 0's state into {into}"):
         # Rank 0 can give it and all are here, before the program's own group is waited in.
-        with agreed_load(mesh.everyone, into, dict):
+        with collectively(mesh.everyone, f"loading {into}"):
             advice = "a dict with broadcast_from_rank0=True"
             box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.first else None)
         dist.broadcast_object_list(box, 0)

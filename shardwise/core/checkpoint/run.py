@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.members import make_room
@@ -191,11 +191,11 @@ class EngineRun:
 
     @contextmanager
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
-        """Drop updates made during backward. See [Note: What an interrupt leaves half-done]."""
+        """Drop updates made during backward. See [Note: Broken sessions]."""
         engine, states = self._session.engine, [state_of(index) for index in optimizers]
         engine.values.before_load(whole)
         parts = [PARAMETERS, *states] if parameters else states
-        with engine.unfinished.replaced("a load", parts, partly=() if whole else (PARAMETERS,)):
+        with engine.broken.replacing("a load", parts, partly=() if whole else (PARAMETERS,)):
             yield
 
     @contextmanager
@@ -208,8 +208,8 @@ class EngineRun:
         engine.values.before_update()
         try:
             with ExitStack() as stack:
-                for index in optimizers:  # no state may be left that is not on the disk
-                    stack.enter_context(self._session.optimizers[index].updates.undone_on_error())
+                for index in optimizers:
+                    stack.enter_context(self._session.optimizers[index].updates.replacing_state())
                 yield
         except BaseException:
             if engine.storage.store is not None:

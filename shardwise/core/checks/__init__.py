@@ -1,5 +1,5 @@
-"""What would silently go wrong becomes an error: edits, replaced modules, ranks that differ, what was left half-done.
+"""Checks that turn silent mistakes into errors: edits, replaced modules, ranks that differ, failed changes.
 
-Nothing here changes what is trained; it reads, compares and raises. What has to be alike on all ranks rides on
-exchanges that are made anyway, or is compared before anything is made.
+Nothing here changes what is trained; checks read, compare and raise. What has to be the same on all ranks travels with
+exchanges that are made anyway, or is compared before anything is built.
 """

@@ -1,4 +1,4 @@
-"""That ranks which hold one model together are given the same batches."""
+"""Checks that the ranks of one tensor-parallel or sequence-parallel group are given the same batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT_LENGTH = 400
 
 
 def outline(batch: Any) -> str:
-    """What a batch is made of: names, shapes and dtypes of its tensors, and its numbers."""
+    """Describe a batch: names, shapes and dtypes of its tensors, and its numbers."""
     return ", ".join(f"{name}: {_outlined(value)}" for name, value in _leaves(batch))
 
 
@@ -41,10 +41,10 @@ def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def values_word(batch: Any) -> Tensor:
-    """Of the integers in a batch, which differ where batches do, where they are. On a GPU nothing is waited for.
+    """Return a fingerprint of the integers in a batch, on their device. On a GPU nothing is waited for.
 
     Returns:
-        0-D, int64; :func:`told_word` is what ranks tell each other of it.
+        A 0-D int64 tensor; ranks exchange :func:`told_word` of it.
     """
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for index, (_, value) in enumerate(_leaves(batch)):
@@ -55,13 +55,13 @@ def values_word(batch: Any) -> Tensor:
 
 
 def told_word(word: Tensor | Later) -> float:
-    """A whole number in [0, 2^52), which a float holds. Of one on its way to the host, nothing later is waited for."""
+    """Return the fingerprint as an integer in [0, 2^52), exact in float64. Waits for its copy to the host only."""
     value = word.value() if isinstance(word, Later) else word.item()
     return float(int(value) % WORD)
 
 
 class SameBatches:
-    """Of forward passes with gradients between two steps, on ranks that hold parts of the same layers."""
+    """Fingerprints the batches of the forward passes with gradients between two steps."""
 
     def __init__(self) -> None:
         self._outlines = 0
@@ -71,7 +71,7 @@ class SameBatches:
         self._last = ""
 
     def note(self, args: Any, kwargs: Any) -> None:
-        """A forward pass."""
+        """Add the batch of a forward pass."""
         batch = [args, kwargs]
         self._last = outline(batch)
         self._outlines = zlib.crc32(self._last.encode(), self._outlines)
@@ -80,20 +80,19 @@ class SameBatches:
         self._sent = Later(self._values) if runs_ahead(word.device) else None
 
     def forget(self) -> None:
-        """Gradients were used or dropped."""
+        """Start again, because gradients were used or dropped."""
         self._outlines, self._values, self._sent = 0, None, None
 
     def words(self) -> tuple[float, float]:
-        """The same on ranks with the same batches. Of batches on a GPU that waits for what was queued before the last
-        forward pass began, and nothing later."""
+        """Return the fingerprints. On a GPU this waits for what was queued before the last forward pass."""
         word = self._values if self._sent is None else self._sent
         return float(self._outlines), 0.0 if word is None else told_word(word)
 
     def explain(self, group: Group) -> None:
-        """The words of ``group`` may differ. Collective.
+        """Compare the batches in ``group``. Collective.
 
         Raises:
-            ValueError: they do; on all ranks, with what each was given last.
+            ValueError: On every rank, if they differ; shows the last batch of each.
         """
         told = group.exchange_object([list(self.words()), self._last[:TEXT_LENGTH]], "batches that differ")
         if any(words != told[0][0] for words, _ in told):
@@ -102,7 +101,7 @@ class SameBatches:
 
 
 def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
-    """For an error, by rank of those that hold one model."""
+    """Return the message of the error about batches that differ."""
     same: dict[tuple[float, ...], list[int]] = {}
     for rank, each in enumerate(words):
         same.setdefault(each, []).append(rank)

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise import __version__
 from shardwise.core.base.printable import class_name
 from shardwise.core.base.sparse import SPARSE, parts_of
-from shardwise.core.checks.agreement import Description
+from shardwise.core.comm import Description
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import ByModule, Plan
 

@@ -1,4 +1,4 @@
-"""Changes of sharded parameters that would be lost are noticed, and said.
+"""Errors for changes of sharded parameters that would be lost.
 
 A parameter shows memory of the engine: the gathered array, or one NaN where it is not gathered. ``param.data = x``
 takes it away from there, which its address tells. What is written to a gathered copy ends with the copy, and what is
@@ -24,8 +24,8 @@ __all__ = ["Edits"]
 # * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
 #   of a dtype, so that a single look tells. In steps and states.
 # * Through ``.data`` of a gathered one: nothing tells, and it is lost.
-# This is looked at in passes, steps and states. A write that is found is dropped, and with it all gathered copies, so
-# that no half of it stays.
+# This is checked in passes, steps and states. A write that is found is dropped together with all gathered copies, so
+# that no part of it stays.
 class Edits:
     """Watches the parameters of ``chunks``.
 
@@ -52,13 +52,13 @@ class Edits:
         self.accept()
 
     def accept(self, among: Sequence[Chunk] | None = None) -> None:
-        """Everything (of these chunks) is as it should be: what is written from here on counts."""
+        """Accept the present values (of these chunks); later writes are noticed."""
         for chunk in self._chunks if among is None else among:
             chunk.note_versions()
             chunk.lost = None
 
     def check_placed(self) -> None:
-        """Every parameter is where the engine put it, and none was given other data before it was moved.
+        """Check that every parameter is where the engine put it, with the data that the engine gave it.
 
         Raises:
             RuntimeError: one is not; it is named, and all are put back.
@@ -77,7 +77,7 @@ class Edits:
                 )
 
     def check_absent(self) -> None:
-        """Nothing was written to what stands for parameters that are not gathered.
+        """Check that nothing was written to the placeholders of parameters that are not gathered.
 
         Raises:
             RuntimeError: it was; as :meth:`check_written`. On a GPU, of the last time that this was called, so that the
@@ -103,7 +103,7 @@ class Edits:
         return not all(later.value() for later in asked)
 
     def check_written(self, writable: Callable[[int], bool]) -> None:
-        """Nothing was written to a parameter that would be lost.
+        """Check that nothing was written to a parameter that would be lost.
 
         Args:
             writable: units whose parameters may be written to now.
@@ -121,14 +121,14 @@ class Edits:
         self._put_back()
         raise RuntimeError(
             f"{name} {tuple(chunk.spec.slots[slot].shape)} was written to, or given other data, where that is lost: "
-            "each rank keeps a shard of it, and what a module sees is a copy for a while. Change it inside `with "
+            "each rank keeps a shard, and modules see a temporary copy. Change it inside `with "
             "model.gathered(write_back=True)` of what boost/build returned; if a module does so in its forward pass "
             "(nn.Embedding(max_norm=...), codebooks), keep the values in a buffer, or choose a stage that keeps "
             "parameters gathered (ZeRO-1 or 2). The write was dropped"
         )
 
     def _put_back(self) -> None:
-        # Copies first: they end with what was written to them, and are gathered anew.
+        # Copies first: they end with what was written to them, and are gathered again.
         self._drop()
         self._asked = []
         for dtype, values in self._absent.items():

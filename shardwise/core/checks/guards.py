@@ -1,4 +1,4 @@
-"""Uses of a sharded model that would silently go wrong, made into errors that say what to do."""
+"""Errors for uses of a sharded model that would silently go wrong."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replica
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Before anything is changed.
+    """Check that the model can be sharded, before anything is changed.
 
     Raises:
-        ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
-            already (torch's ``FullyShardedDataParallel`` included), a module of it makes gradients alike by itself
-            (``DistributedDataParallel``, ``DataParallel``), a parameter or buffer of it is a ``DTensor``, a parameter
-            is sparse, or a buffer that belongs to its state.
+        ValueError: A trainable parameter is complex or an integer, two parameters share memory, the model is sharded
+            already (also by torch's ``FullyShardedDataParallel``), a module is a ``DistributedDataParallel`` or
+            ``DataParallel``, a parameter or buffer is a ``DTensor``, or a parameter or persistent buffer is sparse.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import takes long, and nobody has such a model before
     for name, module in model.named_modules():
@@ -41,19 +40,19 @@ def check_shardable(model: nn.Module) -> None:
             raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
-                f"module {name!r} of the model is a {type(module).__name__}, which has divided its parameters already: "
-                "give the model as it was before, and this divides it"
+                f"module {name!r} of the model is a {type(module).__name__}, which has sharded its parameters already: "
+                "pass the model as it was before that"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f"module {name!r} of the model is a {type(module).__name__}, which gets none of the gradients that "
-                "this reduces: give the model without it (its .module); stage=0 does what it did"
+                f"module {name!r} of the model is a {type(module).__name__}, whose own reduction would see no "
+                "gradients: pass the wrapped model (its .module); stage=0 is data parallelism without sharding"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"{name} {tuple(tensor.shape)} is a DTensor, which fully_shard, parallelize_module or "
-                "distribute_tensor divided already: give the model as it was before, and this divides it"
+                f"{name} {tuple(tensor.shape)} is a DTensor, sharded already by fully_shard, parallelize_module "
+                "or distribute_tensor: pass the model as it was before that"
             )
     _check_layouts(model)
     for name, param in model.named_parameters():
@@ -69,7 +68,7 @@ def check_shardable(model: nn.Module) -> None:
 
 
 def _check_layouts(model: nn.Module) -> None:
-    """Checkpoints hold ordinary tensors, and chunks."""
+    """Refuse sparse parameters and persistent sparse buffers: checkpoints hold strided tensors."""
     for path, module in model.named_modules():
         own = {**module._parameters, **module._buffers}
         for leaf, tensor in own.items():
@@ -80,7 +79,7 @@ def _check_layouts(model: nn.Module) -> None:
             name = f"{path}.{leaf}" if path else leaf
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} has the layout {tensor.layout}, which no checkpoint can hold: make it "
-                "dense (to_dense()), or register it with persistent=False and build it anew with the model"
+                "dense (to_dense()), or register it with persistent=False and make it when the model is made"
             )
 
 
@@ -91,7 +90,7 @@ def _check_layouts(model: nn.Module) -> None:
 # as the model is sharded, and wrappers of it that pass attributes on have it too. Where a module in between has none of
 # its own (a user's, or one that is sharded at its first use) DDP shows when the model runs inside of its forward pass.
 class _RefusesDDP:
-    """Instead of names of parameters that DDP is to leave alone."""
+    """Raises when DistributedDataParallel asks which parameters it should ignore."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -102,19 +101,19 @@ class _RefusesDDP:
 
 def _around(name: str) -> str:
     return (
-        f"DistributedDataParallel around a sharded {name}: it would average gradients that were taken from it, and put "
-        "zeros in their place. Leave it out: gradients are reduced over the ranks already"
+        f"DistributedDataParallel around a sharded {name}: it would average zeros, and write "
+        "them over the gradients. Leave it out: gradients are reduced over the ranks already"
     )
 
 
 def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
-    """What a sharded model has among its attributes, so that torch's own data parallelism is not put around it."""
+    """Return attributes for a sharded model that make torch's own data-parallel wrappers raise."""
     name = type(model).__name__
 
     def refuse_replica() -> Any:
         raise RuntimeError(
-            f"DataParallel around a sharded {name}: its copies for other GPUs would have none of the parameters. Leave "
-            "it out, and start one rank a GPU"
+            f"DataParallel around a sharded {name}: its copies on other GPUs would have no parameters. Leave it out, "
+            "and start one rank per GPU"
         )
 
     return {ASKED_BY_DDP: _RefusesDDP(name), ASKED_BY_REPLICAS: refuse_replica}
@@ -137,13 +136,13 @@ class Guards:
         self._structure = Structure(model, params, self._name)
         self.edits = Edits(chunks, self._name, pool.drop_changed)
         self.given_back = False
-        """The parameters are the user's again, with their values in them: what the engine has is old."""
+        """``unshard()`` has given the parameters back to the user; the engine's values are outdated."""
         for module in model.modules():
             # Past nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
 
     def check_held(self) -> None:
-        """The engine still has the parameters.
+        """Check that the engine still has the parameters.
 
         Raises:
             RuntimeError: ``unshard()`` has given them back.
@@ -151,8 +150,8 @@ class Guards:
         if self.given_back:
             name = type(self._model).__name__
             raise RuntimeError(
-                f"the {name} is sharded no more since unshard(): it is an ordinary module, with its values in it; call "
-                f"the {name} itself and its own methods, or shard it again with a new optimizer"
+                f"the {name} is no longer sharded since unshard(): use the {name} itself, an ordinary module, or "
+                "shard it again with a new optimizer"
             )
 
     def check_structure(self) -> None:
@@ -160,7 +159,7 @@ class Guards:
         self._structure.check()
 
     def check_forward(self) -> None:
-        """Before a forward pass.
+        """Check the model before a forward pass.
 
         Raises:
             RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost;
@@ -181,7 +180,7 @@ class Guards:
             raise RuntimeError(_around(type(self._model).__name__))
 
     def after_forward(self) -> None:
-        """After one: nothing was written to copies that end; see :meth:`check_edits`."""
+        """Check after a forward pass that nothing was written to copies that end; see :meth:`check_edits`."""
         if not torch.compiler.is_compiling():
             self.check_edits()
 
@@ -200,7 +199,7 @@ class Guards:
             self.edits.check_written(self._pool.blocks.holds)
 
     def check(self) -> None:
-        """Every parameter is still the one that was sharded, where the engine put it.
+        """Check that every parameter is the one that was sharded, where the engine put it.
 
         Raises:
             RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.

@@ -1,10 +1,9 @@
-"""Whether the ranks still have the same learning rates and groups, and gradients of as many passes under one scale:
-numbers that ride on what a step exchanges anyway.
+"""Checks that the ranks step with the same hyper-parameters, after as many passes, and under one loss scale.
 
-Where the shard group is the whole mesh it rides on the norm, which :meth:`ShardedOptimizer.step` takes right before it
-updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used and that of
-steps: replicas exchange nothing in one, so a rank that steps after fewer passes would be one apart ever after. What is
-told there has happened already: the replicas differ, and until they are loaded nothing goes on.
+Their fingerprints travel with what a step exchanges anyway. Where the shard group is the whole mesh that is the norm,
+which :meth:`ShardedOptimizer.step` computes right before it updates. Replicas exchange nothing in a step, so there the
+fingerprints travel with the exchange at the end of a pass, together with those of the last step and the number of
+steps. Differences found then come too late: the replicas differ already, so the session is broken until a load.
 """
 
 from __future__ import annotations
@@ -17,37 +16,36 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.checks.agreement import Description, differences, digest
+from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.description import called, group_values
 from shardwise.core.checks.param_groups import ParamGroups
-from shardwise.core.checks.unfinished import PARAMETERS, Unfinished, state_of
-from shardwise.core.comm import Group
+from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh
 
 __all__ = ["HyperParameters", "Rider"]
 
 
 class Rider(Protocol):
-    """What has to be alike on all ranks, and is compared with what they exchange at the end of a pass."""
+    """Values that have to be the same on all ranks, compared with what they exchange at the end of a pass."""
 
     def beside_marks(self) -> list[float]:
-        """Numbers that travel then."""
+        """Return the numbers that travel with that exchange."""
 
     def explain(self) -> None:
-        """Some rank's number differs. Every rank calls it, and all raise, or none."""
+        """Raise on every rank, or on none, after the numbers of a rank differed. Collective."""
 
 
 class HyperParameters:
-    """Of one optimizer.
+    """Compares the hyper-parameters of one optimizer between ranks.
 
     Args:
-        optimizer: the user's.
-        groups: its param groups. While updates run beside the caller, the optimizer's own list is one tile's.
-        index: its position among the engine's optimizers.
-        mesh: the ranks whose updates have to be alike.
-        asked: what the next step was told besides, by calls that every rank makes (clipping).
-        held: what this rank's gradients are made of; other only on ranks that hold other parts of the model.
-        unfinished: takes what replicas have updated differently.
+        optimizer: The user's optimizer.
+        groups: Its param groups. While an update runs in a thread, the optimizer's own list has one tile's group.
+        index: Its position among the engine's optimizers.
+        mesh: The ranks whose updates have to be the same.
+        asked: Returns further settings of the next step, made by calls on every rank (clipping).
+        held: Returns what this rank's gradients consist of: passes and loss scale.
+        broken: the parts that replicas have updated differently are marked here.
     """
 
     def __init__(
@@ -58,16 +56,16 @@ class HyperParameters:
         mesh: Mesh,
         asked: Callable[[], Sequence[tuple[str, float]]],
         held: Callable[[], Mapping[str, float]],
-        unfinished: Unfinished,
+        broken: Broken,
     ) -> None:
         self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
-        self._groups, self._held, self._unfinished = groups, held, unfinished
+        self._groups, self._held, self._broken = groups, held, broken
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
         self._steps = 0
 
     def word(self) -> float:
-        """Of what a step would use now; microseconds a group."""
+        """Return the fingerprint of what a step would use now; takes microseconds per group."""
         numbers = array("d")
         for group in self._groups.now:
             for key, value in group.items():
@@ -78,17 +76,17 @@ class HyperParameters:
         return digest(numbers.tobytes(), 1)[0]
 
     def beside_norm(self) -> list[float]:
-        """What travels with the norm."""
+        """Return what travels with the norm."""
         return [] if self._replicated else [self.word(), *self._held().values()]
 
     def beside_marks(self) -> list[float]:
-        """What travels at the end of a pass."""
+        """Return what travels at the end of a pass."""
         if not self._replicated:
             return []
         return [self.word(), *self._held().values(), self._used[0], float(self._steps)]
 
     def used(self) -> None:
-        """A step was made with what there is now."""
+        """Note that a step was made with the present values."""
         self._steps += 1
         word = self.word() if self._replicated else self._used[0]
         if word != self._used[0]:
@@ -96,11 +94,11 @@ class HyperParameters:
             self._used = word, self._describe(" at the last step")
 
     def explain(self, group: Group | None = None) -> None:
-        """Some rank's number differs. Every rank of ``group`` (of the data-parallel ones) calls it.
+        """Exchange values after fingerprints differed in ``group`` (None: the data-parallel group). Collective.
 
         Raises:
-            ValueError: says which rank differs in what, with both values. If that is in the last step, replicas have
-                made it: parameters and state are unfinished.
+            ValueError: Says which rank differs in what, with both values. If that was in the last step, replicas have
+                made it, and the session is broken.
             RuntimeError: replicas that meet in a pass have made different numbers of steps (the same); or some ranks
                 have dropped gradients that others hold, or multiplied them by another loss scale.
         """
@@ -128,8 +126,8 @@ class HyperParameters:
             )
 
     def _differ(self) -> None:
-        """The replicas are not the same model any more, and are told so; they may go on from what they load."""
-        self._unfinished.begin("steps that not all ranks made alike", PARAMETERS, state_of(self._index))
+        """Break the session: the replicas are different models now. They can go on from a checkpoint."""
+        self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
         self._steps, self._used = 0, (0.0, {})
 
     def _describe(self, when: str) -> Description:

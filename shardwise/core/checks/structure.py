@@ -1,7 +1,7 @@
-"""Modules and parameters that came, went or moved after the model was sharded.
+"""Errors for modules and parameters that were added, removed or moved after the model was sharded.
 
-A new trainable parameter would be trained by each rank alone, and one that stands where another stood would be saved
-under its name. What has no trainable parameters may come and go: activations, caches, metrics, wrappers.
+Each rank would train a new parameter alone, and a parameter in the place of another one would be saved under its name.
+Modules without trainable parameters may come and go: activations, caches, metrics, wrappers.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Structure:
         self._child_ids, self._parameter_ids = _ids(self._children), _ids(self._parameters)
 
     def check_children(self) -> None:
-        """Before a forward pass, in which parameters may be swapped for a while (``torch.func.functional_call``).
+        """Check modules before a forward pass, which may swap parameters (``torch.func.functional_call``).
 
         Raises:
-            RuntimeError: modules were replaced, so that parameters came, went or moved.
+            RuntimeError: Modules were replaced, so that parameters were added, removed or moved.
         """
         if _ids(self._children) != self._child_ids:
             self._look()
 
     def check(self) -> None:
-        """Modules and parameters are those of the beginning, or others that do no harm.
+        """Check that modules and parameters are the original ones, or others that do no harm.
 
         Raises:
-            RuntimeError: a parameter came, went, moved or was replaced; it is named.
+            RuntimeError: A parameter was added, removed, moved or replaced; it is named.
         """
         if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
             self._look()
@@ -70,11 +70,11 @@ class Structure:
                 self._refuse(name, guest)
 
     def _refuse(self, name: str, param: nn.Parameter) -> NoReturn:
-        was = "in place of the one that was" if name in self._names else "new to the model that was"
+        was = "replaced a parameter of" if name in self._names else "was added to"
         raise RuntimeError(
-            f"{name} {tuple(param.shape)} is {was} sharded: each rank would train it alone, and it would be saved "
-            "wrongly. Replace and add modules and parameters, resize embeddings, and add adapters or parametrizations "
-            "before boost/build"
+            f"{name} {tuple(param.shape)} {was} the model after sharding: each rank would train it alone, and it "
+            "would be saved wrongly. Replace and add modules and parameters, resize embeddings, and add adapters or "
+            "parametrizations before boost/build"
         )
 
     def _look(self) -> None:
@@ -84,8 +84,8 @@ class Structure:
                 found.add(id(param))
                 if self._places.get((id(module), leaf)) is not param:
                     raise RuntimeError(
-                        f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands in {name} as well, "
-                        "or instead, where it would not be gathered: tie or move parameters before boost/build"
+                        f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
+                        "it would not be gathered: tie or move parameters before boost/build"
                     )
             elif id(param) not in self._known:
                 if param.requires_grad or name in self._names:
@@ -94,8 +94,8 @@ class Structure:
         for key, index in self._sharded.items():
             if key not in found:
                 raise RuntimeError(
-                    f"{self._name_of(index)} {tuple(self._known[key].shape)} is no longer in the model that was "
-                    "sharded: remove modules and parameters before boost/build"
+                    f"{self._name_of(index)} {tuple(self._known[key].shape)} was removed from the sharded model: "
+                    "remove modules and parameters before boost/build"
                 )
         # Harmless: from here on this is how the model looks.
         self._guests = guests

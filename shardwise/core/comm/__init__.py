@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
 from shardwise.core.comm.choose import GroupMaker, GroupRequest, register_backend
+from shardwise.core.comm.collectively import Description, collectively, differences, digest
 from shardwise.core.comm.compressed import CompressedGroup, compressed
 from shardwise.core.comm.errors import UNREACHED, PeerError
 from shardwise.core.comm.gloo import GlooGroup
@@ -47,6 +48,7 @@ __all__ = [
     "Bounds",
     "Buffer",
     "CompressedGroup",
+    "Description",
     "GlooGroup",
     "Group",
     "GroupMaker",
@@ -63,8 +65,11 @@ __all__ = [
     "Traffic",
     "Wire",
     "check_sent",
+    "collectively",
     "compressed",
     "destroy",
+    "differences",
+    "digest",
     "let_go_with",
     "ranks_of",
     "ranks_text",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.core.checks.guards import Guards, refusals_of_wrappers
-from shardwise.core.checks.own_state import OwnState
+from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.engine.casts import cast_floats, each_tensor
 from shardwise.core.engine.loading import compare_states, load_full
 from shardwise.core.grads.grads import ChunkGrads
@@ -51,7 +51,7 @@ class Attachment:
         self._places = engine.facade.places
         self._kept: list[tuple[ChunkGrads, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
-        self.own_state: OwnState
+        self.own_state: StateDictGuard
         self._remove: list[Callable[[], None]] = []
 
     def install(self) -> Guards:
@@ -97,9 +97,9 @@ class Attachment:
         """Replace methods of the user's model that would act on sharded parameters."""
         engine, own = self._engine, self._engine.model.__dict__
         staged = engine.staging is not None
-        check = partial(engine.unfinished.check, "a state")
+        check = partial(engine.broken.check, "a state")
         rooms = engine.params, engine.chunks, engine.layout, engine.pool
-        self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
+        self.own_state = StateDictGuard(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
         methods: dict[str, Any] = {"zero_grad": self._zero_all}
         # Otherwise the error would be about a hook of ours that cannot be pickled.
@@ -163,7 +163,7 @@ class Attachment:
         with outside_transforms():
             if self.hooks is None or not self.hooks.running:  # a model may call itself
                 engine.passes.recover()
-            engine.unfinished.check("a forward pass")
+            engine.broken.check("a forward pass")
             engine.guards.check_forward()
             if engine.early.active and torch.is_grad_enabled():
                 engine.values.take_edits()

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.core.base.events import Events
-from shardwise.core.checks.agreement import agreed_build
 from shardwise.core.checks.batches import SameBatches
+from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.description import describe_build
 from shardwise.core.checks.guards import check_shardable
-from shardwise.core.checks.unfinished import Unfinished
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.accounts import HeldBuffers, StateAccounts
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.grad_facade import GradFacade, StaleGradWarnings
@@ -65,7 +65,7 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.partition.every)):
+        with collectively(mesh.everyone, "sharding the model", "Nothing was sharded.", describe=self._described):
             self.whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
             """Indices of optimizers that need unsharded tensors."""
             check_packed(model)
@@ -100,8 +100,8 @@ class Engine:
         self.meter = self._make_meter()
         self.pool = self._make_pool()
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
-        self.unfinished = Unfinished()
-        self.early = EarlyObserver(self.grads, self.counts, self.unfinished, self.storage.store)
+        self.broken = Broken(self.storage.roll_back)
+        self.early = EarlyObserver(self.grads, self.counts, self.broken, self.storage.store)
         states = list(self.grads.values())
         sums = mesh.with_sums_in(plan.comm.gradients)
         self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
@@ -173,6 +173,9 @@ class Engine:
     def _foreseen_bytes(self) -> int:
         """Return the bytes of model data that the device's accounts include and that are not allocated yet."""
         return self.accounts.foreseen_bytes() + self.buffers.foreseen_bytes()
+
+    def _described(self) -> Description:
+        return describe_build(self.model, self.optimizers, self.plan, self.partition.every)
 
     def _check_whole(self) -> None:
         """Raises:

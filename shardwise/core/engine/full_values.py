@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.core.base.names import StateNames
-from shardwise.core.comm import Group
+from shardwise.core.comm import Group, collectively
 from shardwise.core.engine.staging import gather_chunk, gather_shards
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.shards.chunk import Chunk
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
 __all__ = [
+    "LOAD",
+    "READING_STATE",
     "READ_AGAIN",
+    "WRITING_STATE",
     "first_owners",
     "full_buffers_and_extra",
     "full_gradients",
@@ -31,7 +34,9 @@ __all__ = [
     "state_names",
 ]
 
-READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
+READING, READ_AGAIN = "reading parameters from disk", "Nothing has changed: repair the disk and try again."
+READING_STATE, WRITING_STATE = "reading optimizer state from disk", "writing optimizer state to disk"
+LOAD = "The state is half-changed: repair the disk and load it again."
 
 
 # [Note: Ranks with other parts have other chunks]
@@ -74,7 +79,7 @@ def _across_stages(
     told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
     for place, rank, kind in first_owners(engine, told, "what stages have"):
         # The ranks of a stage agree on what they read; the other stages learn of it here.
-        with agreed(engine.mesh.everyone, READING, READ_AGAIN, needed=engine.storage.uses_disk):
+        with collectively(engine.mesh.everyone, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
             value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != pipeline.rank:
             shape = table.facts[place].whole
@@ -133,7 +138,7 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
     arrays: dict[int, torch.Tensor] = {}
     for param, (index, slot) in enumerate(layout.where):
         chunk, shard = engine.chunks[index], None
-        with agreed(mesh.stage, READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
+        with collectively(mesh.stage, READING, READ_AGAIN, DiskError, reads_disk(engine, index in arrays)):
             if index not in arrays:
                 shard = _shard(engine, chunk, masters)
         if index not in arrays:

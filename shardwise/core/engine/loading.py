@@ -23,9 +23,9 @@ from shardwise.core.base.names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import incompatible_keys
-from shardwise.core.checks.agreement import Description, agreed_load, agreed_on
+from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.description import described
-from shardwise.core.checks.unfinished import PARAMETERS
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import state_names
 from shardwise.core.engine.writer import ValueWriter
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
 
 __all__ = ["check_buffers_and_extra", "compare_states", "load_buffers_and_extra", "load_full", "run_load_hooks"]
+
+LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
 
 # [Note: States that ranks are given]
@@ -53,7 +55,8 @@ def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True
     """
     engine.guards.check_held()
     missing, unexpected = list[str](), list[str]()
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _describe(names, state_dict)):
+    everyone = engine.mesh.everyone
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(names, state_dict)):
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
@@ -78,7 +81,7 @@ def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True
     complete = not missing
     run_load_hooks(engine, missing, unexpected)
     if complete:
-        engine.unfinished.end(PARAMETERS)
+        engine.broken.loaded(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
 
@@ -88,7 +91,8 @@ def compare_states(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError, PeerError: as :func:`load_full`.
     """
-    with agreed_load(engine.mesh.everyone, "the model", lambda: _describe(_loadable(engine), state_dict)):
+    everyone = engine.mesh.everyone
+    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
@@ -142,17 +146,14 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, load_othe
     """Write the parameters, and call ``load_others`` for buffers and extra state."""
     engine.values.before_load(whole=all(_name_in(own, state) for own in names.of_parameter.values()))
     engine.values.before_update()
-    was_complete = PARAMETERS not in engine.unfinished
-    engine.unfinished.begin("loading a state", PARAMETERS)
-    with ValueWriter(engine.storage) as writer:
-        for place, own_names in names.of_parameter.items():
-            name = _name_in(own_names, state)
-            if name is not None and place in engine.partition.table.index:
-                writer.store(engine.partition.table.index[place], state[name])
-    load_others()
-    engine.values.publish(everything=True)
-    if was_complete:
-        engine.unfinished.end(PARAMETERS)
+    with engine.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
+        with ValueWriter(engine.storage) as writer:
+            for place, own_names in names.of_parameter.items():
+                name = _name_in(own_names, state)
+                if name is not None and place in engine.partition.table.index:
+                    writer.store(engine.partition.table.index[place], state[name])
+        load_others()
+        engine.values.publish(everything=True)
 
 
 def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) -> None:
@@ -176,8 +177,7 @@ def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) ->
                     call_load_hooks(module, missing, unexpected)
             except Exception as error:
                 failure = error  # the other ranks need this one for their gathers
-    failed = "hooks of what was loaded (register_load_state_dict_post_hook) failed on other ranks"
-    with agreed_on(engine.mesh.everyone, "hooks of a load", dict, failed=failed, differ=failed):
+    with collectively(engine.mesh.everyone, "running load hooks (register_load_state_dict_post_hook)"):
         if failure is not None:
             raise failure
 

@@ -13,21 +13,18 @@ from typing import Any
 import torch
 
 from shardwise.core.base.checksum import sample_words
-from shardwise.core.checks.agreement import Description, agreed_load
+from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.collective import collective
-from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.full_values import READ_AGAIN, READING
+from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.staging import gather_parts
 from shardwise.core.engine.writer import ValueWriter
-from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.update.tiles import Piece
 
 __all__ = ["OneParameter"]
-
-UNREAD = "optimizer state was read"
-WRITING = "optimizer state was written to it"
 
 
 class OneParameter:
@@ -76,7 +73,7 @@ class OneParameter:
         """Return this rank's shard."""
         engine = self.engine
         engine.values.settle(f"reading {self.name}")
-        with agreed(engine.mesh.stage, READING, READ_AGAIN, needed=engine.storage.uses_disk):
+        with collectively(engine.mesh.stage, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
             return self._own_value()
 
     @collective("reading a parameter")
@@ -118,11 +115,10 @@ class OneParameter:
         engine = self.engine
         engine.values.make_current(f"writing {self.name}")
         engine.values.before_update()
-        engine.unfinished.begin(f"writing {self.name}", PARAMETERS)
-        with ValueWriter(engine.storage) as writer:
-            writer.store(self.index, given, local=True)
-        engine.values.publish(everything=True)
-        engine.unfinished.end(PARAMETERS)
+        with engine.broken.replacing(f"writing {self.name}", [PARAMETERS]):
+            with ValueWriter(engine.storage) as writer:
+                writer.store(self.index, given, local=True)
+            engine.values.publish(everything=True)
 
     def _alike(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
         """As :meth:`_checked`, on all ranks, which compare full values. See [Note: States that ranks are given].
@@ -136,7 +132,8 @@ class OneParameter:
         def told() -> Description:
             return {} if own else {what: {"a sample of the values": sample_words([given])[0]}}
 
-        with agreed_load(self.engine.mesh.world, f"{what} of {self.name}", told):
+        doing = f"replacing {what} of {self.name}"
+        with collectively(self.engine.mesh.world, doing, "Nothing has changed.", describe=told):
             given = self._checked(value, own)
         return given
 
@@ -208,7 +205,7 @@ class OneParameter:
         self.engine.values.make_current(f"reading the state of {self.name}")
         needed = self.engine.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
-        with agreed(self.engine.mesh.stage, UNREAD, READ_AGAIN, needed=needed):
+        with collectively(self.engine.mesh.stage, READING_STATE, READ_AGAIN, DiskError, needed):
             for _, piece, state in self._pieces():
                 kinds = {name: self._kind(value, piece) for name, value in state.items()}
                 if isinstance(kinds.get(key), str):
@@ -286,13 +283,13 @@ class OneParameter:
             raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
         needed = engine.storage.uses_disk
         with (
-            optimizer.updates.undone_on_error(),
-            agreed(engine.mesh.everyone, WRITING, "Nothing has changed.", needed=needed),
+            optimizer.updates.replacing_state(),
+            collectively(engine.mesh.everyone, WRITING_STATE, LOAD, DiskError, needed),
         ):
             yield
         if engine.storage.store is not None:
             engine.storage.store.commit()
-        engine.unfinished.end(state_of(optimizer.index))
+        engine.broken.loaded(state_of(optimizer.index))
 
     def _pieces(self) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
         """Yield tile position, shard and its state, which is valid until the next one, in order."""

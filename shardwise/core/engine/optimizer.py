@@ -13,9 +13,9 @@ from shardwise.core.base.checked import as_tensor, number
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.remarks import called_by, warn_user
+from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
-from shardwise.core.checks.unfinished import state_of
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.norm_parts import Counting
 from shardwise.core.engine.optimizer_state import OptimizerState
@@ -94,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return [*limit, *engine.facade.asked.get(index, ())]
 
         groups = self.updates.param_groups
-        settings = HyperParameters(self.optimizer, groups, index, engine.mesh, calls, made_of, engine.unfinished)
+        settings = HyperParameters(self.optimizer, groups, index, engine.mesh, calls, made_of, engine.broken)
         engine.reducer.riders.append(settings)
         return settings
 
@@ -195,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if engine.attachment.hooks is not None:
             engine.attachment.hooks.unwind()
         engine.guards.check_held()
-        engine.unfinished.check("step()")
+        engine.broken.check("step()")
         engine.guards.check()
         self.updates.param_groups.check()
         engine.values.take_edits(self.index)
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._drop()
         self._use_margin()
         self.steps_ended += 1
-        engine.unfinished.end(*self.updates.parts)  # last: from here on everything is of one step
+        engine.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
         return value
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
@@ -542,7 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return state
 
         self.full_state.distribute(checked, self.scaler)
-        self.engine.unfinished.end(state_of(self.index))
+        self.engine.broken.loaded(state_of(self.index))
         call_load_post_hooks(self.optimizer)
 
 

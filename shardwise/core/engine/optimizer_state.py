@@ -12,15 +12,23 @@ import torch
 
 from shardwise.core.base.checked import as_mapping
 from shardwise.core.base.checksum import sample_words
-from shardwise.core.checks.agreement import Description, agreed_load
 from shardwise.core.checks.description import described, group_values
 from shardwise.core.checks.param_groups import check_modes
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.full_values import READ_AGAIN, first_owners, merge_parts, reads_disk
+from shardwise.core.engine.full_values import (
+    LOAD,
+    READ_AGAIN,
+    READING_STATE,
+    WRITING_STATE,
+    first_owners,
+    merge_parts,
+    reads_disk,
+)
 from shardwise.core.engine.staging import gather_chunk
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
-from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
@@ -59,19 +67,19 @@ class OptimizerState:
 
     def adopt(self) -> None:
         """Shard the state that the optimizer had before the build (Adagrad, a resumed run)."""
-        with self._all_write("its state was sharded", "Repair the disk and build again."):
+        with self._all_write("Repair the disk and build again."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, self._completed(position, self._prior_of(position)))
         self._commit()
         self._prior = {}
 
-    def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
-        return agreed(self.engine.mesh.everyone, doing, outcome, needed=self._updates.uses_disk)
+    def _all_write(self, outcome: str) -> AbstractContextManager[None]:
+        return collectively(self.engine.mesh.everyone, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
 
     def _all_read(self) -> AbstractContextManager[None]:
         needed = self.engine.storage.uses_disk
-        return agreed(self.engine.mesh.everyone, "optimizer state was read", READ_AGAIN, needed=needed)
+        return collectively(self.engine.mesh.everyone, READING_STATE, READ_AGAIN, DiskError, needed)
 
     def _commit(self) -> None:
         """Make what was written to the disk current."""
@@ -216,7 +224,7 @@ class OptimizerState:
         kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
         dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
         needed = reads_disk(engine, known)
-        with agreed(engine.mesh.stage, "optimizer state was read", READ_AGAIN, needed=needed):
+        with collectively(engine.mesh.stage, READING_STATE, READ_AGAIN, DiskError, needed):
             if not known:
                 shards = self._shards(chunk, positions, dtypes)
         if known:
@@ -340,13 +348,14 @@ class OptimizerState:
         """
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
-        with agreed_load(self.engine.mesh.everyone, f"the {name}", lambda: self._told(full, numbers, trial)):
+        everyone, doing = self.engine.mesh.everyone, f"loading the {name}"
+        with collectively(everyone, doing, "Nothing has changed.", describe=lambda: self._told(full, numbers, trial)):
             full = self._in_our_form(given())
             numbers = self._checked(full)
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])
             new = self._new(full, numbers)
-        with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
+        with self._updates.replacing_state(), self._all_write(LOAD):
             self.optimizer.state.clear()
             for position, states in enumerate(new):
                 self._updates.replace(position, self._own(full, numbers, position) if states is None else states)

@@ -12,11 +12,10 @@ from torch import nn
 from shardwise.core.base.device import side_stream, total_bytes
 from shardwise.core.base.events import Events
 from shardwise.core.base.remarks import warn_user
-from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, compressed
+from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
 from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.grads.grads import ChunkGrads, GradRing
-from shardwise.core.memory.disk.agreement import agreed
-from shardwise.core.memory.disk.store import DiskStore
+from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.placement import Home, assign_homes, missed_shares
@@ -25,7 +24,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
 from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
-from shardwise.core.update.states import ChunkState
+from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import Plan
 from shardwise.plan.precision import HALF_DTYPES
@@ -110,7 +109,7 @@ class Storage:
 
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
-        with agreed(self.mesh.everyone, "its file was made", REMEDY, needed=self.uses_disk):
+        with collectively(self.mesh.everyone, "creating the disk file", REMEDY, DiskError, self.uses_disk):
             allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
             disk = disk if self._own_disk else None
             self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
@@ -132,7 +131,12 @@ class Storage:
         return any(post[0] for post in posts)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
-        return agreed(self.mesh.everyone, "space was reserved", REMEDY, needed=self.uses_disk)
+        return collectively(self.mesh.everyone, "reserving disk space", REMEDY, DiskError, self.uses_disk)
+
+    def roll_back(self) -> None:
+        """Drop what was written to the disk and not committed."""
+        if self.store is not None:
+            self.store.rollback()
 
     @property
     def _pins_for(self) -> torch.device | None:

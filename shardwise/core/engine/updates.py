@@ -1,7 +1,6 @@
 """Updates all tiles of one optimizer on this rank, in whichever tier they are.
 
-Tiles on a disk come first, because a disk can fail. A failure leaves values half-changed, so that a
-checkpoint has to be loaded.
+A failure leaves parameters and state half-changed and breaks the session, so that a checkpoint has to be loaded.
 """
 
 from __future__ import annotations
@@ -17,35 +16,34 @@ from typing import Any
 import torch
 
 from shardwise.core.base.torch_internals import point
+from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.param_groups import ParamGroups
-from shardwise.core.checks.unfinished import PARAMETERS, state_of
+from shardwise.core.comm import PeerError, collectively
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
-from shardwise.core.memory.disk.agreement import disk_failures, raise_failures
+from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import mapped, tensors_of
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyUpdates
-from shardwise.core.update.runs import Calls
-from shardwise.core.update.states import ChunkState
-from shardwise.core.update.tiles import Piece, Tile, TileStepper, make_tiles
+from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.tiles import Calls, Piece, Tile, TileStepper, make_tiles
 
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]
-DOING = "the optimizer updated"
-HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
+HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both with load_state_dict())."
 
 
 # [Note: The order of an update]
-# The parts of the step are marked as unfinished before the first value changes. Tiles with state or parameters on a
-# disk come first, in the uncommitted version of their records. Then the ranks tell each other whether a disk failed. If
-# one did, the store is rolled back and every rank raises: the session needs a checkpoint, since parameters in memory
-# may have been updated already. Otherwise tiles in memory are updated, and publish() commits the records. See
-# [Note: Two versions of a record].
+# The parts that an update changes are marked as broken before the first value changes (run), and the mark is removed
+# when the step has ended. Tiles with state or parameters on a disk come first, in the uncommitted version of their
+# records; then what is in memory. Where a disk or an unknown optimizer may fail on one rank alone, the ranks tell each
+# other whether it did; then the store is rolled back and every rank raises. Otherwise publish() commits the records.
+# See [Note: Two versions of a record] and [Note: Broken sessions].
 class TileUpdates:
     """Updates the tiles of one optimizer.
 
@@ -85,6 +83,8 @@ class TileUpdates:
         """Tiles with state in memory and parameters on a disk."""
         self._updates_early = engine.plan.grad.update == "backward"
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
+        self._tells = self._stepper.foreign or index in engine.whole_tensor_optimizers
+        """Whether a step may raise on one rank alone without a disk."""
         self._calls = Calls(together=not self._stepper.foreign)
         self._roomy = 0
         disk = engine.plan.tiers.disk
@@ -211,30 +211,15 @@ class TileUpdates:
                 entry.update({key: mapped(value, move) for key, value in entry.items()})
 
     @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Restore all state, also on the disk, if the block raises; except for tensors that are written in place.
-
-        The state is marked as unfinished until the caller ends that.
-        """
-        part = state_of(self._index)
-        was_whole = part not in self._engine.unfinished
+    def replacing_state(self) -> Iterator[None]:
+        """Mark the state as broken while the block replaces it. The caller removes the mark when all ranks are done."""
         if not isinstance(self.optimizer.state, dict):  # set to another type by the user
             self.optimizer.state = defaultdict(dict)
-        before = dict(self.optimizer.state)
-        undo = [each.snapshot() for each in self._disk.values()]
+        self._engine.broken.mark("loading a state", state_of(self._index))
         try:
-            self._engine.unfinished.begin("loading a state", part)
             yield
-        except BaseException as error:
-            if self._engine.storage.store is not None:
-                self._engine.storage.store.rollback(self._index)
-            self.optimizer.state.clear()
-            self.optimizer.state.update(before)
-            for restore in undo:
-                restore()
-            self._stepper.state_changed()
-            if was_whole and (isinstance(error, Exception) or self._engine.mesh.everyone.size == 1):
-                self._engine.unfinished.end(part)
+        except BaseException:
+            self._roll_back()
             raise
 
     # ---- an update
@@ -269,9 +254,9 @@ class TileUpdates:
         )
 
     def run(self, factor: float, early: EarlyUpdates | None) -> None:
-        """Update with ``factor`` times the gradients. Every rank calls it.
+        """Update with ``factor`` times the gradients. Collective.
 
-        :attr:`parts` are unfinished from the first change until the caller ends that.
+        The :attr:`parts` are marked as broken; the caller removes the mark when the step has ended.
 
         Args:
             factor: gradients are multiplied by it.
@@ -279,27 +264,55 @@ class TileUpdates:
 
         Raises:
             DiskError: on every rank, if the disk of one failed.
+            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
-        with self._stepper.stepping(factor) as update:
-            self._engine.unfinished.begin("optimizer.step()", *self.parts)
-            if self.uses_disk:
-                self._update_disk(update, early.failure if early is not None else None)
+        self._engine.broken.mark("optimizer.step()", *self.parts)
+        try:
+            with self._together(), self._stepper.stepping(factor) as update:
+                if early is not None and early.failure is not None:
+                    raise early.failure
+                if self.uses_disk:
+                    self._update_disk(update)
+                if early is not None:
+                    early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
+                self._update_memory(update)
+        except BaseException:
+            self._roll_back()
             if early is not None:
-                early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
-            self._update_memory(update)
+                self._engine.early.lose([self._index])
+            raise
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Return a block that fails on every rank if it fails on one, where it may fail on one rank alone."""
+        error = DiskError if self.uses_disk else PeerError
+        name = type(self.optimizer).__name__
+        return collectively(self._engine.mesh.everyone, f"step() of {name}", HALF, error, self.uses_disk or self._tells)
+
+    def _roll_back(self) -> None:
+        """Free buffers and drop what was written to the disk and not committed, after a failure."""
+        self._visits.end_step()
+        if self._engine.storage.store is not None:
+            self._engine.storage.store.rollback(self._index)
+        self._stepper.state_changed()
 
     def finish_early(self, early: EarlyUpdates) -> None:
         """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises what
-        failed, on every rank.
+        failed.
 
         Raises:
             Exception: what one of them raised.
+            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         early.catch_up()
-        failure = early.failure
-        if failure is not None and not self.uses_disk:
+        if self.uses_disk:
+            return
+        try:
+            with self._together():
+                if early.failure is not None:
+                    raise early.failure
+        except Exception:
             self._engine.early.lose([self._index])
-            raise failure
+            raise
 
     def _update_memory(self, update: Update) -> None:
         # Nothing here is on a disk: the shards need not be opened.
@@ -309,48 +322,27 @@ class TileUpdates:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """The parts that an update changes; see :class:`Unfinished`."""
+        """The parts that an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
 
     def _active(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
         """The tiles that have a gradient, by chunk."""
-        active = [tile for tile in tiles if self._stepper.live(tile)]
+        active = [tile for tile in tiles if self._stepper.active(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
 
-    def _update_disk(self, update: Update, failure: Exception | None) -> None:
-        """Update what has its state or its parameters on a disk.
-
-        Args:
-            update: updates tiles.
-            failure: of an update during backward.
-        """
-        failure = failure or self._try_disk(update)
-        failures = disk_failures(self._engine.mesh.everyone, failure, DOING)
+    def _update_disk(self, update: Update) -> None:
+        """Update tiles that have their state or their parameters on a disk."""
+        with _shards() as shard_of:
+            for each in self._disk.values():
+                if self._stepper.active(each.tile):
+                    self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
+        # After the block, at whose end the last parameters are written.
+        self._visits.drain()
         self._visits.end_step()
-        if failures:
-            if self._updates_early:
-                self._engine.early.lose([self._index])
-            if self._engine.storage.store is not None:
-                self._engine.storage.store.rollback(self._index)
-            self._stepper.state_changed()
-            raise_failures(failures, failure, DOING, HALF)
-
-    def _try_disk(self, update: Update) -> Exception | None:
-        """Update this rank's part and return what failed, if anything."""
-        try:
-            with _shards() as shard_of:
-                for each in self._disk.values():
-                    if self._stepper.live(each.tile):
-                        self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
-            # After the block, at whose end the last parameters are written.
-            self._visits.drain()
-            for chunk, tiles in self._active(self._params_on_disk):
-                with _for_update(chunk, tiles[0].grads) as shard:
-                    for tile in tiles:
-                        update([(tile, shard)])
-        except Exception as error:
-            return error
-        return None
+        for chunk, tiles in self._active(self._params_on_disk):
+            with _for_update(chunk, tiles[0].grads) as shard:
+                for tile in tiles:
+                    update([(tile, shard)])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""

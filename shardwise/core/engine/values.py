@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.core.base.device import synchronize
-from shardwise.core.checks.agreement import Description, agreed_on
-from shardwise.core.checks.unfinished import PARAMETERS
-from shardwise.core.comm import Handle
+from shardwise.core.checks.broken import PARAMETERS
+from shardwise.core.comm import Description, Handle, collectively
 from shardwise.core.engine.staging import WhenAsked, gather_chunk
-from shardwise.core.memory.disk.agreement import agreed
+from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.masters import take_over
 
@@ -51,7 +50,7 @@ class Values:
         """Take over the program's writes to parameters before ``what`` reads or writes all values. Collective.
 
         Raises:
-            RuntimeError: some values are half-changed; see :class:`Unfinished` and :class:`EarlyObserver`.
+            RuntimeError: some values are half-changed; see :class:`Broken` and :class:`EarlyObserver`.
         """
         if self._engine.early.active:
             self._engine.passes.recover(dropping=True)  # a pass that failed may have updated masters
@@ -59,7 +58,7 @@ class Values:
 
     def _take_edits(self, what: str) -> None:
         engine = self._engine
-        engine.unfinished.check(what)
+        engine.broken.check(what)
         engine.early.check_current(what)
         engine.master_edits.take()
 
@@ -157,8 +156,7 @@ class Values:
         """
         engine = self._engine
         wanted: Description = {engine.layout.facts[at].names[0]: {} for at in places}
-        differ = "the ranks gather different parameters"
-        with agreed_on(engine.mesh.world, "which parameters to gather", lambda: wanted, failed=differ, differ=differ):
+        with collectively(engine.mesh.world, "which parameters to gather", describe=lambda: wanted):
             pass
 
     def _units_of(self, places: Sequence[int]) -> frozenset[int]:
@@ -211,8 +209,8 @@ class Values:
         engine.check_open("write_back()")
         engine.early.check_current("taking over gathered parameters")
         engine.mesh.shard.fence("before an update")
-        # What was unfinished before stays so, since most blocks do not load the whole model.
-        with engine.unfinished.replaced("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
+        # What was broken before stays so, since most blocks do not load the whole model.
+        with engine.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             self._write_back(chunks)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
@@ -222,12 +220,8 @@ class Values:
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
         outcome = "Some parameters were written and some were not: repair the disk and load a state."
-        with agreed(
-            engine.mesh.everyone,
-            "changed parameters were taken over",
-            outcome,
-            needed=engine.storage.uses_disk,
-        ):
+        doing, needed = "writing changed parameters to disk", engine.storage.uses_disk
+        with collectively(engine.mesh.everyone, doing, outcome, DiskError, needed):
             for chunk in chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:

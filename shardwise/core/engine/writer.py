@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwise.core.base.sparse import parts_of
 from shardwise.core.base.torch_internals import point
+from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
 from shardwise.core.engine.partition import Partition
 from shardwise.core.engine.storage import Storage
-from shardwise.core.memory.disk.agreement import disk_failures, raise_failures
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import absent_value
@@ -21,7 +21,7 @@ from shardwise.plan import Plan
 
 __all__ = ["ValueWriter", "load_initial_values"]
 
-DOING = "parameters were written to it"
+DOING = "writing parameters to disk"
 OUTCOME = "Some parameters have their new values and others do not: repair the disk and load them again."
 
 
@@ -55,12 +55,10 @@ class ValueWriter:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        self._open(None)
-        if self._storage.uses_disk:
-            failures = disk_failures(self._storage.mesh.everyone, self._failure, DOING)
-            if failures and self._storage.store is not None:
-                self._storage.store.rollback()
-            raise_failures(failures, self._failure, DOING, OUTCOME)
+        with collectively(self._storage.mesh.everyone, DOING, OUTCOME, DiskError, self._storage.uses_disk):
+            self._open(None)
+            if self._failure is not None:
+                raise self._failure
 
     def _open(self, index: int | None) -> None:
         """Close the previous chunk, which keeps its values, and open another."""

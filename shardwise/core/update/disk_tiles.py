@@ -9,7 +9,6 @@ Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, sect
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +18,16 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.torch_internals import point
+from shardwise.core.base.torch_internals import give_subclass, no_subclass_dispatch, point
 from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
-from shardwise.core.update.on_disk import OnDisk
 from shardwise.core.update.tiles import Piece, Tile
 
 __all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
 # A cache line.
 ALIGN_BYTES = 64
+DESCRIBE = ("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "data_ptr", "__hash__", "__len__")
+"""What may be asked of a tensor that is on the disk."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,6 @@ class DiskTile:
         self._values = values
         self._dtype = tile.pieces[0].value.dtype
         self._state: Record | None = None
-        self._spare: Record | None = None
-        """A record that a failed step made."""
         self._entries: tuple[_Entry, ...] = ()
         self._room: dict[tuple[str, torch.dtype], int] = {}
         """Where each key's tensors of the whole tile begin in the state record."""
@@ -126,10 +124,6 @@ class DiskTile:
         for index, piece in enumerate(self.tile.pieces):
             point(piece.value, values[piece.start - self.tile.start : piece.end - self.tile.start])
             state = self._optimizer.state.get(piece.value, {})
-            for key, held in state.items():
-                if is_element_wise(held, piece) and not isinstance(held, OnDisk):
-                    # Put there by the user. A copy, since what it replaces comes back if the step fails.
-                    state[key] = held.clone()
             for entry in self._entries:
                 if entry.piece == index and isinstance(state.get(entry.key), OnDisk):
                     state[entry.key] = entry.view(self._buffers[1])
@@ -229,9 +223,6 @@ class DiskTile:
         return self._current_entries()
 
     def _new_record(self, nbytes: int) -> Record:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes == nbytes:
-            return spare
         self._made += 1
         name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
         name = f"{name}, elements {self.tile.start} to {self.tile.end}"
@@ -256,39 +247,45 @@ class DiskTile:
         with self.opened(write=True):
             pass
 
-    # ---- undoing a step that failed
 
-    def snapshot(self) -> Callable[[], None]:
-        """What puts the small state and the layout back as they are now; the large state is the store's business."""
-        before: list[dict[str, Any] | None] = []
-        for piece in self.tile.pieces:
-            state = self._optimizer.state.get(piece.value)
-            before.append(None if state is None else {key: _kept(value, piece) for key, value in state.items()})
-        entries, record, room = self._entries, self._state, self._room
+class OnDisk(torch.Tensor):
+    """Has shape and dtype and no values. Another tensor may be put in its place; every use of it is an error."""
 
-        def restore() -> None:
-            if self._state is not record:
-                # Its space on the disk cannot be given back; the next try takes it.
-                self._spare = self._state
-            self._entries, self._state, self._room = entries, record, room
-            for piece, state in zip(self.tile.pieces, before, strict=True):
-                if state is None:
-                    self._optimizer.state.pop(piece.value, None)
-                else:
-                    self._optimizer.state[piece.value] = state
+    @staticmethod
+    def like(tensor: torch.Tensor) -> OnDisk:
+        """In place of ``tensor``, which goes to the disk."""
+        fill = float("nan") if tensor.is_floating_point() else 0
+        absent = torch.full((), fill, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+        made: OnDisk = give_subclass(OnDisk, absent)
+        return made
 
-        return restore
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in DESCRIBE and name != "__get__":
+            raise RuntimeError(
+                f"{name}() of optimizer state that is on a disk: assign a new tensor, state[parameter][key] = ...; "
+                "to read it call state_dict() of what boost/build returned; to change it in place keep it in memory "
+                "(a smaller share on the disk)"
+            )
+        with no_subclass_dispatch():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"OnDisk({tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        raise RuntimeError(f"a copy of {self!r}: call state_dict() of what boost/build returned")
+
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        raise RuntimeError(f"saving {self!r}: call state_dict() of what boost/build returned")
 
 
 def is_element_wise(value: object, piece: Piece) -> bool:
     """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
-
-
-def _kept(value: Any, piece: Piece) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if is_element_wise(value, piece) else value.clone()
-    return copy.deepcopy(value)
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:
@@ -322,11 +319,9 @@ class TileVisits:
         """
         if self._visiting:
             return
-        with self._lock:
+        with self._lock, suppress(DiskError):  # the visit will raise it
             try:
                 self._read_ahead()
-            except DiskError:
-                self._forget_reads()
             except BaseException:
                 self._forget_reads()  # one of them may not have begun
                 raise

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from shardwise.core.base.device import make_current
+from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.checks.unfinished import PARAMETERS, Unfinished, state_of
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import shard_norm
 from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import DiskTile, TileVisits
-from shardwise.core.update.tiles import Due, Tile, TileStepper
+from shardwise.core.update.tiles import PendingTile, Tile, TileStepper
 
 __all__ = ["EarlyObserver", "EarlyUpdates"]
 
@@ -134,7 +134,7 @@ class EarlyUpdates:
         with self._stepper.groups() as groups:
 
             def step(tile: Tile, shard: torch.Tensor | None) -> None:
-                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], factor, groups)
+                self._stepper.step_tiles([PendingTile(tile, tile.pieces, reduced, shard)], factor, groups)
 
             if index not in self._disk:
                 for tile in self._tiles[index]:
@@ -168,8 +168,8 @@ class EarlyUpdates:
         options = self._read_options()
         if self.pending and not same_value(self._options, options):
             raise RuntimeError(
-                f"step() with {options} of what was updated during backward with {self._options}: change learning "
-                "rates before backward, or use update='step'"
+                f"step() with {options} after updates during backward with {self._options}: change learning rates "
+                "before backward, or use update='step'"
             )
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class EarlyUpdates:
                 chunk.shard.copy_(memory)
 
     def lose(self) -> None:
-        """What was updated will have no step."""
+        """Give up what was updated: no step will follow."""
         self.catch_up()
         self._visits.end_step()
         self.forget()
@@ -208,20 +208,20 @@ class EarlyObserver:
     Args:
         grads: by index of the chunk.
         counts: of the steps under way.
-        unfinished: where values that cannot be used any more are noted.
+        broken: values that cannot be used any more are marked here.
         store: the disk, or ``None``.
     """
 
     def __init__(
-        self, grads: Mapping[int, ChunkGrads], counts: StepCounts, unfinished: Unfinished, store: DiskStore | None
+        self, grads: Mapping[int, ChunkGrads], counts: StepCounts, broken: Broken, store: DiskStore | None
     ) -> None:
-        self._grads, self._counts, self._unfinished, self._store = grads, counts, unfinished, store
+        self._grads, self._counts, self._broken, self._store = grads, counts, broken, store
         self.by_optimizer: dict[int, EarlyUpdates] = {}
         """Filled by the optimizers that update early."""
 
     @property
     def active(self) -> bool:
-        """Whether anybody wants reduced gradients as soon as they are there."""
+        """Whether any optimizer updates during backward."""
         return bool(self.by_optimizer)
 
     @property
@@ -237,8 +237,8 @@ class EarlyObserver:
         """
         if used := self.pending:
             raise RuntimeError(
-                "a second backward pass before step() under update='backward', which has used the gradients of the "
-                f"first (of optimizers {used}): call step() before it, or use update='step' to accumulate gradients"
+                "a second backward pass before step() under update='backward': the first has updated the state of "
+                f"optimizers {used}. Call step() before it, or use update='step' to accumulate gradients"
             )
         for each in self.by_optimizer.values():
             each.begin_pass()
@@ -251,8 +251,8 @@ class EarlyObserver:
         """
         if self.pending:
             raise RuntimeError(
-                f"{what} between backward() and step() under update='backward': masters and state are in part those "
-                "of the next step; call step() first, or use update='step'"
+                f"{what} between backward() and step() under update='backward': masters and state are partly updated. "
+                "Call step() first, or use update='step'"
             )
 
     def result_added(self, chunk: int) -> None:
@@ -263,7 +263,7 @@ class EarlyObserver:
             early.update(state, 1.0 / self._counts.loss_scale)
 
     def catch_up(self) -> None:
-        """Nothing runs beside the caller any more."""
+        """Wait until no update runs any more."""
         for each in self.by_optimizer.values():
             each.catch_up()
 
@@ -274,9 +274,9 @@ class EarlyObserver:
             each.pending = self._counts.reduced.get(index, 0) > 0
 
     def lose(self, optimizers: Collection[int] | None = None) -> None:
-        """What these optimizers (``None``: all) updated will have no step: it can be neither used nor put back."""
+        """Break the session: what these optimizers (``None``: all) updated can be neither used nor undone."""
         for index in self.by_optimizer if optimizers is None else optimizers:
-            self._unfinished.begin(BY, PARAMETERS, state_of(index))
+            self._broken.mark(BY, PARAMETERS, state_of(index))
             self.by_optimizer[index].lose()
             for state in self._grads.values():
                 if state.spec.optimizer == index:
@@ -295,6 +295,6 @@ class EarlyObserver:
         if used:
             self.lose(used)
             raise RuntimeError(
-                "the gradients of a backward pass are dropped before step() under update='backward', which has used "
-                f"them (of optimizers {used}): load a checkpoint, and use update='step' where steps are skipped"
+                "gradients were dropped before step() under update='backward', after they had updated the state of "
+                f"optimizers {used}: load a checkpoint, and use update='step' where steps are skipped"
             )

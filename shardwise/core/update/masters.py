@@ -1,28 +1,121 @@
-"""Changes that a program makes to parameters with separate masters are what the next update starts from, as in torch.
+"""The master weights of chunks, and what a program writes to parameters that have masters.
 
 Where the whole array stays on the device a parameter can be written to at any time (``zero_``, ``clamp_``, weights of
 a moving average). The update would start from the master and undo it. So before an update parameters whose version has
-moved since the last one are compared with their masters, and what differs goes into these. Writes that move no version
-(through ``.data``) are lost.
+moved since the last one are compared with their masters, and what differs goes into these, as in torch. Writes that
+move no version (through ``.data``) are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
+from shardwise.core.memory.disk.store import DiskStore, Record
+from shardwise.core.memory.placement import Home
+from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Slot
-from shardwise.core.update.states import ChunkState
+from shardwise.core.update.tile_plan import TileRange
 
-__all__ = ["MasterEdits", "take_over"]
+__all__ = ["ChunkState", "MasterEdits", "take_over"]
 
 PART = 1 << 22
 """Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 """What is shown where a master, in the shard's dtype, has these values, from the beginning of a block on."""
+
+
+# [Note: Masters apart from parameters]
+# The optimizer updates the parameter shard itself, unless something stands against it: 16-bit parameters, which are too
+# coarse to add small updates to; a state in another tier, since the update works where the state is; a shard on a disk;
+# updates during backward, which still reads the parameters. Then there are masters, in fp32 or in the parameters' own
+# dtype (Storage.master_dtype), and between steps the parameter is what its master rounds to: whoever writes one writes
+# the other. What a program writes to a parameter alone is found before the next update (update/masters.py).
+class ChunkState:
+    """What the optimizer updates for one chunk.
+
+    Args:
+        chunk: the chunk.
+        home: its tiers.
+        dtype: of the masters; ``None``: there are none, the parameter shard itself is updated.
+        memory: the masters' memory, where they are in memory.
+        events: is told before all masters are read from a disk or written to it, so that whoever has taken buffers in
+            advance gives them back.
+
+    Attributes:
+        master: this rank's masters, or ``None`` (there are none, or they are on the disk).
+        values: the masters' records on the disk, by tile; empty otherwise.
+    """
+
+    def __init__(
+        self, chunk: Chunk, home: Home, dtype: torch.dtype | None, memory: torch.Tensor | None, events: Events
+    ) -> None:
+        self.chunk, self.home, self.dtype, self._events = chunk, home, dtype, events
+        self.master = memory
+        self.store: DiskStore | None = None
+        self.values: list[Record] = []
+        self.ranges: Sequence[TileRange] = ()
+        self._written = False
+
+    @property
+    def tier(self) -> Tier:
+        return self.home.state
+
+    @property
+    def on_disk(self) -> bool:
+        return self.store is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where updates are computed."""
+        return self.chunk.device if self.tier is Tier.DEVICE else torch.device("cpu")
+
+    def use_disk(self, store: DiskStore, ranges: Sequence[TileRange]) -> None:
+        """The masters are written to ``store``, one record a tile."""
+        self.store, self.ranges = store, ranges
+        itemsize = (self.dtype or self.chunk.spec.dtype).itemsize
+        name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
+        for r in ranges:
+            what = f"master weights of {name}, elements {r.start} to {r.end}"
+            self.values.append(store.create(what, (r.end - r.start) * itemsize, owner=owner))
+
+    @contextmanager
+    def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:
+        """This rank's masters in memory (``None`` if there are none); with ``write`` changes to them are kept.
+
+        From the disk they come into memory of their own, all at once: for loading, saving and inspection.
+        """
+        if self.store is None:
+            yield self.master
+            return
+        self._events.masters_wanted(self.chunk.spec.optimizer)
+        whole = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
+        if self._written:
+            self._transfer(whole, self.store, write=False)
+        yield whole
+        if write:
+            self._transfer(whole, self.store, write=True)
+            self._written = True
+
+    def _transfer(self, whole: torch.Tensor, store: DiskStore, write: bool) -> None:
+        for record, span in zip(self.values, self.ranges, strict=True):
+            part = whole[span.start : span.end]
+            buffer = store.buffer(part.nbytes)
+            try:
+                view = buffer[: part.nbytes].view(whole.dtype)
+                if write:
+                    view.copy_(part)
+                    store.write(record, buffer).wait()
+                else:
+                    store.read(record, buffer, newest=True).wait()
+                    part.copy_(view)
+            finally:
+                store.give(buffer)
 
 
 class MasterEdits:

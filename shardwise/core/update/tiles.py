@@ -9,18 +9,22 @@ clipping, and the cast of the result done while the data is in cache.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, groupby
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
 
 from shardwise.core.base.modes import ordinary_tensors
-from shardwise.core.base.torch_internals import copy_each
+from shardwise.core.base.torch_internals import copy_each, plain, point
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
@@ -29,13 +33,24 @@ from shardwise.core.optim.element_wise import couples_elements, couples_paramete
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.update.moved import memory_kept
-from shardwise.core.update.states import ChunkState
-from shardwise.core.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
-from shardwise.core.update.tile_plan import PieceRange, TileRange
+from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.tile_plan import TILE_NUMEL, PieceRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
+__all__ = [
+    "BareStep",
+    "Calls",
+    "PendingTile",
+    "Piece",
+    "Tile",
+    "TileStepper",
+    "chunks_at_once",
+    "is_foreign",
+    "make_tiles",
+    "memory_kept",
+    "needs_whole_tensors",
+    "runs",
+]
 
 NEVER = ("lbfgs", "sparseadam")
 """Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
@@ -44,6 +59,8 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "ca
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
 """Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
+Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
+"""What tiles that one call steps have in common: home, device, and dtypes of values and gradients."""
 NOTHING: dict[str, Any] = {}
 """What an optimizer keeps of a piece that it has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -83,17 +100,17 @@ class Tile:
         return self.end - self.start
 
 
-class Due(NamedTuple):
+class PendingTile(NamedTuple):
     """A tile to be updated.
 
     Attributes:
-        live: the pieces that are; one at least.
+        active: the pieces that are; one at least.
         reduced: the gradient of the shard.
         shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
     """
 
     tile: Tile
-    live: Sequence[Piece]
+    active: Sequence[Piece]
     reduced: torch.Tensor
     shard: torch.Tensor | None
 
@@ -103,18 +120,18 @@ def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
     return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
 
 
-def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
+def _alike(active: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
     """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
 
     On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
     """
-    device = live[0].value.device
+    device = active[0].value.device
     if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
         missing = [key for held in entries for key, value in held.items() if value is None]
         if not missing:
-            return (live,)
+            return (active,)
     by_keys = dict[frozenset[str], list[Piece]]()
-    for piece, held in zip(live, entries, strict=True):
+    for piece, held in zip(active, entries, strict=True):
         step = held.get("step") if device.type != "cpu" else None
         if isinstance(step, torch.Tensor) and step.device != device:
             held["step"] = step.to(device, torch.float32)
@@ -122,12 +139,12 @@ def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable
     return by_keys.values()
 
 
-def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The gradient of each live piece; a part has those of one tile, and what lies between them."""
+def _by_piece(pending: Sequence[PendingTile], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The gradient of each active piece; a part has those of one tile, and what lies between them."""
     found = list[torch.Tensor]()
-    for each, part in zip(due, parts, strict=True):
-        first = each.live[0].start
-        found += [part[piece.start - first : piece.end - first] for piece in each.live]
+    for each, part in zip(pending, parts, strict=True):
+        first = each.active[0].start
+        found += [part[piece.start - first : piece.end - first] for piece in each.active]
     return found
 
 
@@ -195,6 +212,117 @@ def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tens
     return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
 
 
+class BareStep:
+    """Steps one param group of a user's optimizer, without its step hooks and without counting for schedulers.
+
+    The wrappers of ``step`` that run hooks and count are left out; a ``step`` that somebody else put in its place is
+    called as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step: Any = vars(optimizer).get("step")
+        if self._step is None or hasattr(self._step, "_wrapped_by_lr_sched"):
+            function: Any = type(optimizer).step
+            # Torch marks the class's own step when it has wrapped it, at the first instance.
+            self._step = MethodType(function.__wrapped__ if getattr(function, "hooked", False) else function, optimizer)
+        self.module: str = getattr(self._step, "__module__", None) or ""
+        """The module that defines the step."""
+
+    def step(self, group: dict[str, Any]) -> None:
+        """Step ``group`` alone; inside of :meth:`hidden`."""
+        self._optimizer.param_groups = [group]
+        self._step()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside the block the optimizer has no hooks (its ``step`` may call that of its base class), and a step that
+        drops gradients drops those of its group alone. Groups and hooks are put back at the end."""
+        optimizer, own = self._optimizer, vars(self._optimizer)
+        drop, groups = own.get("zero_grad"), optimizer.param_groups
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        try:
+            own.pop("zero_grad", None)
+            optimizer._optimizer_step_pre_hooks = OrderedDict()
+            optimizer._optimizer_step_post_hooks = OrderedDict()
+            yield
+        finally:
+            if drop is not None:
+                own["zero_grad"] = drop
+            optimizer._optimizer_step_pre_hooks = before
+            optimizer._optimizer_step_post_hooks = after
+            optimizer.param_groups = groups
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`run_pre_hooks` calls any."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
+def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Hooks on this optimizer's steps and on those of all optimizers, in torch's order.
+
+    Raises:
+        RuntimeError: one wants to change the arguments of ``step``, which has none here.
+    """
+    hooks = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+    for hook in hooks:
+        if (result := hook(optimizer, (), {})) is not None:
+            raise RuntimeError(
+                f"a step_pre_hook of {type(optimizer).__name__} returned {result!r}: a sharded step takes no arguments "
+                "that a hook could change; return None"
+            )
+
+
+def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """See :func:`run_pre_hooks`."""
+    hooks = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
+    for hook in hooks:
+        hook(optimizer, (), {})
+
+
+@contextmanager
+def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
+    """Write back what a step assigned: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
+
+    A parameter's memory is part of a shard, a master or a disk buffer, which are read after the step. So at the end of
+    the block, a step, the values are copied there (cast as ``copy_`` does) and the parameter points there again.
+    Called without gradients.
+
+    Args:
+        name: The optimizer's class, for errors.
+        values: The parameters that are stepped.
+        named: Names the value at a position, for errors.
+
+    Raises:
+        RuntimeError: A value was assigned another shape.
+    """
+    kept = [plain(value) for value in values]
+    shapes: dict[int, tuple[int, ...]] = {}
+    try:
+        yield
+    finally:
+        moved = [at for at, own in enumerate(kept) if not _is_same_memory(values[at], own)]
+        # Copies first: parameters may have exchanged memory, or show theirs in another order.
+        assigned = {at: plain(values[at]).clone() for at in moved}
+        for at, new in assigned.items():
+            point(values[at], kept[at])
+            if new.shape == kept[at].shape:
+                kept[at].copy_(new)
+            else:
+                shapes[at] = tuple(new.shape)
+    for at, shape in shapes.items():
+        raise RuntimeError(
+            f"{name}.step() gives {named(at)} values of shape {shape} where it was given {tuple(kept[at].shape)} of "
+            "it: leave the shape as it is"
+        )
+
+
+def _is_same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
+    same = value.data_ptr() == own.data_ptr() and value.dtype is own.dtype and value.device == own.device
+    return same and value.shape == own.shape and value.stride() == own.stride()
+
+
 # See [Note: Masters apart from parameters] for what a tile's values are.
 class TileStepper:
     """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
@@ -229,9 +357,9 @@ class TileStepper:
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
         name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
         if self._readable is not None:
-            todo = "its state is of parts of a model that "
+            todo = "its state belongs to a model that "
             if self._readable:
-                todo += "is sharded no more: make a new one on model.parameters()"
+                todo += "is no longer sharded: make a new one on model.parameters()"
             else:
                 todo += "was closed: build it again, with a new one, and load a state that was saved before"
         raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
@@ -265,19 +393,19 @@ class TileStepper:
         with torch.no_grad(), self.groups() as groups:
 
             def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
-                live = [(tile, shard, self.live(tile)) for tile, shard in given]
-                due = [
-                    Due(tile, pieces, tile.grads.reduced, shard)
-                    for tile, shard, pieces in live
+                active = [(tile, shard, self.active(tile)) for tile, shard in given]
+                pending = [
+                    PendingTile(tile, pieces, tile.grads.reduced, shard)
+                    for tile, shard, pieces in active
                     if pieces and tile.grads.reduced is not None
                 ]
-                if due:
-                    self.step_tiles(due, factor, groups)
+                if pending:
+                    self.step_tiles(pending, factor, groups)
 
             yield update
 
     @staticmethod
-    def live(tile: Tile) -> Sequence[Piece]:
+    def active(tile: Tile) -> Sequence[Piece]:
         """The pieces of a tile that have a gradient."""
         grads = tile.grads
         if not grads.present:
@@ -287,14 +415,14 @@ class TileStepper:
             return tile.pieces
         return [piece for piece in tile.pieces if piece.slot in touched]
 
-    def step_tiles(self, due: Sequence[Due], factor: float, groups: list[dict[str, Any]]) -> None:
+    def step_tiles(self, pending: Sequence[PendingTile], factor: float, groups: list[dict[str, Any]]) -> None:
         """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
 
         They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
         """
-        first, value = due[0].tile, due[0].live[0].value
+        first, value = pending[0].tile, pending[0].active[0].value
         group = self._group_for(groups, first.group, value)
-        parts = [each.reduced[each.live[0].start : each.live[-1].end] for each in due]
+        parts = [each.reduced[each.active[0].start : each.active[-1].end] for each in pending]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
         copied = elsewhere or factor != 1.0 or not self._only_reads(group)
         if copied:
@@ -309,32 +437,33 @@ class TileStepper:
             self.norm.add([scratch] if copied else parts)
         if factor != 1.0:
             scratch.mul_(factor)
-        live = [piece for each in due for piece in each.live]
+        active = [piece for each in pending for piece in each.active]
         shaped = first.chunk.spec.whole
-        for piece, grad in zip(live, _by_piece(due, parts), strict=True):
+        for piece, grad in zip(active, _by_piece(pending, parts), strict=True):
             piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         if self._may_move:
-            with memory_kept(self.optimizer, [piece.value for piece in live], lambda at: self._named(live[at].param)):
-                self._call(group, live)
+            name = type(self.optimizer).__name__
+            with memory_kept(name, [piece.value for piece in active], lambda at: self._named(active[at].param)):
+                self._call(group, active)
         else:
-            self._call(group, live)
-        for piece in live:
+            self._call(group, active)
+        for piece in active:
             piece.value.grad = None
-        self._round([each for each in due if each.shard is not None])
+        self._round([each for each in pending if each.shard is not None])
 
     @staticmethod
-    def _round(due: Sequence[Due]) -> None:
+    def _round(pending: Sequence[PendingTile]) -> None:
         """Take updated masters over into the shards."""
         to, values = list[torch.Tensor](), list[torch.Tensor]()
-        for tile, live, _, shard in due:
+        for tile, active, _, shard in pending:
             assert shard is not None
             if tile.state.master is not None:
-                first, last = live[0].start, live[-1].end
+                first, last = active[0].start, active[-1].end
                 to.append(shard[first:last])
                 values.append(tile.state.master[first:last])
             elif tile.state.dtype is not None:
-                to += [shard[piece.start : piece.end] for piece in live]
-                values += [piece.value.view(-1) for piece in live]
+                to += [shard[piece.start : piece.end] for piece in active]
+                values += [piece.value.view(-1) for piece in active]
         if to:
             copy_each(to, values)
 
@@ -343,15 +472,15 @@ class TileStepper:
         module = type(self.optimizer).__module__
         return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
-    def _call(self, group: dict[str, Any], live: Sequence[Piece]) -> None:
+    def _call(self, group: dict[str, Any], active: Sequence[Piece]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
-        entries = self._entries(live)
+        entries = self._entries(active)
         held = self._extent(entries)
-        # One group, of what is live in these tiles: the optimizer's own loop steps nothing else.
-        for alike in _alike(live, entries) if group.get("fused") else (live,):
+        # One group, of what is active in these tiles: the optimizer's own loop steps nothing else.
+        for alike in _alike(active, entries) if group.get("fused") else (active,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._extent(self._entries(live) if self.foreign or NOTHING in entries else entries) != held:
+        if self._extent(self._entries(active) if self.foreign or NOTHING in entries else entries) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -479,3 +608,74 @@ class TileStepper:
     def after_step(self) -> None:
         """See :meth:`before_step`."""
         run_post_hooks(self.optimizer)
+
+
+def chunks_at_once(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Tiles of neighbouring chunks that are alike and have no more elements than one tile may have; or of one chunk."""
+    held, numel = list[Tile](), 0
+    kind: Kind | None = None
+    for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
+        own = list(of_chunk)
+        more, its = sum([tile.numel for tile in own]), _kind(own[0])
+        if held and (its != kind or numel + more > _most(own[0])):
+            yield held
+            held, numel = [], 0
+        held += own
+        numel, kind = numel + more, its
+    if held:
+        yield held
+
+
+def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
+    """``tiles``, which are alike, by param group, as many in one call as one tile may have elements.
+
+    Args:
+        together: ``False``: each by itself.
+    """
+    if not together:
+        yield from ([tile] for tile in tiles)
+        return
+    most = _most(tiles[0])
+    held = dict[int, tuple[list[Tile], int]]()
+    for tile in tiles:
+        run, numel = held.get(tile.group, ([], 0))
+        if run and numel + tile.numel > most:
+            yield run
+            run, numel = [], 0
+        run.append(tile)
+        held[tile.group] = run, numel + tile.numel
+    for run, _ in held.values():
+        yield run
+
+
+class Calls:
+    """Which tiles each call of an update steps: as for the update before, if the same are pending.
+
+    Args:
+        together: as for :func:`runs`.
+    """
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
+        self._due = list[Tile]()
+        self._calls = list[list[Tile]]()
+
+    def of(self, pending: list[Tile]) -> Sequence[list[Tile]]:
+        """The calls that step ``pending``, in order."""
+        if pending != self._due:  # each of these is equal to itself alone
+            self._due = pending
+            self._calls = [run for tiles in chunks_at_once(pending) for run in runs(tiles, self._together)]
+        return self._calls
+
+    def forget(self) -> None:
+        """Tiles have another home, and so are alike with others."""
+        self._due, self._calls = [], []
+
+
+def _most(tile: Tile) -> int:
+    return TILE_NUMEL[tile.pieces[0].value.device.type]
+
+
+def _kind(tile: Tile) -> Kind:
+    value, grads = tile.pieces[0].value, tile.grads
+    return tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype

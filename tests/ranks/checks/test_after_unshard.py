@@ -129,7 +129,7 @@ def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) ->
     happened."""
     for found in run_ranks(2, uses, name, tmp_path):
         for use, (message, same) in found.items():
-            assert "Sequential is sharded no more since unshard()" in message, (use, message)
+            assert "Sequential is no longer sharded since unshard()" in message, (use, message)
             assert same, f"{use} changed the model"
 
 
@@ -155,7 +155,7 @@ def scaled() -> tuple[str, bool, bool]:
 def test_no_loss_scale_is_left_in_gradients_of_a_model_that_was_given_back() -> None:
     """They were 65536 times too large."""
     for message, none, alike in run_ranks(2, scaled):
-        assert "Sequential is sharded no more since unshard()" in message
+        assert "Sequential is no longer sharded since unshard()" in message
         assert none and alike
 
 

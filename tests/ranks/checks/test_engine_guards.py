@@ -199,7 +199,7 @@ MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
     (load_inside_gathered, ("Sequential", "bypass", "boost/build returned", "gathered(write_back=True)")),
     (cast_the_session, ("float64", "float32", "before boost/build")),
     (cast_the_module, ("0.weight", "float32", "before boost/build")),
-    (replace_a_parameter, ("2.weight (6, 6)", "in place of", "before boost/build")),
+    (replace_a_parameter, ("2.weight (6, 6)", "replaced a parameter of", "before boost/build")),
     (step_the_original, ("SGD", "boost/build returned")),
     (step_inside_gathered, ("gathered()", "leave the block")),
     (copy_the_module, ("2 ranks", "state_dict()")),

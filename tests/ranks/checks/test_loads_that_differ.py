@@ -95,7 +95,7 @@ MODELS: dict[Callable[[State, int], State], tuple[str, str]] = {
     other_values: ("a sample of the values of last.weight in the state is ",) * 2,
     other_dtype: ("dtype of last.weight in the state is 'torch.float32' on rank 1 and 'torch.float64' on rank 0",) * 2,
     other_shape: (
-        "nothing was loaded into the model, because other ranks cannot:\n  rank 1: RuntimeError: the state does",
+        "loading the model failed:\n  rank 1: RuntimeError: the state does",
         "RuntimeError: the state does not fit the model",
     ),
 }
@@ -151,7 +151,7 @@ def test_weights_that_one_rank_has_otherwise(
             assert MODELS[change][rank] in said, said
             assert said.startswith("ValueError") or change is other_shape
         # There the module itself says what does not fit, after all ranks have given the same.
-        assert not own or inside.startswith("ValueError: the ranks are about to load different states into the model")
+        assert not own or inside.startswith("ValueError: the ranks disagree on loading the model")
 
 
 def replicas(strict: bool) -> list[str]:
@@ -257,7 +257,7 @@ OPTIMIZERS: dict[Callable[[State, int], State], tuple[str, str]] = {
     other_moments: ("a sample of the values of exp_avg of first.weight in the state is ",) * 2,
     other_step: ("a sample of the values of step of first.bias in the state is ",) * 2,
     other_groups: (
-        "PeerError: nothing was loaded into the Adam, because other ranks cannot:\n  rank 1: ValueError: the state has",
+        "PeerError: loading the Adam failed:\n  rank 1: ValueError: the state has",
         "ValueError: the state has param groups of [5] parameters",
     ),
 }
@@ -441,6 +441,6 @@ SET = [("zero2", False), ("zero3", True), *full(("ddp", True), ("zero3_gloo", Fa
 @pytest.mark.parametrize(("plan", "of_state"), SET)
 def test_a_parameter_that_is_set_otherwise_on_one_rank(plan: str, of_state: bool) -> None:
     for rank, (said, shapes) in enumerate(run_ranks(2, one_value, plan, of_state)):
-        assert said.startswith("ValueError: the ranks are about to load different states into the "), said
+        assert said.startswith("ValueError: the ranks disagree on "), said
         assert "of last.weight: a sample of the values of the " in said
         assert ("(4, 6), but it has (3, 6)" in shapes) and shapes.startswith("ValueError" if rank else "PeerError")

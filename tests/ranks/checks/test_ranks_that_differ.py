@@ -14,7 +14,7 @@ from sets import full
 from torch import nn
 
 from shardwise.core.checks import description
-from shardwise.core.checks.agreement import differences
+from shardwise.core.comm import differences
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
 from shardwise.session import Session, build
@@ -225,11 +225,11 @@ def test_ranks_that_differ_are_named_with_what_and_both_values(plan: Plan) -> No
         for (kind, message, untouched), (change, words) in zip(different, DIFFERENT, strict=True):
             assert kind == "ValueError" and untouched, (change, kind, message)
             assert all(word in message for word in words), (change, message)
-            assert "about to build different things" in message
+            assert "disagree on sharding the model" in message
         for (kind, message, untouched), (change, words) in zip(refusals, REFUSED, strict=True):
             assert untouched and words in message, (change, message)
             assert kind == ("ValueError" if rank else "PeerError"), (change, kind)
-            assert rank or "other ranks cannot build:\n  rank 1: ValueError: " in message
+            assert rank or "sharding the model failed:\n  rank 1: ValueError: " in message
 
 
 def test_the_rank_that_differs_from_most_is_named() -> None:
@@ -242,9 +242,7 @@ def may_differ(folder: str) -> None:
     """Values, directories, capacities, printing, functions and the user's notes are each rank's own."""
     rank = dist.get_rank()
     disk = DiskPlan(directory=f"{folder}/{rank}", queue_depth=4 + rank)
-    plan = zero(2).but(
-        disk=disk, state_disk_fraction=0.5, device_capacity_bytes=10**9 + rank, verbose=bool(rank)
-    )
+    plan = zero(2).but(disk=disk, state_disk_fraction=0.5, device_capacity_bytes=10**9 + rank, verbose=bool(rank))
     with mock.patch("builtins.print"):
         model = net()
         with torch.no_grad():

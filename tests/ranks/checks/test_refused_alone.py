@@ -51,8 +51,8 @@ def refused(call: Callable[[int], None]) -> tuple[str, str, bool]:
 
 
 CASES: dict[Callable[[int], None], tuple[str, str]] = {
-    no_weights: ("the state on rank 0=None: give a dict", "nothing was loaded into the model, because other ranks"),
-    no_moments: ("the state on rank 0=None: give a dict", "nothing was loaded into the optimizers, because other"),
+    no_weights: ("the state on rank 0=None: give a dict", "loading the model failed:"),
+    no_moments: ("the state on rank 0=None: give a dict", "loading the optimizers failed:"),
 }
 
 

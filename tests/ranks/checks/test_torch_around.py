@@ -57,7 +57,7 @@ def given(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", list(WRAPPERS))
 def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None:
     for outermost, *_, inside in run_ranks(ranks, given, kind):
-        assert f"module '' of the model is a {kind}" in outermost and "give the model without it" in outermost
+        assert f"module '' of the model is a {kind}" in outermost and "pass the wrapped model" in outermost
         assert f"module '0' of the model is a {kind}" in inside
 
 
@@ -222,4 +222,4 @@ def replicas(name: str) -> str:
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_copies_for_other_gpus_are_refused(name: str) -> None:
     for message in run_ranks(1, replicas, name):
-        assert "DataParallel around a sharded Sequential" in message and "start one rank a GPU" in message
+        assert "DataParallel around a sharded Sequential" in message and "start one rank per GPU" in message

@@ -363,7 +363,9 @@ def other_parameters(stage: int) -> list[str]:
 def test_ranks_with_other_parameters_are_told() -> None:
     for stage in (1, 3):
         for told in run_ranks(2, other_parameters, stage):
-            assert told[-1].startswith("the ranks gather different parameters: 2.bias is on rank 1 and not on rank 0")
+            assert told[-1].startswith(
+                "the ranks disagree on which parameters to gather: 2.bias is on rank 1 and not on rank 0"
+            )
             assert len(told) == (1 if stage == 3 else 2)
 
 
@@ -381,7 +383,7 @@ def two_engines() -> None:
             expected[name].fill_(value)
             assert_close(each.state_dict(), expected, 0.0, name)
         mine = [second[0].bias] if dist.get_rank() else [second[0].weight]
-        with pytest.raises(ValueError, match="different parameters"), Gathered([model[0].bias, *mine]):
+        with pytest.raises(ValueError, match="disagree on which parameters"), Gathered([model[0].bias, *mine]):
             pass
         assert not any(whole([*model.parameters(), *second.parameters()])), "the first one's block has ended"
         one_step(engine)

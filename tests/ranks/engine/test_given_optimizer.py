@@ -432,7 +432,7 @@ def test_what_no_sharded_optimizer_has_is_an_error(name: str) -> None:
             assert all("optimizer.state['first.weight']" in message for message in found.values()), found
             assert all("use state_dict(), on every rank" in said[what] for what in COPIES)
             assert "make a new one on model.parameters()" in said["step"]
-            assert "sharded no more since unshard()" in said["load"]
+            assert "no longer sharded since unshard()" in said["load"]
             assert "optimizer Adam was given to boost/build before" in said["again"]
 
 

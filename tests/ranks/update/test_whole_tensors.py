@@ -378,6 +378,53 @@ def test_bytes_are_those_that_are_promised(plans: list[Plan]) -> None:
                 assert out == padded[0] - own_parameters and back <= 2 * (RANKS - 1) * own_parameters
 
 
+class Failing(Normed):
+    """Raises where it is told to, in the midst of a step."""
+
+    whole_tensors = True
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.fails and any(param.dim() == 2 for group in self.param_groups for param in group["params"]):
+            raise ValueError("no root of this matrix")
+
+
+def failing() -> list[tuple[str, str, dict[str, Any]]]:
+    """By plan what a step raised and its notes, what the next one did, and the result after both were loaded."""
+    found = []
+    for plan in (zero(2), zero(3).but(shared_memory=False), zero(3).but(update="backward")):
+        model = seeded(net)
+        with sharded(model, Failing(trained(model)), plan) as session:
+            steps_of(session, range(2))
+            kept = copy.deepcopy(session.module.state_dict()), session.optimizer.state_dict()
+            session.optimizer.optimizer.fails = session.mesh.rank == 1
+            session.optimizer.backward(session.module(tokens(session.mesh.rank, 2)))
+            with pytest.raises((ValueError, RuntimeError)) as raised:
+                session.optimizer.step()
+            session.optimizer.optimizer.fails = False
+            then = told(session.optimizer.step, (RuntimeError, ValueError))
+            session.module.load_state_dict(kept[0])
+            session.optimizer.load_state_dict(kept[1])
+            session.optimizer.zero_grad()
+            steps_of(session, range(2, STEPS))
+            text = f"{type(raised.value).__name__}: {raised.value} {getattr(raised.value, '__notes__', '')}"
+            found.append((text, then, result(session.module, session.optimizer)))
+    return found
+
+
+def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
+    expected = result(*plain("of no known name"))
+    for rank, every in enumerate(run_ranks(RANKS, failing)):
+        for text, then, found in every:
+            assert text.startswith("ValueError: no root" if rank == 1 else "PeerError: step() of Failing failed")
+            assert "no root of this matrix" in text and "half-changed on all ranks: load a checkpoint" in text
+            assert rank == 1 or "rank 1: ValueError" in text
+            assert "half-changed" in then
+            assert_close(found, expected, 1e-11, f"rank {rank}")
+
+
 def refused(directory: str) -> list[str]:
     from tier_setup import with_tiers
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.utils.dlpack
 
-from shardwise.core.checks.unheld import Unheld
+from shardwise.core.checks.state_dict_guard import AbsentTensor
 
-READS: dict[str, Callable[[Unheld], object]] = {
+READS: dict[str, Callable[[AbsentTensor], object]] = {
     "an operation": lambda value: value + 1,
     "a copy": copy.deepcopy,
     "pickle": pickle.dumps,
@@ -28,9 +28,9 @@ READS: dict[str, Callable[[Unheld], object]] = {
 @pytest.mark.parametrize("read", READS)
 def test_every_read_says_why(read: str) -> None:
     with pytest.raises(RuntimeError, match="another rank has it"):
-        READS[read](Unheld.of(torch.zeros(3, 4), "another rank has it"))
+        READS[read](AbsentTensor.of(torch.zeros(3, 4), "another rank has it"))
 
 
 def test_one_in_c_is_an_error_too() -> None:
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch.utils.dlpack.to_dlpack(Unheld.of(torch.zeros(3, 4), ""))
+        torch.utils.dlpack.to_dlpack(AbsentTensor.of(torch.zeros(3, 4), ""))

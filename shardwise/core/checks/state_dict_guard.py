@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from shardwise.core.base.names import StateNames
-from shardwise.core.checks.unheld import Unheld
+from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["OwnState"]
+__all__ = ["AbsentTensor", "StateDictGuard"]
 
 SAVE = "call it, on every rank, on the object that boost/build returned, or inside its gathered() block"
 LOAD = (
@@ -24,14 +25,49 @@ LOAD = (
 )
 
 
+class AbsentTensor(torch.Tensor):
+    """Has the shape, dtype and device of a value, and is an error as soon as that is read, copied or saved.
+
+    Programs ask a layer for its state to see its names (adapters do), which one rank can tell.
+    """
+
+    why: str
+    # Shapes and dtypes are no values.
+    __torch_function__ = no_own_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def of(like: torch.Tensor, why: str) -> AbsentTensor:
+        """In the place of ``like``; ``why`` is what the error says."""
+        made: AbsentTensor = wrapper_subclass(AbsentTensor, like, like.device)
+        made.why = why
+        return made
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise RuntimeError(self.why)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        found = [each for each in each_leaf((args, kwargs)) if isinstance(each, AbsentTensor)]
+        raise RuntimeError(found[0].why)
+
+    __reduce_ex__ = __deepcopy__ = __dlpack__ = _refuse
+    tolist = data_ptr = untyped_storage = _refuse
+    numpy = _refuse
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"<{self.why}>"
+
+
 # [Note: What one rank has of the user's own model]
 # Programs ask the model itself, on one rank alone: `if rank == 0: torch.save(model.state_dict(), path)`. Where
 # parameters stay gathered that is what plain torch gives, in the compute dtype, and no other rank is needed for it:
 # gathers of them that are under way began on all ranks, and end without their calls. Where this rank has less than the
 # whole it is an error at once, since a rank that waits for others that go elsewhere says so only when its time is over.
 # Each module's own parameters are looked at, because each has a state_dict() of its own. Of these programs may want the
-# names alone, so it is the values that are the error (Unheld).
-class OwnState:
+# names alone, so it is the values that are the error (AbsentTensor).
+class StateDictGuard:
     """Watches ``state_dict()`` and ``load_state_dict()`` of one sharded model and of the modules in it.
 
     Args:
@@ -129,7 +165,7 @@ class OwnState:
             return
         for name, param in module._parameters.items():
             if param is not None and prefix + name in state and (missing := self._lacked(param)):
-                state[prefix + name] = Unheld.of(param, self._lacking(module, missing))
+                state[prefix + name] = AbsentTensor.of(param, self._lacking(module, missing))
 
     @staticmethod
     def _lacking(module: nn.Module, missing: str) -> str:

@@ -1,0 +1,118 @@
+"""A block of work that succeeds on every rank of a group, or raises on every rank.
+
+Where the ranks must be given the same things, a small digest of a description is compared in the same exchange. Only if
+digests differ the descriptions follow, so that the error can say which rank differs in what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+from shardwise.core.comm.errors import PeerError
+from shardwise.core.comm.group import Meeting, ranks_text
+
+__all__ = ["Description", "collectively", "differences", "digest"]
+
+Description = Mapping[str, Mapping[str, Any]]
+"""JSON-able values by subject ("parameter 0.weight") and field."""
+
+WORD_BYTES, WORDS = 6, 3  # 48 bits a number: integers below 2**53 travel exactly
+MOST_SHOWN = 8
+
+
+@contextmanager
+def collectively(
+    group: Meeting,
+    what: str,
+    outcome: str = "",
+    error: Callable[[str], Exception] = PeerError,
+    needed: bool = True,
+    describe: Callable[[], Description] | None = None,
+) -> Iterator[None]:
+    """Run the block on every rank of ``group``; if it raises on one of them, every rank raises. Collective.
+
+    A few numbers per rank are exchanged when all is well; messages follow only if not.
+
+    Args:
+        group: The ranks. The block must not wait for the others: a rank whose block raises leaves it early.
+        what: Names the work, as in "loading the model"; the same on every rank.
+        outcome: Ends the message: what state things are in, and what to do.
+        error: The exception class for ranks whose own block did not raise, or raised an error of this class.
+        needed: False if the block cannot fail on one rank alone; then nothing is exchanged. The same on every rank.
+        describe: Called at the end of the block; returns what has to be the same on every rank.
+
+    Raises:
+        Exception: ``error`` with the message of each failing rank. Other exceptions of this rank's own block are
+            raised as they are, with ``outcome`` as a note. ``KeyboardInterrupt`` is raised at once.
+        ValueError: The descriptions differ; the message says which ranks differ in what, with both values.
+    """
+    if not needed:
+        yield
+        return
+    own: Exception | None = None
+    description: Description = {}
+    words = [0.0] * WORDS if describe is not None else []  # the same length on ranks whose block raised
+    try:
+        yield
+        if describe is not None and group.size > 1:
+            description = describe()
+            words = digest(json.dumps(description).encode())
+    except Exception as raised:
+        own = raised
+    found = group.summarize([float(own is not None), *words], f"whether {what} failed")
+    if not found.most[0]:
+        if not found.alike:
+            descriptions: list[Any] = group.exchange_object(description)
+            raise ValueError(f"the ranks disagree on {what}: {differences(descriptions)}; give the same on every rank")
+        return
+    texts = group.exchange_object(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None and not (isinstance(error, type) and isinstance(own, error)):
+        if outcome:
+            own.add_note(outcome)
+        raise own
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    raise error(f"{what} failed:{lines}" + (f"\n{outcome}" if outcome else "")) from own
+
+
+def digest(data: bytes, words: int = WORDS) -> list[float]:
+    """Return a hash of ``data`` as ``words`` numbers that float64 holds exactly."""
+    hashed = blake2b(data, digest_size=WORD_BYTES * words).digest()
+    return [float(int.from_bytes(hashed[i : i + WORD_BYTES], "big")) for i in range(0, len(hashed), WORD_BYTES)]
+
+
+def differences(descriptions: Sequence[Description]) -> str:
+    """Say how the descriptions of some ranks differ from those of most ranks (of rank 0, if no side is larger)."""
+    alike: dict[str, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        alike.setdefault(json.dumps(description), []).append(rank)
+    usual = max(alike.values(), key=len)  # the first of the largest
+    texts: list[str] = []
+    for ranks in alike.values():
+        if ranks is not usual:
+            texts += _differences(descriptions[ranks[0]], descriptions[usual[0]], ranks_text(ranks), ranks_text(usual))
+    more = f"; and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
+    return "; ".join(texts[:MOST_SHOWN]) + more
+
+
+def _differences(one: Description, other: Description, one_is: str, other_is: str) -> list[str]:
+    texts = []
+    for subject in dict.fromkeys([*other, *one]):
+        if subject not in one or subject not in other:
+            lacks, has = (one_is, other_is) if subject not in one else (other_is, one_is)
+            texts.append(f"{subject} is on {has} and not on {lacks}")
+            continue
+        fields, others = one[subject], other[subject]
+        for field in dict.fromkeys([*others, *fields]):
+            if fields.get(field) != others.get(field) or (field in fields) != (field in others):
+                first, second = (each.get(field, "absent") for each in (fields, others))
+                texts.append(f"{field} of {subject} is {first!r:.200} on {one_is} and {second!r:.200} on {other_is}")
+    if not texts:
+        place, (mine, theirs) = next(
+            (place, pair) for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]
+        )
+        texts.append(f"number {place} in their order is {mine} on {one_is} and {theirs} on {other_is}")
+    return texts
