@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import require, shown, whole
 from shardwise.core.base.device import give_back, on_device
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
+from shardwise.core.base.validate import integer, require, short_repr
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checks.collective import collective
 from shardwise.core.comm import collectively
@@ -412,7 +412,7 @@ def build(
     """
     optimizers = _given(model, optimizer)
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan={shown(plan)} is not a Plan; give one, such as zero(3)")
+        raise TypeError(f"plan={short_repr(plan)} is not a Plan; give one, such as zero(3)")
     if is_recording():
         raise RuntimeError(
             f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave the block "
@@ -435,7 +435,7 @@ def build(
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):
-                with collectively(mesh.everyone, "sharding the model", "Nothing was sharded."):  # checks user input
+                with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded."):  # checks user input
                     for sharded in wrapped:
                         sharded.check_before_build()
                 _take_over(engine, wrapped)
@@ -452,7 +452,7 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
     """
     if not isinstance(model, nn.Module):
         hint = ", an instance and not the class" * isinstance(model, type)
-        raise TypeError(f"model={shown(model)} is not a torch.nn.Module; give one{hint}")
+        raise TypeError(f"model={short_repr(model)} is not a torch.nn.Module; give one{hint}")
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)
@@ -460,7 +460,9 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             hint = "; an instance, not the class: AdamW(model.parameters())" * isinstance(each, type)
-            raise TypeError(f"optimizer={shown(each)} is not a torch.optim.Optimizer; give one, several or None{hint}")
+            raise TypeError(
+                f"optimizer={short_repr(each)} is not a torch.optim.Optimizer; give one, several or None{hint}"
+            )
         if sharded_of(each) is not None:
             raise ValueError(
                 f"optimizer {type(each).__name__} was given to boost/build before, and its state is already sharded: "
@@ -526,19 +528,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         stages = isinstance(self.stage, int) and not isinstance(self.stage, bool)
-        require(stages and 0 <= self.stage <= 3, f"stage={shown(self.stage)} is not a ZeRO stage; use 0, 1, 2 or 3")
+        require(
+            stages and 0 <= self.stage <= 3, f"stage={short_repr(self.stage)} is not a ZeRO stage; use 0, 1, 2 or 3"
+        )
         spelled = self.precision is None or isinstance(self.precision, str)
         require(
             spelled and self.precision in DTYPES,
-            f"precision={shown(self.precision)} is not known; use 'bf16', 'fp16', 'fp32' or None",
+            f"precision={short_repr(self.precision)} is not known; use 'bf16', 'fp16', 'fp32' or None",
         )
-        whole("replicas", self.replicas, 1, what="a number of copies")
+        integer("replicas", self.replicas, 1, what="a number of copies")
         copies = f"replicas={self.replicas} at stage 0, where every rank is a replica: use stage 1, 2 or 3"
         require(self.stage > 0 or self.replicas == 1, copies)
         modes = (None, *IN_LAYERS, *EVERYWHERE)
         require(
             self.sequence in modes,
-            f"sequence={shown(self.sequence)} is not a mode of sequence parallelism; use one of {modes}",
+            f"sequence={short_repr(self.sequence)} is not a mode of sequence parallelism; use one of {modes}",
         )
         given = f"sequence={self.sequence!r} with tp={self.tp}, sp={self.sp}"
         if self.sequence in IN_LAYERS:
@@ -573,7 +577,7 @@ class Settings:
         if self.offload == "host":
             tiers = replace(tiers, state_host_fraction=1.0, param_host_fraction=params, pin_memory=True)
         elif self.offload is not None:
-            place = f"offload={shown(self.offload)}: use 'host' for host memory, or a directory on a disk"
+            place = f"offload={short_repr(self.offload)}: use 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
             near_host = difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
@@ -626,7 +630,7 @@ def shard(
     if plan is not None and not isinstance(plan, Plan):
         if not isinstance(plan, (str, os.PathLike)):
             raise TypeError(
-                f"plan={shown(plan)} is not a Plan, nor the path of a .toml or .json file; give settings by name"
+                f"plan={short_repr(plan)} is not a Plan, nor the path of a .toml or .json file; give settings by name"
             )
         plan = Plan.load(plan)
     chosen = plan if plan is not None else Settings(**settings).plan()

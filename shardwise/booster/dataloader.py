@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shardwise.core.base.checked import MOST_SEED, switch, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import MOST_SEED, boolean, integer
+from shardwise.core.base.warnings import warn_user
 
 __all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is_dataloader", "require_map_style"]
 
@@ -25,11 +25,11 @@ def check_numbers(batch_size: Any, seed: Any, num_workers: Any, **switches: Any)
     TypeError, ValueError: one is no number, or out of range; one of ``switches`` is neither True nor False.
     """
     if batch_size is not None:
-        whole("batch_size", batch_size, 1, what="a number of samples")
-    whole("seed", seed, 0, MOST_SEED)
-    whole("num_workers", num_workers, 0, what="a number of processes")
+        integer("batch_size", batch_size, 1, what="a number of samples")
+    integer("seed", seed, 0, MOST_SEED)
+    integer("num_workers", num_workers, 0, what="a number of processes")
     for name, value in switches.items():
-        switch(name, value)
+        boolean(name, value)
 
 
 def distributed_sampler(

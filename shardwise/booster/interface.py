@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from shardwise.core.base.attributes import ModeOfModule, attribute_of
-from shardwise.core.base.checked import as_tensor
+from shardwise.core.base.validate import check_tensor
 from shardwise.core.optim.state_form import check_full_state
 from shardwise.late import OptimizerFacade
 from shardwise.session import Session, ShardedModule, ShardedOptimizer
@@ -156,7 +156,7 @@ class OptimizerWrapper(OptimizerFacade):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward()``, with the loss scale where there is one."""
-        as_tensor("loss", loss, "the scalar that the model's forward pass led to")
+        check_tensor("loss", loss, "the scalar that the model's forward pass led to")
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
-from shardwise.core.base.checked import as_kind, shown
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type, short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import CheckpointSource
 from shardwise.core.checkpoint.formats import write_peft
 from shardwise.core.checkpoint.settings import adapter_settings, vocabulary_of
@@ -144,7 +144,7 @@ def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
         ImportError: bitsandbytes or accelerate is not installed.
         TypeError: ``quantize`` is no switch, or the configuration another thing.
     """
-    as_kind("quantize", quantize, bool, "True or False")
+    check_type("quantize", quantize, bool, "True or False")
     if not quantize:
         if bnb_quantization_config is not None:
             warn_user("bnb_quantization_config has no effect without quantize=True: the weights stay as they are")
@@ -159,7 +159,7 @@ def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
         return kind(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **double)
     if not isinstance(bnb_quantization_config, kind):
         raise TypeError(
-            f"bnb_quantization_config={shown(bnb_quantization_config)}: give accelerate's "
+            f"bnb_quantization_config={short_repr(bnb_quantization_config)}: give accelerate's "
             "BnbQuantizationConfig(load_in_4bit=True), or leave it out"
         )
     return bnb_quantization_config

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
 from shardwise.core.base.attributes import attribute_of
-from shardwise.core.base.checked import MOST_SCALE, number, whole
+from shardwise.core.base.validate import MOST_SCALE, integer, number
 
 __all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
 
@@ -176,7 +176,7 @@ class FP16TorchMixedPrecision(MixedPrecision):
         number("init_scale", init_scale, f"(0, {MOST_SCALE!r}]", what)
         number("growth_factor", growth_factor, f"(1, {MOST_SCALE!r}]", "a factor > 1 and finite")
         number("backoff_factor", backoff_factor, "(0, 1)", "a factor in (0, 1)")
-        whole("growth_interval", growth_interval, 1, what="a number of steps")
+        integer("growth_interval", growth_interval, 1, what="a number of steps")
         self.scaler_arguments: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,

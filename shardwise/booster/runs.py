@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import unwrap_model, unwrap_optimizer
-from shardwise.core.base.checked import shown
+from shardwise.core.base.validate import short_repr
 from shardwise.core.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
 from shardwise.session import ShardedModule, ShardedOptimizer
 
@@ -33,7 +33,7 @@ def _session(boosted: object) -> Any:
         ValueError: it was not made by a Booster.
     """
     if not isinstance(boosted, nn.Module | torch.optim.Optimizer):
-        raise TypeError(f"{shown(boosted)} is neither a model nor an optimizer: give what boost returned")
+        raise TypeError(f"{short_repr(boosted)} is neither a model nor an optimizer: give what boost returned")
     session = vars(boosted).get(SESSION)
     if session is None and isinstance(boosted, ShardedModule | ShardedOptimizer):
         raise ValueError(

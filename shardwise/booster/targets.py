@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from shardwise.core.base.checked import MOST_BYTES, as_path, number, switch, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import MOST_BYTES, as_path, boolean, integer, number
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import CheckpointSource
 from shardwise.core.checkpoint.formats import (
     write_colossalai_model,
@@ -43,9 +43,9 @@ def target(path: str | Path, suffix: str) -> Path:
 
 
 def _check(shard: bool, gather_dtensor: bool, size_per_shard: float, prefix: str | None) -> None:
-    if not switch("gather_dtensor", gather_dtensor):
+    if not boolean("gather_dtensor", gather_dtensor):
         raise NotImplementedError(f"gather_dtensor={gather_dtensor}: files hold full tensors; leave it True")
-    switch("shard", shard)
+    boolean("shard", shard)
     number("size_per_shard", size_per_shard, f"(0, {MOST_BYTES // 2**20}]", "a size in MB > 0")
     if shard and prefix is not None and (not isinstance(prefix, str) or "/" in prefix):
         raise ValueError(f"prefix={prefix!r}: give a part of the files' names, without '/'")
@@ -69,7 +69,7 @@ def model_writer(
     """
     _check(shard, gather_dtensor, size_per_shard, prefix)
     if use_safetensors is not None:
-        switch("use_safetensors", use_safetensors)
+        boolean("use_safetensors", use_safetensors)
     if shard and use_safetensors is False:
         both = configurations(module)
         return lambda source: write_colossalai_model(source, checkpoint, size_per_shard, prefix, configurations=both)
@@ -114,8 +114,8 @@ def checked_loading(checkpoint: str | Path, low_cpu_mem_mode: bool, num_threads:
         TypeError: ``checkpoint`` is no path.
     """
     path = as_path("checkpoint", checkpoint, "a file or directory")
-    switch("low_cpu_mem_mode", low_cpu_mem_mode)
-    whole("num_threads", num_threads, 1, what="a number of threads")
+    boolean("low_cpu_mem_mode", low_cpu_mem_mode)
+    integer("num_threads", num_threads, 1, what="a number of threads")
     if not low_cpu_mem_mode or num_threads != 1:
         warn_user(
             f"low_cpu_mem_mode={low_cpu_mem_mode}, num_threads={num_threads} have no effect: each rank reads the "

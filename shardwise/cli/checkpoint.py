@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput, option
-from shardwise.core.base.checked import number
-from shardwise.core.base.printable import printable
 from shardwise.core.base.sizes import parse_size, size_text
+from shardwise.core.base.validate import number, printable
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ class BadInput(Exception):
 
 
 def option(flag: str, check: Callable[..., Any], value: object, *bounds: Any, **more: Any) -> Any:
-    """``check(flag, value, ...)`` of :mod:`shardwise.core.base.checked`, for an option of the command line.
+    """``check(flag, value, ...)`` of :mod:`shardwise.core.base.validate`, for an option of the command line.
 
     Raises:
         BadInput: what it says, with the option as it is typed.

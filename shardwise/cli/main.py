@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from shardwise import __version__
 from shardwise.cli import checkpoint, port, run, schedule, trace
 from shardwise.cli.errors import BadInput
-from shardwise.core.base.printable import printable
+from shardwise.core.base.validate import printable
 
 __all__ = ["main"]
 

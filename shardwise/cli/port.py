@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.errors import BadInput
-from shardwise.core.base.printable import in_a_line, printable
+from shardwise.core.base.validate import in_a_line, printable
 
 if TYPE_CHECKING:
     from shardwise.compat.port import Finding

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.follow import command_that_follows
-from shardwise.core.base.checked import MOST_RANKS, whole
+from shardwise.core.base.validate import MOST_RANKS, integer
 
 __all__ = [
     "add_parser",
@@ -179,11 +179,11 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     Raises:
         BadInput: a number out of range, hosts without a meeting place, or no such script.
     """
-    option("--nproc", whole, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
-    option("--max-restarts", whole, options.max_restarts, 0)
+    option("--nproc", integer, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
+    option("--max-restarts", integer, options.max_restarts, 0)
     hosts = _most_hosts(options.nnodes)
     if options.node_rank is not None:
-        option("--node-rank", whole, options.node_rank, 0)
+        option("--node-rank", integer, options.node_rank, 0)
         if options.node_rank >= hosts:
             raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
     if not options.module and not Path(options.script).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.core.base.checked import whole
+from shardwise.core.base.validate import integer
 
 __all__ = ["PipelineGraph"]
 
@@ -22,8 +22,8 @@ class PipelineGraph:
     """
 
     def __init__(self, n_stage: int, n_micro: int, *costs: Any, **named_costs: Any) -> None:
-        whole("n_stage", n_stage, 1, what="a number of ranks")
-        whole("n_micro", n_micro, 1, what="a number of micro-batches")
+        integer("n_stage", n_stage, 1, what="a number of ranks")
+        integer("n_micro", n_micro, 1, what="a number of micro-batches")
 
     def get_v_schedule(self) -> None:
         """Return ``None``, which as ``scheduler_nodes`` means the plugin's own schedule."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.core.base.checked import as_kind
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.optim import HybridAdam
@@ -100,7 +100,7 @@ class GeminiDDP(ModelFront):
         use_fp8: bool = False,
     ) -> None:
         given = dict(locals())
-        as_kind("module", module, nn.Module, "an nn.Module")
+        check_type("module", module, nn.Module, "an nn.Module")
         super().__init__()
         if mixed_precision not in PRECISIONS:
             raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(map(str, PRECISIONS))}")
@@ -243,6 +243,6 @@ class GeminiAdamOptimizer(GeminiOptimizer):
     """
 
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
-        as_kind("model", model, GeminiDDP, "a GeminiDDP")
+        check_type("model", model, GeminiDDP, "a GeminiDDP")
         adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k not in GIVEN})
         super().__init__(adam, model, **{k: v for k, v in defaults.items() if k in GIVEN})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import refuse
+from shardwise.core.base.validate import refuse
 from shardwise.core.deferred import deferred_init
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
 

@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
 from shardwise.compat.published import picked
-from shardwise.core.base.checked import as_kind, refuse
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type, refuse
+from shardwise.core.base.warnings import warn_user
 from shardwise.plan.loss_scale import ScalerArguments
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
@@ -89,7 +89,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
         backward_context: Any = None,
     ) -> None:
         given = dict(locals())
-        as_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
+        check_type("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
         for name in ("pg_to_param_list", "backward_context"):
             if given[name] is not None:
                 refuse(name, given[name], "leave it None: all parameters are divided over the same ranks, in any pass")
@@ -170,7 +170,7 @@ def zero_model_wrapper(
     Raises:
         ValueError: another stage.
     """
-    as_kind("model", model, nn.Module, "an nn.Module")
+    check_type("model", model, nn.Module, "an nn.Module")
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage!r}: give 1, 2 or 3")
     if zero_stage < 3:
@@ -214,8 +214,8 @@ def zero_optim_wrapper(
     Raises:
         ValueError: the model was not wrapped, or another norm.
     """
-    as_kind("model", model, nn.Module, "what zero_model_wrapper returned")
-    as_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
+    check_type("model", model, nn.Module, "what zero_model_wrapper returned")
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
     stage = vars(model).get(STAGE)
     if stage is None:
         raise ValueError(f"model={type(model).__name__} was not wrapped: give what zero_model_wrapper returned")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from shardwise.colossalai.loggers import get_dist_logger
-from shardwise.core.base.checked import as_kind
 from shardwise.core.base.device import Accelerator
+from shardwise.core.base.validate import check_type
 from shardwise.core.mesh.launch import default_device, init_distributed, launched_as, own_device, read_variable
 
 __all__ = [
@@ -30,7 +30,7 @@ def set_seed(seed: int) -> None:
     Raises:
         TypeError: ``seed`` is not an integer.
     """
-    as_kind("seed", seed, Integral, "a whole number")
+    check_type("seed", seed, Integral, "a whole number")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardwise.compat import lookup, read_world
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 

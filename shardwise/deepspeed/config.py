@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import shown
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 
 __all__ = ["AssertedError", "Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
@@ -206,7 +206,7 @@ class _Reader:
             path = f"{section}.{name}" if section else name
             canonical = ALIASES.get(path, path)
             if canonical != path and canonical.rpartition(".")[2] in tree:
-                raise ValueError(f"{path}={shown(value)} and {canonical} mean the same; give one of them")
+                raise ValueError(f"{path}={short_repr(value)} and {canonical} mean the same; give one of them")
             if canonical == "zero_optimization" and isinstance(value, bool):
                 self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
                 value = {"stage": int(value)}
@@ -228,7 +228,9 @@ class _Reader:
         if value is None or value is False or value == AUTO:
             return
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={shown(value)}: give a block, {{...}}, with {', '.join(known_names(canonical))}")
+            raise ValueError(
+                f"{path}={short_repr(value)}: give a block, {{...}}, with {', '.join(known_names(canonical))}"
+            )
         self.sections.add(canonical)
         self.read(value, canonical)
 
@@ -243,7 +245,7 @@ class _Reader:
         if not on:
             self.findings.use(path)
         elif block.role == "refused":
-            raise NotImplementedError(f"{path}={shown(value)} is not available; {block.reason}")
+            raise NotImplementedError(f"{path}={short_repr(value)} is not available; {block.reason}")
         else:
             self.findings.ignore(path, block.reason)
 
@@ -260,7 +262,7 @@ class _Reader:
         if key.role == "used" or value in key.exact:
             self.findings.use(path)
         elif key.role == "refused":
-            raise NotImplementedError(f"{path}={shown(value)} is not available; {key.reason}")
+            raise NotImplementedError(f"{path}={short_repr(value)} is not available; {key.reason}")
         else:
             self.findings.ignore(path, key.reason)
         self.values[canonical] = value
@@ -271,7 +273,7 @@ class _Reader:
 
     def _parameters(self, path: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={shown(value)}: give a block, {{...}}")
+            raise ValueError(f"{path}={short_repr(value)}: give a block, {{...}}")
         found = {}
         for name, inner in value.items():
             full = f"{path}.{name}"
@@ -281,7 +283,7 @@ class _Reader:
                 raise ValueError(f"{full}='auto' has no default; give a value")
             for each in inner if isinstance(inner, list) else [inner]:
                 if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
-                    raise ValueError(f"{full}={shown(inner)}: give finite numbers")
+                    raise ValueError(f"{full}={short_repr(inner)}: give finite numbers")
             found[name] = inner
         return found
 
@@ -300,7 +302,7 @@ def _is_on(value: Any, off: Any = None) -> bool:
 
 def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     name = path.rpartition(".")[2]
-    message = f"{path}={shown(value)} is not a key of the DeepSpeed configuration"
+    message = f"{path}={short_repr(value)} is not a key of the DeepSpeed configuration"
     near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
@@ -327,13 +329,15 @@ def _convert(path: str, key: Key, value: Any) -> Any:
         if number == math.inf and path == "steps_per_print" and (isinstance(value, float) or value == "inf"):
             return None  # accelerate's word for never
         if number is not None and math.isinf(number):
-            raise ValueError(f"{path}={shown(value)}: give a finite number")
+            raise ValueError(f"{path}={short_repr(value)}: give a finite number")
         if number is None or math.isnan(number) or not (number.is_integer() or key.kind == "float"):
-            raise ValueError(f"{path}={shown(value)}: give {'a whole number' if key.kind == 'int' else 'a number'}")
+            raise ValueError(
+                f"{path}={short_repr(value)}: give {'a whole number' if key.kind == 'int' else 'a number'}"
+            )
         if key.minimum is not None and number < key.minimum:
-            raise ValueError(f"{path}={shown(value)}: give a finite number >= {key.minimum:g}")
+            raise ValueError(f"{path}={short_repr(value)}: give a finite number >= {key.minimum:g}")
         if number > key.maximum:
-            raise ValueError(f"{path}={shown(value)}: give a number <= {key.maximum:g}")
+            raise ValueError(f"{path}={short_repr(value)}: give a number <= {key.maximum:g}")
         if key.kind == "float":
             return number
         return value if isinstance(value, int) else int(number)
@@ -342,16 +346,16 @@ def _convert(path: str, key: Key, value: Any) -> Any:
             return _TEXTS[value.lower()]
         if isinstance(value, bool) or value in (0, 1):
             return bool(value)
-        raise ValueError(f"{path}={shown(value)}: give true or false")
+        raise ValueError(f"{path}={short_repr(value)}: give true or false")
     if key.kind == "dtype":
         name = str(value).lower().removeprefix("torch.")
         if name not in DTYPES:
-            raise ValueError(f"{path}={shown(value)}: give 'fp32', 'fp16' or 'bf16'")
+            raise ValueError(f"{path}={short_repr(value)}: give 'fp32', 'fp16' or 'bf16'")
         return DTYPES[name]
     if key.kind == "list":
         return list(value) if isinstance(value, list | tuple) else value
     if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"{path}={shown(value)}: give a string")
+        raise ValueError(f"{path}={short_repr(value)}: give a string")
     text = os.fspath(value)
     for choice in key.choices:
         if text.lower() == choice.lower():

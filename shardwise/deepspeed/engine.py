@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.core.base.attributes import ModeOfModule, attribute_of
-from shardwise.core.base.checked import as_mapping, as_tensor, whole
 from shardwise.core.base.interrupts import deferred_interrupts
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import as_mapping, check_tensor, integer
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.deepspeed.config import AssertedError, Batch, Report, Settings
 from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
@@ -223,7 +223,7 @@ class DeepSpeedEngine(ModeOfModule):
         return (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
 
     def _check_loss(self, what: str, loss: Tensor) -> None:
-        as_tensor(f"{what}(loss)", loss, "the scalar that a forward pass of the engine returned")
+        check_tensor(f"{what}(loss)", loss, "the scalar that a forward pass of the engine returned")
         if loss.numel() != 1 or not loss.requires_grad:
             raise AssertedError(
                 f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the scalar "
@@ -297,7 +297,7 @@ class DeepSpeedEngine(ModeOfModule):
         """
         for name, value in (("batch_size", batch_size), ("num_local_io_workers", num_local_io_workers)):
             if value is not None:
-                whole(name, value, 1 if name == "batch_size" else 0)
+                integer(name, value, 1 if name == "batch_size" else 0)
         options: dict[str, Any] = {
             "batch_size": batch_size or self._batch.micro,
             "pin_memory": pin_memory,
@@ -662,14 +662,14 @@ class DeepSpeedEngine(ModeOfModule):
             ValueError: the size is not a multiple of the micro-batch over all ranks.
         """
         together = self._batch.micro * self.dp_world_size
-        if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
+        if integer("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
             raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
         self.session.divide_own_passes(self._batch.accumulation)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch, and with it the batch."""
-        whole("micro_batch_size", micro_batch_size, 1, what="a number of samples")
+        integer("micro_batch_size", micro_batch_size, 1, what="a number of samples")
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
 

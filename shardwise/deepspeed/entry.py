@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.core.base.checked import as_kind, shown, whole
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import point
+from shardwise.core.base.validate import check_type, integer, short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
@@ -89,7 +89,7 @@ def initialize(
     if model is None:
         raise AssertedError(f"model={model}: give the module to train")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={shown(model)}: give the module to train, a torch.nn.Module")
+        raise TypeError(f"model={short_repr(model)}: give the module to train, a torch.nn.Module")
     if isinstance(model, DeepSpeedEngine):
         raise TypeError(
             f"model is a {type(model).__name__} already, of a {type(model.module).__name__}: initialize() once, with "
@@ -113,7 +113,7 @@ def initialize(
         settings.findings.warn()
     _take_back(model)
     mesh = mesh_of(plan, default_device(), group, others)
-    with collectively(mesh.everyone, "opening the monitors"):  # a directory may be missing on the rank that writes
+    with collectively(mesh.mesh_group, "opening the monitors"):  # a directory may be missing on the rank that writes
         monitor = Monitor(settings)
     session = build(model, chosen, plan, mesh)
     remember(session)
@@ -175,7 +175,7 @@ def _optimizer(
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")
     if not isinstance(given, torch.optim.Optimizer) and not callable(given):
-        raise TypeError(f"optimizer={shown(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
+        raise TypeError(f"optimizer={short_repr(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
     made = given if isinstance(given, torch.optim.Optimizer) else given(held)
     if wide_states(settings) is False and getattr(made, "fp32_optimizer_states", False):
         raise AssertedError(
@@ -260,10 +260,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     Raises:
         NotImplementedError: ``tp_group``.
     """
-    as_kind("model", model, nn.Module, "the module that initialize will be given")
+    check_type("model", model, nn.Module, "the module that initialize will be given")
     if tp_group is not None:
         raise NotImplementedError(f"{tp_group=!r:.80} is not available; leave it out: neighbouring ranks form groups")
-    _ASKED[model] = whole("tp_size", tp_size, 1, what="a number of ranks,")
+    _ASKED[model] = integer("tp_size", tp_size, 1, what="a number of ranks,")
     return model
 
 

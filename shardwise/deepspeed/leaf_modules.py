@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.core.base.printable import class_name
+from shardwise.core.base.validate import class_name
 
 __all__ = [
     "get_z3_leaf_modules",

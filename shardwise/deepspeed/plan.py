@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.core.base.checked import MOST_NUMEL, MOST_SCALE
+from shardwise.core.base.validate import MOST_NUMEL, MOST_SCALE
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
 from shardwise.plan import (
     ByNumel,

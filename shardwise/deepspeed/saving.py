@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.checked import as_mapping, as_path
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import as_mapping, as_path
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.bounds import read_name, reading
 from shardwise.core.checkpoint.directory import LATEST, scan
 from shardwise.core.checkpoint.format import MANIFEST

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 
 __all__ = [
     "VALID_LR_SCHEDULES",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.core.base.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
+from shardwise.core.base.validate import MOST_COUNT, MOST_NUMEL, MOST_SCALE
 from shardwise.plan.tiers import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
 
 __all__ = ["ALIASES", "BLOCKS", "KEYS", "SECTIONS", "ConfigBlock", "Key", "known_names"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.compat import lookup, read_world
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
 from shardwise.core.deferred.replay import replay, tape_of

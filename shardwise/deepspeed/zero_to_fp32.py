@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import as_path
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.sizes import parse_size
+from shardwise.core.base.validate import as_path
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST
 from shardwise.core.checkpoint.formats.detect import open_checkpoint

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.core.base.checked import as_kind
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh import Mesh
 from shardwise.core.mesh.launch import read_variable
 from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
@@ -71,7 +71,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     _in_block = False
 
     def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
-        as_kind("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
+        check_type("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
         if plan.grad.average != "sum":
             raise ValueError(f"a plan with average={plan.grad.average!r}: give 'sum', accelerate divides the loss")
         sizes = {name: getattr(plan.mesh, name) for name in ("tp", "pp", "sp")}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from shardwise.core.base.checked import as_kind
+from shardwise.core.base.validate import check_type
 from shardwise.core.checkpoint import EngineRun
 from shardwise.core.checkpoint.formats.output import output_files
 from shardwise.core.checkpoint.write import agree
@@ -187,7 +187,7 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
 
 
 def _check(args: TrainingArguments, plan: Plan) -> None:
-    as_kind("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
+    check_type("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
     refused = {
         "fsdp": args.fsdp,
         "deepspeed": args.deepspeed,

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as plain
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.core.base.checked import as_kind
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import check_type
+from shardwise.core.base.warnings import warn_user
 
 __all__ = [
     "CosineAnnealingLR",
@@ -40,7 +40,7 @@ Lambda = Callable[[int], float] | Sequence[Callable[[int], float]]
 
 
 def _steps(name: str, value: Any) -> int:
-    as_kind(name, value, Real, "a number of steps >= 0")
+    check_type(name, value, Real, "a number of steps >= 0")
     if isinstance(value, bool) or value != int(value) or value < 0:
         raise ValueError(f"{name}={value!r}: give a number of steps >= 0")
     return int(value)
@@ -262,7 +262,7 @@ class OneCycleLR(plain.OneCycleLR):
     ) -> None:
         # Of a run that goes on, the rate is somewhere in the cycle; its peak is in the group.
         peak = "lr" if last_epoch == -1 else "max_lr"
-        as_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
+        check_type("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
         super().__init__(
             optimizer,
             [group.get(peak, group["lr"]) for group in optimizer.param_groups],

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.booster.plugin.fsdp_units import unit_modules
-from shardwise.core.base.checked import MOST_BYTES, refuse, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import MOST_BYTES, integer, refuse
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
 from shardwise.plan import ByModule, ByNumel, MeshPlan, Plan, replicated, zero
 from shardwise.plan.loss_scale import TORCH_SCALER
@@ -298,7 +298,9 @@ def plan_of_ddp(
     if device_mesh is not None:
         sizes = mesh_of(device_mesh)
         plan = plan.but(mesh=MeshPlan(dp_shard=1, dp_replicate=sizes.dp_replicate * sizes.dp_shard))
-    size = 25 if bucket_cap_mb is None else whole("bucket_cap_mb", bucket_cap_mb, 1, MOST_BYTES // MIB, "a size in MiB")
+    size = (
+        25 if bucket_cap_mb is None else integer("bucket_cap_mb", bucket_cap_mb, 1, MOST_BYTES // MIB, "a size in MiB")
+    )
     plan = plan.but(packing=ByNumel(chunk_numel=size * MIB // FLOAT_BYTES), sync_init=bool(init_sync))
     return plan if mixed_precision is None else with_formats(plan, mixed_precision)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.pipeline import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.core.base.checked import as_kind, refuse, whole
+from shardwise.core.base.validate import check_type, integer, refuse
 from shardwise.core.parallel.tensor import Embedding, Head, ModuleRules, ShardSpec
 
 __all__ = [
@@ -67,7 +67,7 @@ class ParallelModule:
             TypeError: ``module`` is none.
             NotImplementedError: what to do instead.
         """
-        as_kind("module", module, nn.Module, "the layer, an nn.Module")
+        check_type("module", module, nn.Module, "the layer, an nn.Module")
         raise NotImplementedError(f"{cls.__name__}.from_native_module({type(module).__name__}) {ALONE}")
 
     @classmethod
@@ -216,7 +216,7 @@ class LayerNorm(ParallelModule):
             TypeError: it is none, or an unknown argument.
             NotImplementedError: an argument is not available.
         """
-        as_kind("module", module, nn.Module, "the layer, an nn.Module")
+        check_type("module", module, nn.Module, "the layer, an nn.Module")
         require_usual(kwargs)
         return module
 
@@ -252,5 +252,5 @@ class DropoutForParallelInput(DropoutForReplicatedInput):
 
 def _with_rows(rules: ModuleRules, multiple: int) -> ModuleRules:
     """The same site, with parts of a vocabulary that are multiples of ``multiple``."""
-    whole("make_vocab_size_divisible_by", multiple, 1, what="a number of rows")
+    integer("make_vocab_size_divisible_by", multiple, 1, what="a number of rows")
     return replace(rules, plan=replace(rules.plan, vocabulary_multiple=multiple))

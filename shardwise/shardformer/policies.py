@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.core.base.checked import refuse
+from shardwise.core.base.validate import refuse
 from shardwise.core.parallel.tensor import ModuleRules, TPPlan
 from shardwise.plan import TensorPlan
 from shardwise.shardformer.layer import ParallelModule

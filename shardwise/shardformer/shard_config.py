@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.base.checked import refuse, share, shown, switch, whole
+from shardwise.core.base.validate import boolean, fraction, integer, refuse, short_repr
 from shardwise.core.comm import ranks_of
 from shardwise.plan import TensorPlan
 
@@ -46,7 +46,7 @@ class GradientCheckpointConfig:
     gradient_checkpointing_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        share("gradient_checkpointing_ratio", self.gradient_checkpointing_ratio)
+        fraction("gradient_checkpointing_ratio", self.gradient_checkpointing_ratio)
 
     def layers_of(self, stages: Sequence[int]) -> list[int]:
         """How many layers each stage checkpoints, of so many that it has; a model in one piece is one stage."""
@@ -70,9 +70,11 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
             super().__post_init__()
             return
         if not isinstance(counts, list | tuple) or not counts:
-            raise TypeError(f"num_ckpt_layers_per_stage={shown(counts)}: give a list with a number for every stage")
+            raise TypeError(
+                f"num_ckpt_layers_per_stage={short_repr(counts)}: give a list with a number for every stage"
+            )
         for index, count in enumerate(counts):
-            whole(f"num_ckpt_layers_per_stage[{index}]", count, 0, what="a number of layers")
+            integer(f"num_ckpt_layers_per_stage[{index}]", count, 0, what="a number of layers")
 
     def layers_of(self, stages: Sequence[int]) -> list[int]:
         """As above.
@@ -89,7 +91,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
                 if len(stages) == 1
                 else f"stages of {list(stages)} layers: give {len(stages)} numbers, none above that of its stage"
             )
-            raise ValueError(f"num_ckpt_layers_per_stage={shown(counts)} for {pieces}")
+            raise ValueError(f"num_ckpt_layers_per_stage={short_repr(counts)} for {pieces}")
         return list(counts)
 
 
@@ -142,11 +144,11 @@ class ShardConfig:
             if getattr(self, name) not in (None, False):
                 refuse(name, getattr(self, name), instead)
         for name in SWITCHES:
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         if self.sequence_parallelism_mode not in (None, "split_gather"):
             instead = "give None or 'split_gather'; HybridParallelPlugin has the others"
             refuse("sequence_parallelism_mode", self.sequence_parallelism_mode, instead)
-        whole("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
+        integer("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
         group = self.tensor_parallel_process_group
         ranks = ranks_of("tensor_parallel_process_group", group) if self.enable_tensor_parallelism else (0,)
         self._tensor_parallel_size = len(ranks)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
-from shardwise.core.base.checked import as_kind
 from shardwise.core.base.device import on_device
+from shardwise.core.base.validate import check_type
 from shardwise.core.comm import GroupMaker, LocalGroup, Members, ranks_of
 from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.plan import TensorPlan
@@ -30,7 +30,7 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
-        as_kind("shard_config", shard_config, ShardConfig, "a ShardConfig")
+        check_type("shard_config", shard_config, ShardConfig, "a ShardConfig")
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.booster.plugin import gemini
 from shardwise.compat.published import given_in_vain, listed, names_of, picked
-from shardwise.core.base.checked import MOST_NUMEL, share, switch, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import MOST_NUMEL, boolean, fraction, integer
+from shardwise.core.base.warnings import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
 from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
 from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
@@ -63,17 +63,17 @@ class ColossalAIArguments(ScalerArguments, _First):
                 f"placement_policy={self.placement_policy!r}: give one of {', '.join(map(repr, PLACEMENTS))}"
             )
         for name in ("use_chunk", "enable_distributed_storage", "force_outputs_fp32"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         if self.chunk_size is not None:
             what = "a size in elements (None searches for one)"
-            whole("chunk_size", self.chunk_size, 1, MOST_NUMEL, what, floats=True)
+            integer("chunk_size", self.chunk_size, 1, MOST_NUMEL, what, floats=True)
         for name, least, most in (
             ("chunk_search_range", 0, MOST_NUMEL),
             ("chunk_search_n_grids", 1, MOST_SEARCHED - 1),
             ("min_chunk_size", 0, MOST_NUMEL),
         ):
-            whole(name, getattr(self, name), least, most, "a number", floats=True)
-        share("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+            integer(name, getattr(self, name), least, most, "a number", floats=True)
+        fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         scaler_plan(self)
 
 

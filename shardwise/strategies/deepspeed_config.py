@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shardwise.compat.published import changed, given_in_vain, listed, names_of
-from shardwise.core.base.checked import switch, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import boolean, integer
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
@@ -136,9 +136,9 @@ class DeepSpeedArguments:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give 'cpu' or 'nvme'")
         batch = self.logging_batch_size_per_gpu
         if batch not in (None, AUTO):
-            whole("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
+            integer("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
         for name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         self.check()
 
     def check(self) -> None:

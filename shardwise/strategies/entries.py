@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.base.printable import class_name
+from shardwise.core.base.validate import class_name
 
 __all__ = ["left_out", "pack", "unpack"]
 

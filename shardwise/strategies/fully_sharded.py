@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from shardwise.compat.published import picked
-from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, switch, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, boolean, integer
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import (
     ByModule,
@@ -194,14 +194,14 @@ class FullyShardedArguments:
         dtype = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"compute_dtype={dtype!r}: give a floating-point torch.dtype, or None")
-        whole("min_num_params", self.min_num_params, 0, MOST_NUMEL, "a number of elements", floats=True)
+        integer("min_num_params", self.min_num_params, 0, MOST_NUMEL, "a number of elements", floats=True)
         most = MOST_BYTES // MIB
-        whole("bucket_cap_mb", self.bucket_cap_mb, -most, most, "a size in MiB", floats=True)
+        integer("bucket_cap_mb", self.bucket_cap_mb, -most, most, "a size in MiB", floats=True)
         for name in ("cpu_offload", "flatten_parameters", "reshard_after_forward", "state_dict_to_cpu"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         for name in ("move_grads_to_cpu", "fp32_reduce_scatter"):
             if getattr(self, name) is not None:
-                switch(name, getattr(self, name))
+                boolean(name, getattr(self, name))
 
 
 def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units: tuple[str, ...]) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.options import check_scheduler, read_generators, restore_generators
 from shardwise.core.checkpoint.restore import Restored
@@ -264,7 +264,7 @@ def saving_to(session: Session, path: Any) -> Iterator[str]:
     something else, and not in the program's default group."""
     path = os.fspath(path)
     with session.mesh.doing(f"saving checkpoint {path}"):
-        yield str(session.mesh.everyone.exchange_object(path, "what saving needs")[0])
+        yield str(session.mesh.mesh_group.exchange_object(path, "what saving needs")[0])
 
 
 def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import point
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.plan.precision import HALF_DTYPES
@@ -75,7 +75,7 @@ class Live:
 
     def unshard(self) -> None:
         """Give the module full parameters on the host, from the fp32 masters if there are any. Collective."""
-        if self._rounded and self.session.mesh.first:
+        if self._rounded and self.session.mesh.is_rank0:
             dtype = self.session.plan.precision.param_dtype
             warn_user(
                 f"{type(self.module).__name__} was sharded without an optimizer, so its weights were rounded to "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.detect import detect_format
 from shardwise.core.checkpoint.formats.lazy import Entry

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import as_mapping
+from shardwise.core.base.validate import as_mapping
 from shardwise.zero.init_ctx import ZeroInitContext, no_shard_zero_context, no_shard_zero_decrator
 from shardwise.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
 from shardwise.zero.sharded_model import ShardedModelV2

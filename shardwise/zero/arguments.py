@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.core.base.checked import MOST_BYTES, number, share, switch
+from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, number
 from shardwise.plan import (
     AutoPlan,
     ByNumel,
@@ -52,7 +52,7 @@ class ModelArguments:
         size, most = self.reduce_scatter_bucket_size_mb, MOST_BYTES // MIB
         number("reduce_scatter_bucket_size_mb", size, f"[{-most}, {most}]", "a size in MiB")
         for name in ("fp32_reduce_scatter", "use_memory_tracer", "reuse_fp16_shard"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         given = self.offload_config
         if given is not None and (set(given) != {"device"} or given["device"] not in ("cpu", "cuda", "none", None)):
             raise ValueError(f"offload_config={given!r}: give {{'device': 'cpu'}}, or None to offload nothing")
@@ -97,9 +97,9 @@ class OptimizerArguments(ScalerArguments):
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        share("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+        fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         for name in ("cpu_offload", "verbose"):
-            switch(name, getattr(self, name))
+            boolean(name, getattr(self, name))
         scaler_plan(self)
 
 

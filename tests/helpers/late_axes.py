@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.core.base.device import on_stream, side_stream
-from shardwise.core.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
+from shardwise.core.comm import GRADIENTS, Group, GroupMaker, P2PChannel, compressed
 from shardwise.core.parallel.sequence import SequenceAxis
 from shardwise.core.parallel.sequence.attention import attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
@@ -24,7 +24,7 @@ from tests.support.late import LateDevice
 
 
 @contextmanager
-def _joined(seed: int) -> Iterator[tuple[LateDevice, Group, Wire]]:
+def _joined(seed: int) -> Iterator[tuple[LateDevice, Group, P2PChannel]]:
     """This rank's late device, a group of all and a wire between them."""
     with on_ranks(seed) as device, ExitStack() as undo:
         maker = GroupMaker(GPU, None, 60.0)

@@ -134,17 +134,17 @@ def _waited_for(session: Session) -> dict[str, Tensor]:
 
 def _save_apart(session: Session, directory: str) -> str:
     """The model alone, as others read it, where every rank finds it."""
-    (where, *_) = session.mesh.everyone.exchange_object(f"{directory}/model.bin")
+    (where, *_) = session.mesh.mesh_group.exchange_object(f"{directory}/model.bin")
     writer = model_writer(session.engine.model, where, False, True, None, 1024.0, False)
     PortableFiles().save_model(EngineRun(session), writer, "save the model")
-    session.mesh.everyone.barrier()
+    session.mesh.mesh_group.barrier()
     return str(where)
 
 
 def _saved_apart(session: Session) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as directory:
         found: dict[str, Tensor] = torch.load(_save_apart(session, directory))
-        session.mesh.everyone.barrier()
+        session.mesh.mesh_group.barrier()
     return found
 
 
@@ -157,7 +157,7 @@ def _loaded_apart(session: Session) -> dict[str, Tensor]:
         session.backward(case.loss(session.module, there(case.batch(7))))
         session.optimizer.step()
         PortableFiles().load_model(EngineRun(session), where, strict=True)
-        session.mesh.everyone.barrier()
+        session.mesh.mesh_group.barrier()
     return _inside(session)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.comm import Group, GroupMaker, NativeGroup, Wire, choose
+from shardwise.core.comm import Group, GroupMaker, NativeGroup, P2PChannel, choose
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.summing import RankSum
 
@@ -45,7 +45,7 @@ class Scope:
     def __enter__(self) -> Group:
         return self.group
 
-    def wire(self) -> Wire:
+    def wire(self) -> P2PChannel:
         """From rank to rank; collective."""
         return self.maker.make_wire("test", [list(range(dist.get_world_size()))])
 

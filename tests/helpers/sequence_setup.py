@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor, nn
 
-from shardwise.core.comm import Group, GroupMaker, Wire
+from shardwise.core.comm import Group, GroupMaker, P2PChannel
 from shardwise.core.parallel.sequence import SequenceAxis, share_sequences
 from shardwise.plan import SequencePlan
 from shardwise.testing import assert_close
@@ -24,7 +24,7 @@ class Ring:
     """All ranks share sequences."""
 
     group: Group
-    wire: Wire
+    wire: P2PChannel
 
     @property
     def axis(self) -> SequenceAxis:

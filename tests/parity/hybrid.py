@@ -226,7 +226,7 @@ def _measured(architecture: str, layouts: list[str], dtypes: list[str]) -> Itera
                 found = _divided(session, case, dtype)
                 session.close()
                 error_, wrong = 0.0, ""
-                if mesh.first:
+                if mesh.is_rank0:
                     wanted = {"float64": EXACT} if kind == "float64" else {"float64": EXACT, kind: SINGLE}
                     key = (padded_here, staged, mesh.size)
                     for each in wanted:

@@ -234,7 +234,7 @@ def test_room_is_never_made_of_the_unit_in_use() -> None:
     """Not even where it is not pinned, as in backward, and the memory is found to be too small right after."""
     each = Setup(1 << 40, capacity=2 * NBYTES)
     extra = [0]
-    each.ledger.watch("activations", lambda: extra[0])
+    each.ledger.account("activations", lambda: extra[0])
 
     def ready(unit: int) -> None:
         extra[0] = 2 * NBYTES

@@ -13,7 +13,7 @@ KIB = 1024
 
 def test_without_a_capacity_everything_fits() -> None:
     ledger = Ledger(CPU, None)
-    ledger.watch("gradients", lambda: 1 << 60)
+    ledger.account("gradients", lambda: 1 << 60)
     ledger.require(1 << 60, "anything")
     assert ledger.free_bytes() is None
 
@@ -21,7 +21,7 @@ def test_without_a_capacity_everything_fits() -> None:
 def test_what_is_held_is_asked_at_each_check() -> None:
     held = {"gradients": 3 * KIB}
     ledger = Ledger(CPU, 10 * KIB)
-    ledger.watch("gradients", lambda: held["gradients"])
+    ledger.account("gradients", lambda: held["gradients"])
     assert ledger.free_bytes() == 7 * KIB
     ledger.require(7 * KIB, "an array")
     held["gradients"] = 4 * KIB
@@ -35,8 +35,8 @@ def test_what_is_held_is_asked_at_each_check() -> None:
 def test_what_is_kept_for_speed_goes_first() -> None:
     spare = [4 * KIB]
     ledger = Ledger(CPU, 10 * KIB)
-    ledger.watch("idle arrays", lambda: sum(spare))
-    ledger.spare(spare.clear)
+    ledger.account("idle arrays", lambda: sum(spare))
+    ledger.reclaimable(spare.clear)
     ledger.require(6 * KIB, "an array")
     assert spare
     ledger.require(7 * KIB, "an array")
@@ -45,9 +45,9 @@ def test_what_is_kept_for_speed_goes_first() -> None:
 
 def test_the_error_has_the_accounts_and_what_would_help() -> None:
     ledger = Ledger(CPU, 10 * KIB)
-    ledger.watch("parameter shards", lambda: 2 * KIB)
-    ledger.watch("masters and optimizer state", lambda: 7 * KIB)
-    ledger.watch("gradients", lambda: 0)
+    ledger.account("parameter shards", lambda: 2 * KIB)
+    ledger.account("masters and optimizer state", lambda: 7 * KIB)
+    ledger.account("gradients", lambda: 0)
     with pytest.raises(DeviceMemoryError) as error:
         ledger.require(3 * KIB, "gathering unit 4")
     text = str(error.value)
@@ -56,6 +56,6 @@ def test_the_error_has_the_accounts_and_what_would_help() -> None:
     assert text.index("masters and optimizer state: 7 KiB") < text.index("parameter shards: 2 KiB")
     assert text.index(ADVICE["masters and optimizer state"]) < text.index(ADVICE["parameter shards"])
     assert "gradients: " not in text and ADVICE["gradients"] not in text
-    ledger.watch("gathered parameters", lambda: 3 * KIB)
+    ledger.account("gathered parameters", lambda: 3 * KIB)
     with pytest.raises(DeviceMemoryError, match=r"^the model: cpu holds 12 KiB of a capacity of 10 KiB: "):
         ledger.require(0, "the model")

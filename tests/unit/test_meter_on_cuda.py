@@ -24,8 +24,8 @@ def test_what_is_only_foreseen_is_not_taken_off_what_is_allocated(monkeypatch: p
     """Else the rest of the first step, before there is optimizer state, would seem smaller by that."""
     cuda, made = FakeCuda(monkeypatch), [0]
     ledger = Ledger(CUDA, 10_000)
-    ledger.watch("parameter shards", lambda: 1000)
-    ledger.watch("masters and optimizer state", lambda: 3000)
+    ledger.account("parameter shards", lambda: 1000)
+    ledger.account("masters and optimizer state", lambda: 3000)
     meter = MemoryMeter(ledger, CUDA, None, lambda: 3000 - made[0])
     cuda.allocate(1000)
     with meter.measuring():

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from shardwise.compat.published import given_in_vain
-from shardwise.core.base.checked import refuse, shown, whole
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import integer, refuse, short_repr
+from shardwise.core.base.warnings import warn_user
 from shardwise.plan import PrecisionPlan, SequencePlan
 from shardwise.plan.loss_scale import scaler_plan
 
@@ -46,7 +46,7 @@ def check_types(arguments: Any, fractions: Collection[str] = (), own: Collection
             continue
         kind, optional, _ = str(field.type).partition(" | None")
         word = "a number" if field.name in fractions else WORDS.get(kind, kind)
-        raise TypeError(f"{field.name}={shown(value)}: give {word}{', or None' if optional else ''}")
+        raise TypeError(f"{field.name}={short_repr(value)}: give {word}{', or None' if optional else ''}")
 
 
 def _same(value: Any, hint: Any) -> Any:
@@ -151,10 +151,10 @@ class SequenceArguments:
 
     def __post_init__(self) -> None:
         if self.mode not in (None, *MODES):
-            raise ValueError(f"sequence_parallelism_mode={shown(self.mode)}: give None or one of {MODES}")
+            raise ValueError(f"sequence_parallelism_mode={short_repr(self.mode)}: give None or one of {MODES}")
         for name in ("sp_size", "inner_ring_size"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1, what="a number of ranks, or None,")
+                integer(name, getattr(self, name), 1, what="a number of ranks, or None,")
         if not self.enabled:
             if self.sp_size not in (None, 1) or self.overlap:
                 raise ValueError(

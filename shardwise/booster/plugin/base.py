@@ -25,8 +25,9 @@ from shardwise.booster.dataloader import (
 from shardwise.booster.interface import give_names
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
-from shardwise.core.base.checked import refuse, share
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import fraction as share
+from shardwise.core.base.validate import refuse
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
 
@@ -252,7 +253,7 @@ class ShardedPlugin(Plugin):
         from shardwise.session import build
 
         mesh = self.mesh()
-        plan = with_optimizer(self.plan(mesh.everyone.size), optimizer)
+        plan = with_optimizer(self.plan(mesh.mesh_group.size), optimizer)
         take_offload = getattr(optimizer, "take_offload", None)
         if take_offload is not None:
             take_offload()  # from here on the plan says where state is, not the optimizer

@@ -15,7 +15,7 @@ from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
-from shardwise.core.base.checked import MOST_BYTES, refuse, whole
+from shardwise.core.base.validate import MOST_BYTES, integer, refuse
 
 __all__ = ["TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 
@@ -27,7 +27,7 @@ def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
         ValueError: ``bucket_cap_mb`` is not positive.
         NotImplementedError: ``check_reduction`` is set.
     """
-    whole("bucket_cap_mb", arguments.bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
+    integer("bucket_cap_mb", arguments.bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
     if arguments.check_reduction:
         refuse("check_reduction", True, "leave it False: torch's DDP always checks, and ignores this argument")
     # True is torch's own default; naming it would make torch warn about the argument's future.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import refuse
+from shardwise.core.base.validate import refuse
 
 __all__ = ["materialize", "unit_modules"]
 

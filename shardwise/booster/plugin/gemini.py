@@ -22,8 +22,8 @@ from shardwise.booster.plugin.arguments import (
     warn_unused,
 )
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
-from shardwise.core.base.checked import MOST_NUMEL, number, refuse, share, whole
 from shardwise.core.base.sizes import device_bytes
+from shardwise.core.base.validate import MOST_NUMEL, fraction, integer, number, refuse
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.plan import (
     MOST_SEARCHED,
@@ -265,10 +265,10 @@ def _check(arguments: GeminiPlugin) -> None:
             f"placement_policy={a.placement_policy!r}: give 'static' or 'auto'" + (f" ({hint})" if hint else "")
         )
     for name in (*STATIC_FRACTIONS, *AUTO_RATIOS):
-        share(name, getattr(a, name))
+        fraction(name, getattr(a, name))
     for name in ("tp_size", "extra_dp_size"):
-        whole(name, getattr(a, name), 1, what="a number of ranks")
-    whole("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
+        integer(name, getattr(a, name), 1, what="a number of ranks")
+    integer("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
     _sequence_arguments(a)
     _check_search(a)
     if a.chunk_config_dict is not None:
@@ -282,7 +282,7 @@ def _check_search(arguments: GeminiPlugin) -> None:
     number("search_range_m", a.search_range_m, f"[0, {most}]", f"a range >= 0 and {times}")
     number("min_chunk_size_m", a.min_chunk_size_m, f"(0, {most}]", f"a size > 0 and {times}")
     if a.hidden_dim is not None:
-        whole("hidden_dim", a.hidden_dim, 1, MOST_NUMEL, "a number of elements")
+        integer("hidden_dim", a.hidden_dim, 1, MOST_NUMEL, "a number of elements")
     step = a.hidden_dim or DEFAULT_HIDDEN_DIM
     if a.search_range_m * 2**20 // step >= MOST_SEARCHED:
         raise ValueError(

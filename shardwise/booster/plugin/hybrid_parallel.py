@@ -19,8 +19,8 @@ from shardwise.booster.plugin.arguments import (
 )
 from shardwise.booster.plugin.axes import RankAxes
 from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
-from shardwise.core.base.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
 from shardwise.core.base.sizes import device_bytes
+from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, integer, number, refuse, short_repr
 from shardwise.plan import (
     ByNumel,
     GradPlan,
@@ -215,19 +215,19 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
 def _check(arguments: HybridParallelPlugin) -> None:
     a = arguments
     for name in ("tp_size", "pp_size"):
-        whole(name, getattr(a, name), 1, what="a number of ranks")
+        integer(name, getattr(a, name), 1, what="a number of ranks")
     if a.zero_stage not in (0, 1, 2):
         raise ValueError(
-            f"zero_stage={shown(a.zero_stage)}: HybridParallelPlugin has stages 0, 1, 2; GeminiPlugin is stage 3"
+            f"zero_stage={short_repr(a.zero_stage)}: HybridParallelPlugin has stages 0, 1, 2; GeminiPlugin is stage 3"
         )
     sequence_arguments(a)
     if a.pp_style not in STYLES:
         raise ValueError(f"pp_style={a.pp_style!r}: give one of {STYLES}")
     for name in ("num_microbatches", "microbatch_size"):
         if getattr(a, name) is not None:
-            whole(name, getattr(a, name), 1, what="a number, or None,")
+            integer(name, getattr(a, name), 1, what="a number, or None,")
     for name in ("num_model_chunks", "make_vocab_size_divisible_by"):
-        whole(name, getattr(a, name), 1)
+        integer(name, getattr(a, name), 1)
     if a.pp_size > 1:
         _check_pipeline(a)
     check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
@@ -248,11 +248,11 @@ def _check_pipeline(arguments: HybridParallelPlugin) -> None:
     layers, stages = a.num_layers_per_stage, a.pp_size * a.num_model_chunks
     if layers is not None:
         for index, count in enumerate(layers):
-            whole(f"num_layers_per_stage[{index}]", count, 1, what="a number of layers")
+            integer(f"num_layers_per_stage[{index}]", count, 1, what="a number of layers")
         if len(layers) != stages:
             raise ValueError(
-                f"num_layers_per_stage={shown(layers)} has {len(layers)} numbers: give one for each of the {stages} "
-                f"stages (pp_size={a.pp_size} x num_model_chunks={a.num_model_chunks})"
+                f"num_layers_per_stage={short_repr(layers)} has {len(layers)} numbers; give one for each of the "
+                f"{stages} stages (pp_size={a.pp_size} x num_model_chunks={a.num_model_chunks})"
             )
 
 
@@ -295,7 +295,7 @@ def _bucket_numel(arguments: HybridParallelPlugin) -> int:
     """Elements that are reduced together."""
     a = arguments
     if a.zero_stage == 0:
-        whole("ddp_bucket_cap_mb", a.ddp_bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
+        integer("ddp_bucket_cap_mb", a.ddp_bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
         return a.ddp_bucket_cap_mb * 2**20 // (DTYPES.get(a.precision) or torch.float32).itemsize
     most = MOST_NUMEL // 2**20
     size = f"a size > 0 and at most {most} (times 2**20 elements)"

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.booster.plugin.arguments import check_types, precision_plan
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
-from shardwise.core.base.checked import MOST_NUMEL, number, shown, whole
 from shardwise.core.base.sizes import device_bytes
+from shardwise.core.base.validate import MOST_NUMEL, integer, number, short_repr
 from shardwise.plan import ByNumel, GradPlan, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
 from shardwise.plan.loss_scale import PublishedDefault, scaler_plan
 
@@ -99,11 +99,11 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
     """
     a = arguments
     if a.stage not in (1, 2):
-        raise ValueError(f"stage={shown(a.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
+        raise ValueError(f"stage={short_repr(a.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
     most = MOST_NUMEL // 2**20
     size = f"a size > 0 and at most {most} (times 2**20 elements)"
     number("reduce_bucket_size_in_m", a.reduce_bucket_size_in_m, f"(0, {most}]", size)
-    whole("extra_dp_size", a.extra_dp_size, 1, what="a number of replicas")
+    integer("extra_dp_size", a.extra_dp_size, 1, what="a number of replicas")
     dtype = a.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from shardwise.core.base.printable import printable
+from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
 __all__ = [

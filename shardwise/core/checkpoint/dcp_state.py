@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.core.base.checked import as_mapping
+from shardwise.core.base.validate import as_mapping
 from shardwise.core.comm import collectively
 from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
@@ -211,7 +211,7 @@ class _Form:
         self._whole, self._host = options.full_state_dict, options.cpu_offload
         mesh = module.engine.mesh
         _check_everybody(module)
-        self._first, self._device = mesh.first, mesh.device
+        self._first, self._device = mesh.is_rank0, mesh.device
         kind = "cpu" if self._host else mesh.device.type
         self._mesh: DeviceMesh | None = None
         if not self._whole and dist.is_initialized():
@@ -237,7 +237,7 @@ class _Form:
 
 def _check_everybody(module: ShardedModule) -> None:
     """Raise if the model does not use all ranks of the job, as torch's functions assume."""
-    ranks, job = module.engine.mesh.everyone.size, dist.get_world_size() if dist.is_initialized() else 1
+    ranks, job = module.engine.mesh.mesh_group.size, dist.get_world_size() if dist.is_initialized() else 1
     if ranks != job:
         raise NotImplementedError(
             f"DCP's state functions for a model of {ranks} of {job} ranks are not available: save it by "
@@ -272,9 +272,9 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
     mesh, box = module.engine.mesh, list[Any]()
     with mesh.doing(f"loading rank 0's state into {into}"):
         # Rank 0 can give it and all are here, before the program's own group is waited in.
-        with collectively(mesh.everyone, f"loading {into}"):
+        with collectively(mesh.mesh_group, f"loading {into}"):
             advice = "a dict with broadcast_from_rank0=True"
-            box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.first else None)
+            box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.is_rank0 else None)
         dist.broadcast_object_list(box, 0)
     found: Mapping[str, Any] = box[0]
     return found

@@ -11,8 +11,8 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.names import is_one_kind
-from shardwise.core.base.printable import printable
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.validate import printable
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.read import NativeSource

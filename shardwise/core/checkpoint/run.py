@@ -145,8 +145,8 @@ class EngineRun:
         self._purpose = "what a checkpoint needs"
         mesh = session.mesh
         self.rank, self.size, self.device, self.members = (
-            mesh.everyone.rank,
-            mesh.everyone.size,
+            mesh.mesh_group.rank,
+            mesh.mesh_group.size,
             mesh.device,
             mesh.members,
         )
@@ -158,7 +158,7 @@ class EngineRun:
 
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective."""
-        return self._session.mesh.everyone.exchange_object(value, self._purpose)
+        return self._session.mesh.mesh_group.exchange_object(value, self._purpose)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -175,7 +175,7 @@ class EngineRun:
         mesh = self._session.mesh
         sizes = {"shard": mesh.shard.size, "replicate": mesh.replicate.size}
         sizes |= {"tensor": mesh.tensor.size, "pipeline": mesh.pipeline.size}
-        return {"size": mesh.everyone.size, **sizes}
+        return {"size": mesh.mesh_group.size, **sizes}
 
     def settle(self) -> None:
         """Drop a failed pass, and wait for gathers. Collective."""

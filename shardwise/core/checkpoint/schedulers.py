@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.printable import printable
+from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.bounds import checked_tree, read_json, reading, saving
 from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch

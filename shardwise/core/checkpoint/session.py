@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import MOST_STEP, as_path, switch, whole
+from shardwise.core.base.validate import MOST_STEP, as_path, boolean, integer
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.core.checkpoint.fitting import Fit, Rows
@@ -85,9 +85,9 @@ class Checkpointer:
             TypeError: ``keep`` or ``step`` is not an integer.
         """
         if keep is not None:
-            whole("keep", keep, 1, what="how many checkpoints remain (None: all),")
-        switch("use_async", use_async)
-        step = self.steps if step is None else whole("step", step, 0, MOST_STEP)
+            integer("keep", keep, 1, what="how many checkpoints remain (None: all),")
+        boolean("use_async", use_async)
+        step = self.steps if step is None else integer("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         root = as_path("root", root, "the directory of checkpoints")
         with self._run.doing(f"saving checkpoint {tag!r} in {root}"):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.base.printable import printable
+from shardwise.core.base.validate import printable
 from shardwise.core.memory.disk.errors import explain
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.printable import printable
+from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.format import (
     PIECE_BYTES,

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardwise import __version__
-from shardwise.core.base.printable import class_name
-from shardwise.core.base.sparse import SPARSE, parts_of
+from shardwise.core.base.tensors import SPARSE, parts_of
+from shardwise.core.base.validate import class_name
 from shardwise.core.comm import Description
 from shardwise.core.shards.layout import ParamFact
 from shardwise.plan import ByModule, Plan

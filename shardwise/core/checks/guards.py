@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.base.sparse import SPARSE
+from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
 from shardwise.core.checks.edits import Edits
 from shardwise.core.checks.overlaps import check_apart

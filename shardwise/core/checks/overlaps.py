@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.base.extent import extent
+from shardwise.core.base.tensors import extent
 from shardwise.core.base.torch_internals import no_torch_function, storage_id
 
 __all__ = ["check_apart"]

@@ -25,7 +25,7 @@ from shardwise.core.comm.group import (
     ranks_text,
     together,
 )
-from shardwise.core.comm.link import Sent, Wire, check_sent
+from shardwise.core.comm.link import P2PChannel, SendHandle, check_sent
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.comm.members import Members, ranks_of, timeout_s
 from shardwise.core.comm.native import NativeGroup
@@ -58,12 +58,12 @@ __all__ = [
     "Members",
     "ModelId",
     "NativeGroup",
+    "P2PChannel",
     "PeerError",
-    "Sent",
+    "SendHandle",
     "SharedGroup",
     "Summary",
     "Traffic",
-    "Wire",
     "check_sent",
     "collectively",
     "compressed",

@@ -15,7 +15,7 @@ from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.gloo import GlooGroup
 from shardwise.core.comm.group import Group
-from shardwise.core.comm.link import Wire
+from shardwise.core.comm.link import P2PChannel
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.comm.mapping import MappingError, Method, host_facts
 from shardwise.core.comm.members import Members, check_alike, make_room, unbound
@@ -161,7 +161,7 @@ class GroupMaker:
         self._lent = True
         return self._everyone().process_group
 
-    def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
+    def make_wire(self, name: str, rank_lists: list[list[int]]) -> P2PChannel:
         """Return a point-to-point channel between the ranks of this rank's list. Collective as :meth:`make`."""
         made = _LANES.get(self.device.type)
         over_gloo = made is not None or self.backend == "gloo"
@@ -171,7 +171,7 @@ class GroupMaker:
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
         with unbound(dist.group.WORLD):  # torch sends messages of all pairs of a bound group one after the other
             lanes = [self.process_group(each, rank_lists, backend) for each in names]
-        return Wire(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
+        return P2PChannel(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
     @property
     def backend(self) -> str:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.comm.group import Meeting, ranks_text
+from shardwise.core.comm.group import Group, ranks_text
 
 __all__ = ["Description", "collectively", "differences", "digest"]
 
@@ -26,7 +26,7 @@ MOST_SHOWN = 8
 
 @contextmanager
 def collectively(
-    group: Meeting,
+    group: Group,
     what: str,
     outcome: str = "",
     error: Callable[[str], Exception] = PeerError,

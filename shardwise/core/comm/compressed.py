@@ -60,8 +60,8 @@ class CompressedGroup(Group):
         self._check(shard)
         self.format.round_(shard)
 
-    def brought(self, shard: Tensor) -> Tensor:
-        """See :meth:`Group.brought`."""
+    def dequantized(self, shard: Tensor) -> Tensor:
+        """See :meth:`Group.dequantized`."""
         return self.rounded(shard) if self.on_the_way else shard
 
     def joined(self, shard: Buffer) -> Tensor | None:

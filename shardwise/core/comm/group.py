@@ -336,7 +336,7 @@ class Group(ABC):
         self.round_(shard)
         return shard
 
-    def brought(self, shard: Tensor) -> Tensor:
+    def dequantized(self, shard: Tensor) -> Tensor:
         """Return what a gather delivers of ``shard`` (1-D): itself, or a rounded copy if it is quantized on the way."""
         return shard
 

@@ -15,7 +15,7 @@ from shardwise.core.comm.block_formats import GRADIENTS, VALUES, BlockFormat
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = ["Link", "Message", "Sent", "Wire", "check_sent"]
+__all__ = ["Link", "Message", "P2PChannel", "SendHandle", "check_sent"]
 
 # gloo takes non-negative 32-bit tags. A part of each tag is the buffer's number, so that messages of other buffers (of
 # another model) from ranks out of sync never match. Operations half a million apart are never in flight at once.
@@ -105,7 +105,7 @@ NOTHING = -1
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
 
-class Sent:
+class SendHandle:
     """The handle of a send, which keeps its tensors alive."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Sent:
 # global order. The first remaining message is the next one of both its ranks, so there is no circle; later messages do
 # not block the host. Only ranks that send each other something are connected, since each communicator takes time and
 # tens of MB of GPU memory: all pairs of 8 ranks, in two lanes and both directions, would be 28 per rank.
-class Wire:
+class P2PChannel:
     """Point-to-point channel between the ranks of an axis (pipeline stages, or ranks that share sequences).
 
     It has two independent lanes, for activations and for their gradients. For one thread.
@@ -165,13 +165,13 @@ class Wire:
     def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._links = [Link(lane, name) for lane in lanes]
         self._ways, self._rank = len(lanes) // 2, lanes[0].rank()
-        self._under_way: list[Sent] = []
+        self._under_way: list[SendHandle] = []
         self._connected: set[tuple[int, int, int]] = set()
         self._formats: tuple[BlockFormat, ...] = ()
         self.device = device
         self.traffic = Traffic()
 
-    def compressed(self) -> Wire:
+    def compressed(self) -> P2PChannel:
         """Return a channel that sends floating-point tensors in 8 bits: activations in e4m3, gradients in e5m2.
 
         Other dtypes (fp64, token ids) are sent as they are.
@@ -203,7 +203,7 @@ class Wire:
                 self.receive((torch.Size([1]), torch.uint8), sender, lane, 0, what)
             self._connected.add(message)
 
-    def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> Sent:
+    def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> SendHandle:
         """Start to send; ``x`` is kept alive until it is sent.
 
         Args:
@@ -215,7 +215,7 @@ class Wire:
             described: send dtype and shape first.
         """
         self._under_way[:] = [each for each in self._under_way if not each.finished()]
-        x, sent = x.detach().contiguous(), Sent()
+        x, sent = x.detach().contiguous(), SendHandle()
         self._under_way.append(sent)
         if described:
             self._describe(sent, _header(x), peer, lane, tag, what)
@@ -229,13 +229,13 @@ class Wire:
 
     def send_nothing(self, peer: int, lane: int, tag: int, what: str) -> None:
         """Tell a peer that waits for the header of ``what`` that nothing will be sent."""
-        self._under_way.append(Sent())
+        self._under_way.append(SendHandle())
         self._describe(self._under_way[-1], torch.full((HEADER,), NOTHING, device="cpu"), peer, lane, tag, what)
 
-    def _describe(self, sent: Sent, header: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
+    def _describe(self, sent: SendHandle, header: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self._start(sent, header.to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
 
-    def _start(self, sent: Sent, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
+    def _start(self, sent: SendHandle, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self.traffic.add("send", x.nbytes)
         link = self._link(lane, peer > self._rank)
         sent.add(link.send(x.view(-1), peer, tag, what), x)

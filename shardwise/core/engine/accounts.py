@@ -32,8 +32,8 @@ class StateAccounts:
         self._state: list[Callable[[Tier], int]] = []
         self._scratch: list[Callable[[Tier], int]] = []
         self._expected_bytes = 0
-        storage.ledger.watch("masters and optimizer state", self._device_bytes)
-        storage.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
+        storage.ledger.account("masters and optimizer state", self._device_bytes)
+        storage.ledger.account("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
 
     def hold(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
         """Register an optimizer's functions for its bytes of state and of scratch memory in a tier."""
@@ -87,7 +87,7 @@ class HeldBuffers:
         """Bytes that the build will put on the device."""
         if ledger.capacity_bytes is not None:
             self._to_come = self._foresee() if foreseen else 0
-            ledger.watch("buffers", self._device_bytes)
+            ledger.account("buffers", self._device_bytes)
 
     def _foresee(self) -> int:
         total, kept = 0, list[torch.Tensor]()
@@ -108,7 +108,7 @@ class HeldBuffers:
         for buffer in self._model.buffers():
             if buffer.device == self._device:
                 found.update((storage_id(storage), storage) for storage in storages(buffer))
-                self._ledger.claim(buffer)
+                self._ledger.charge(buffer)
         self._found = [weakref.ref(storage) for storage in found.values()]
 
     def _device_bytes(self) -> int:

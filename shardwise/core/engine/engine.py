@@ -65,7 +65,7 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        with collectively(mesh.everyone, "sharding the model", "Nothing was sharded.", describe=self._described):
+        with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=self._described):
             self.whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
             """Indices of optimizers that need unsharded tensors."""
             check_packed(model)
@@ -87,7 +87,7 @@ class Engine:
             uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
         )
         report = search_report(self.layout)
-        if plan.verbose and report is not None and mesh.first:
+        if plan.verbose and report is not None and mesh.is_rank0:
             print(report, flush=True)
         # Parts get earlier parts as arguments. Earlier parts tell later ones by events (_wire).
         self.events = Events()

@@ -79,7 +79,7 @@ def _across_stages(
     told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
     for place, rank, kind in first_owners(engine, told, "what stages have"):
         # The ranks of a stage agree on what they read; the other stages learn of it here.
-        with collectively(engine.mesh.everyone, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
+        with collectively(engine.mesh.mesh_group, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
             value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != pipeline.rank:
             shape = table.facts[place].whole
@@ -138,7 +138,7 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
     arrays: dict[int, torch.Tensor] = {}
     for param, (index, slot) in enumerate(layout.where):
         chunk, shard = engine.chunks[index], None
-        with collectively(mesh.stage, READING, READ_AGAIN, DiskError, reads_disk(engine, index in arrays)):
+        with collectively(mesh.stage_group, READING, READ_AGAIN, DiskError, reads_disk(engine, index in arrays)):
             if index not in arrays:
                 shard = _shard(engine, chunk, masters)
         if index not in arrays:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.norm_parts import in_shard, is_divided
 from shardwise.core.engine.staging import gather_parts

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.core.base.checked import as_mapping
 from shardwise.core.base.checksum import sample_words
 from shardwise.core.base.names import (
     StateNames,
@@ -23,6 +22,7 @@ from shardwise.core.base.names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import incompatible_keys
+from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.description import described
 from shardwise.core.comm import Description, collectively
@@ -55,7 +55,7 @@ def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True
     """
     engine.guards.check_held()
     missing, unexpected = list[str](), list[str]()
-    everyone = engine.mesh.everyone
+    everyone = engine.mesh.mesh_group
     with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(names, state_dict)):
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
@@ -91,7 +91,7 @@ def compare_states(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError, PeerError: as :func:`load_full`.
     """
-    everyone = engine.mesh.everyone
+    everyone = engine.mesh.mesh_group
     with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(engine), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
@@ -177,14 +177,14 @@ def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) ->
                     call_load_hooks(module, missing, unexpected)
             except Exception as error:
                 failure = error  # the other ranks need this one for their gathers
-    with collectively(engine.mesh.everyone, "running load hooks (register_load_state_dict_post_hook)"):
+    with collectively(engine.mesh.mesh_group, "running load hooks (register_load_state_dict_post_hook)"):
         if failure is not None:
             raise failure
 
 
 def _on_any_rank(engine: Engine, own: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that have a hook on any rank with the same layers, in the order of this rank's calls."""
-    posts = engine.mesh.stage.exchange_object(list(own), "hooks of a load")
+    posts = engine.mesh.stage_group.exchange_object(list(own), "hooks of a load")
     return with_load_hooks(engine.model, {name for post in posts for name in post})
 
 

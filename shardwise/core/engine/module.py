@@ -163,7 +163,7 @@ class ShardedModule(TransparentModule):
         """
         if keep_vars:
             raise ValueError(f"state_dict(keep_vars={keep_vars}): ranks have only shards of parameters; leave it False")
-        wanted = not only_rank_0 or self._engine.mesh.first
+        wanted = not only_rank_0 or self._engine.mesh.is_rank0
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
         found = {} if destination is None else destination
         order = state_names(self._engine).order

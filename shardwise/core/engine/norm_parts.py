@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts

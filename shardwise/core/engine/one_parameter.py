@@ -73,7 +73,7 @@ class OneParameter:
         """Return this rank's shard."""
         engine = self.engine
         engine.values.settle(f"reading {self.name}")
-        with collectively(engine.mesh.stage, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
+        with collectively(engine.mesh.stage_group, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
             return self._own_value()
 
     @collective("reading a parameter")
@@ -205,7 +205,7 @@ class OneParameter:
         self.engine.values.make_current(f"reading the state of {self.name}")
         needed = self.engine.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
-        with collectively(self.engine.mesh.stage, READING_STATE, READ_AGAIN, DiskError, needed):
+        with collectively(self.engine.mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
             for _, piece, state in self._pieces():
                 kinds = {name: self._kind(value, piece) for name, value in state.items()}
                 if isinstance(kinds.get(key), str):
@@ -284,7 +284,7 @@ class OneParameter:
         needed = engine.storage.uses_disk
         with (
             optimizer.updates.replacing_state(),
-            collectively(engine.mesh.everyone, WRITING_STATE, LOAD, DiskError, needed),
+            collectively(engine.mesh.mesh_group, WRITING_STATE, LOAD, DiskError, needed),
         ):
             yield
         if engine.storage.store is not None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardwise.core.base.attributes import attribute_of
-from shardwise.core.base.checked import as_tensor, number
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.interrupts import deferred_interrupts
-from shardwise.core.base.remarks import called_by, warn_user
+from shardwise.core.base.validate import check_tensor, number
+from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
@@ -239,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         if runs_ahead(engine.mesh.device):
             return LateNorm(engine.mesh.shard)
-        return self.updates.norm_of_tiles() if engine.mesh.everyone.size == 1 else None
+        return self.updates.norm_of_tiles() if engine.mesh.mesh_group.size == 1 else None
 
     def _update(self, factor: float) -> None:
         early = self._early
@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler.update(overflow=True)
         self.last_step_skipped = True
         self.steps_ended += 1
-        if engine.plan.verbose and engine.mesh.first:
+        if engine.plan.verbose and engine.mesh.is_rank0:
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
@@ -346,7 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
 
     def _check_no_stages(self, tensor: object, name: str) -> None:
-        as_tensor(name, tensor, "the tensor that the model's forward pass led to")
+        check_tensor(name, tensor, "the tensor that the model's forward pass led to")
         if self.engine.staging is not None:
             raise RuntimeError(
                 f"backward() of a model in {self.engine.staging.stages} pipeline stages: execute_pipeline(), or "
@@ -517,7 +517,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         call_state_pre_hooks(self.optimizer)
         self.engine.values.make_current("a state")
-        full = self.full_state.collect(wanted=not only_rank_0 or self.engine.mesh.first)
+        full = self.full_state.collect(wanted=not only_rank_0 or self.engine.mesh.is_rank0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return call_state_post_hooks(self.optimizer, full)

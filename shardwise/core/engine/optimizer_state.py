@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import as_mapping
 from shardwise.core.base.checksum import sample_words
+from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.description import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.comm import Description, collectively
@@ -75,11 +75,11 @@ class OptimizerState:
         self._prior = {}
 
     def _all_write(self, outcome: str) -> AbstractContextManager[None]:
-        return collectively(self.engine.mesh.everyone, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
+        return collectively(self.engine.mesh.mesh_group, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
 
     def _all_read(self) -> AbstractContextManager[None]:
         needed = self.engine.storage.uses_disk
-        return collectively(self.engine.mesh.everyone, READING_STATE, READ_AGAIN, DiskError, needed)
+        return collectively(self.engine.mesh.mesh_group, READING_STATE, READ_AGAIN, DiskError, needed)
 
     def _commit(self) -> None:
         """Make what was written to the disk current."""
@@ -224,7 +224,7 @@ class OptimizerState:
         kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
         dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
         needed = reads_disk(engine, known)
-        with collectively(engine.mesh.stage, READING_STATE, READ_AGAIN, DiskError, needed):
+        with collectively(engine.mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
             if not known:
                 shards = self._shards(chunk, positions, dtypes)
         if known:
@@ -348,7 +348,7 @@ class OptimizerState:
         """
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
-        everyone, doing = self.engine.mesh.everyone, f"loading the {name}"
+        everyone, doing = self.engine.mesh.mesh_group, f"loading the {name}"
         with collectively(everyone, doing, "Nothing has changed.", describe=lambda: self._told(full, numbers, trial)):
             full = self._in_our_form(given())
             numbers = self._checked(full)

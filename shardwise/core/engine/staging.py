@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm import Buffer, Group, Handle
 from shardwise.core.shards.layout import ChunkSpec, Slot
 

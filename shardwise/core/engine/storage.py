@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.base.device import side_stream, total_bytes
 from shardwise.core.base.events import Events
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
 from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.grads.grads import ChunkGrads, GradRing
@@ -74,10 +74,10 @@ class Storage:
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
-        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
+        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.is_rank0 else ():
             warn_user(missed)
         self.comm_dtypes = CommDtypes(layout, params, plan, mesh.shard, self._among, self._resident)
-        if self.comm_dtypes.left and mesh.first:
+        if self.comm_dtypes.left and mesh.is_rank0:
             first, kinds = self.comm_dtypes.left[0], {type(params[index]).__name__ for index in self.comm_dtypes.left}
             warn_user(
                 f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.comm_dtypes.left)} frozen parameters (as "
@@ -102,17 +102,17 @@ class Storage:
             # Remove the file of a build that failed.
             self.close()
             raise
-        self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
-        self.ledger.watch("secondary shards", lambda: self.secondary_bytes(Tier.DEVICE))
+        self.ledger.account("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
+        self.ledger.account("secondary shards", lambda: self.secondary_bytes(Tier.DEVICE))
 
     # ---- the disk
 
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
-        with collectively(self.mesh.everyone, "creating the disk file", REMEDY, DiskError, self.uses_disk):
+        with collectively(self.mesh.mesh_group, "creating the disk file", REMEDY, DiskError, self.uses_disk):
             allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
             disk = disk if self._own_disk else None
-            self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
+            self.store = DiskStore(disk, self.mesh.mesh_group.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((self._own(s) * s.dtype.itemsize for s in shards), default=0)
         # One buffer for each optimizer that writes new shards beside gathers.
@@ -127,11 +127,11 @@ class Storage:
         ranks have different ones, and this is collective."""
         if self.mesh.model_parallel is None or self.plan.tiers.disk is None:
             return own
-        posts = self.mesh.everyone.exchange([float(own)], "whether anything is on a disk")
+        posts = self.mesh.mesh_group.exchange([float(own)], "whether anything is on a disk")
         return any(post[0] for post in posts)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
-        return collectively(self.mesh.everyone, "reserving disk space", REMEDY, DiskError, self.uses_disk)
+        return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
 
     def roll_back(self) -> None:
         """Drop what was written to the disk and not committed."""
@@ -436,9 +436,9 @@ PLAIN = nn.Parameter, DeferredParameter
 #   always from its master (master_dtype), since quantizing twice with different scales changes values. States and files
 #   are made from masters.
 # * Frozen chunks have no master. The shard keeps what was loaded, for states and files, and each gather quantizes it,
-#   this rank's own part too (Group.brought). Resident arrays are never communicated. A chunk with numbers that cannot
-#   be quantized (integers, fp64), or with a parameter class of its own, which may be packed weights, is communicated as
-#   it is.
+#   this rank's own part too (Group.dequantized). Resident arrays are never communicated. A chunk with numbers that
+#   cannot be quantized (integers, fp64), or with a parameter class of its own, which may be packed weights, is
+#   communicated as it is.
 # * Chunks that no optimizer trains and that are not frozen are communicated as they are.
 # * A secondary shard consists of neighbours' shards as they arrived, and is quantized in the same blocks again.
 class CommDtypes:

@@ -286,7 +286,9 @@ class TileUpdates:
         """Return a block that fails on every rank if it fails on one, where it may fail on one rank alone."""
         error = DiskError if self.uses_disk else PeerError
         name = type(self.optimizer).__name__
-        return collectively(self._engine.mesh.everyone, f"step() of {name}", HALF, error, self.uses_disk or self._tells)
+        return collectively(
+            self._engine.mesh.mesh_group, f"step() of {name}", HALF, error, self.uses_disk or self._tells
+        )
 
     def _roll_back(self) -> None:
         """Free buffers and drop what was written to the disk and not committed, after a failure."""

@@ -221,13 +221,13 @@ class Values:
                 chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
         outcome = "Some parameters were written and some were not: repair the disk and load a state."
         doing, needed = "writing changed parameters to disk", engine.storage.uses_disk
-        with collectively(engine.mesh.everyone, doing, outcome, DiskError, needed):
+        with collectively(engine.mesh.mesh_group, doing, outcome, DiskError, needed):
             for chunk in chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
                         shown = chunk.full[chunk.shard_start : chunk.shard_end]
                         if engine.storage.comm_dtypes.rounds_on_the_way(chunk.spec):
-                            take_over(chunk, shown, shard, chunk.source.brought)
+                            take_over(chunk, shown, shard, chunk.source.dequantized)
                         else:
                             shard.copy_(shown)
                     state = engine.states.get(chunk.spec.index)

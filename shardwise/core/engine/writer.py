@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardwise.core.base.sparse import parts_of
+from shardwise.core.base.tensors import parts_of
 from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
@@ -55,7 +55,7 @@ class ValueWriter:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        with collectively(self._storage.mesh.everyone, DOING, OUTCOME, DiskError, self._storage.uses_disk):
+        with collectively(self._storage.mesh.mesh_group, DOING, OUTCOME, DiskError, self._storage.uses_disk):
             self._open(None)
             if self._failure is not None:
                 raise self._failure
@@ -111,13 +111,13 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
         plan, mesh: whether rank 0's values are broadcast, and the dtype of buffers.
     """
     index_of = {id(param): index for index, param in enumerate(partition.params)}
-    sync = plan.comm.sync_init and mesh.everyone.size > 1
+    sync = plan.comm.sync_init and mesh.mesh_group.size > 1
     with ValueWriter(storage) as writer:
         for names, held, value, is_parameter in initial_values(model, mesh.device):
             if sync:
                 value = value.contiguous() if value.layout is torch.strided else value
                 for part in parts_of(value):  # the same shapes on all ranks: describe_build compares them
-                    mesh.everyone.broadcast(part, 0)
+                    mesh.mesh_group.broadcast(part, 0)
             if not is_parameter:
                 dtype = plan.precision.buffer_dtype
                 cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value

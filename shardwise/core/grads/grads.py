@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 import torch
 
-from shardwise.core.base.modes import ordinary_tensors
 from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.states import Table
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import storage_id
 from shardwise.core.comm import Buffer, Group, Handle
 from shardwise.core.memory.host import host_block
@@ -314,7 +314,7 @@ class ChunkGrads:
             return bucket
         ledger.require(self.spec.padded_numel * self.summed.itemsize, "gradients that add up over passes")
         wide = torch.empty(self.spec.padded_numel, dtype=self.summed, device=self.chunk.device)
-        ledger.claim(wide)
+        ledger.charge(wide)
         if bucket is not None:
             for slot in (self.spec.slots[index] for index in self.filled):
                 slot.view(wide).copy_(slot.view(bucket))

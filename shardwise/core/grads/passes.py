@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checked import number
 from shardwise.core.base.events import Events
-from shardwise.core.base.remarks import warn_user
 from shardwise.core.base.torch_internals import at_end_of_backward, current_graph_task, current_node, is_transformed
+from shardwise.core.base.validate import number
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import PeerError
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.ledger import DeviceMemoryError

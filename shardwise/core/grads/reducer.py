@@ -314,7 +314,7 @@ class Reducer:
         self._buckets, self._sizes = self._exchange_memory()
         self._side_stream = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
-        ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
+        ledger.account("gradients", lambda: self.bytes(Tier.DEVICE))
 
     def _exchange_memory(self) -> tuple[BucketPool, tuple[Sizes, Sizes]]:
         """Plan the memory that :meth:`allocate` makes."""
@@ -397,7 +397,7 @@ class Reducer:
         if buffer is None:
             self._ledger.require(state.spec.padded_numel * state.dtype.itemsize, "a whole gradient")
             state.bucket = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
-            self._ledger.claim(state.bucket)
+            self._ledger.charge(state.bucket)
         else:
             self._place(state, buffer)
 
@@ -510,7 +510,7 @@ class Reducer:
         if self._predivide != 1.0:
             whole.local.div_(self._predivide)
         state.become(Reduction.REDUCING)
-        self._ledger.claim(state.overflow)
+        self._ledger.charge(state.overflow)
         self._events.reduction_began(state.spec.index)
         self.mesh.world.activity.at("backward", "reduction of chunk", str, state.spec.index)
         if self.mesh.shard.size == 1:
@@ -530,7 +530,7 @@ class Reducer:
             state.rs_output = whole.local[state.chunk.shard_start : state.chunk.shard_end]
         else:
             state.rs_output = state.result_memory()
-            self._ledger.claim(state.rs_output)
+            self._ledger.charge(state.rs_output)
         state.handle = self.mesh.shard.reduce_scatter(state.rs_output, whole, self._scale)
         if replica is not None:
             state.handle = ThenReplicas(state.handle, self.mesh.replicate, replica, self._side_stream)
@@ -556,7 +556,7 @@ class Reducer:
         elif leaves or output.dtype != state.accumulate_dtype:
             state.keep(output)
             if state.home is Tier.DEVICE:
-                self._ledger.claim(state.reduced)
+                self._ledger.charge(state.reduced)
         else:
             state.reduced, state.aliased = output, self.keep_whole or state.spec.index in self._replica
         if not self.keep_whole:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import (
     current_node,
     each_leaf,

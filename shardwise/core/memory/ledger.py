@@ -50,14 +50,14 @@ class Ledger:
         self.peak_bytes = 0
         """The peak at any check; counted only if there is a capacity."""
 
-    def watch(self, kind: str, held_bytes: Callable[[], int]) -> None:
+    def account(self, kind: str, held_bytes: Callable[[], int]) -> None:
         """Add an account: ``held_bytes()`` returns at any time what ``kind`` holds on the device."""
         self._holders[kind] = held_bytes
 
     def measure_rest(self, tracker: Tracker) -> None:
-        """Let ``tracker`` measure what is not model data; see :meth:`claim`."""
+        """Let ``tracker`` measure what is not model data; see :meth:`charge`."""
         self._rest = tracker
-        self.watch(REST, lambda: tracker.live_bytes)
+        self.account(REST, lambda: tracker.live_bytes)
 
     def expire(self) -> None:
         """Have the next question measure again what is not model data.
@@ -69,12 +69,12 @@ class Ledger:
         if self._rest is not None:
             self._rest.expire()
 
-    def claim(self, tensor: torch.Tensor | None) -> None:
+    def charge(self, tensor: torch.Tensor | None) -> None:
         """Count ``tensor`` as model data only: its owner accounts for it."""
         if self._rest is not None and tensor is not None:
             self._rest.exclude(tensor)
 
-    def spare(self, release: Callable[[], None]) -> None:
+    def reclaimable(self, release: Callable[[], None]) -> None:
         """Add a callback that frees memory kept only for speed; called before memory is reported as too small."""
         self._spare.append(release)
 

@@ -21,7 +21,7 @@ from shardwise.core.comm import (
     LocalGroup,
     Members,
     ModelId,
-    Wire,
+    P2PChannel,
     compressed,
     ranks_of,
     timeout_s,
@@ -61,8 +61,8 @@ class _Axes:
     everyone: Group
     stage: Group
     sequence: Group
-    wire: Wire | None = None
-    ring: Wire | None = None
+    wire: P2PChannel | None = None
+    ring: P2PChannel | None = None
     secondary: Group | None = None
 
 
@@ -81,8 +81,8 @@ class Mesh:
         world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
         tensor: the ranks that hold parts of the same layers (tensor parallelism); they see the same data.
         pipeline: the ranks that hold the stages of one model; they see the same data.
-        everyone: all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
-        stage: the ranks of the same pipeline stage; ``everyone`` itself if there is one stage.
+        mesh_group: all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
+        stage_group: the ranks of the same pipeline stage; ``mesh_group`` itself if there is one stage.
         rank: this process in ``world``.
         size: number of ranks in ``world``.
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
@@ -103,8 +103,8 @@ class Mesh:
         self.device = axes.world.device
         self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
         self.secondary = axes.secondary
-        self.tensor, self.pipeline, self.everyone = axes.tensor, axes.pipeline, axes.everyone
-        self.stage = axes.stage
+        self.tensor, self.pipeline, self.mesh_group = axes.tensor, axes.pipeline, axes.everyone
+        self.stage_group = axes.stage
         self.rank = axes.world.rank
         self.size = axes.world.size
         self.ranks = ranks
@@ -259,9 +259,9 @@ class Mesh:
         return self.world.activity.doing(what, CALLS)
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is the rank that prints, and writes what is written once (rank 0 of the mesh)."""
-        return self.everyone.rank == 0
+        return self.mesh_group.rank == 0
 
     @property
     def data_ranks(self) -> int:
@@ -277,7 +277,15 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """The distinct groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        every = [self.shard, self.replicate, self.world, self.everyone, self.stage, self.model_parallel, self.secondary]
+        every = [
+            self.shard,
+            self.replicate,
+            self.world,
+            self.mesh_group,
+            self.stage_group,
+            self.model_parallel,
+            self.secondary,
+        ]
         every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
         for group in every:
             if group is not None and not any(group is other for other in found):

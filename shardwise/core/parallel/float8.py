@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 
 __all__ = ["linear", "multiply_in_8_bits", "product", "scaled"]
 

@@ -368,7 +368,7 @@ class Chunk:
             return slot.numel == 1 or not bool(is_absent(self.absent[index]).all())
         if source.tier is Tier.DISK:
             return True  # the shard is not in memory
-        shards = source.exchange.peers if self.joined else [source.brought(source.exchange.local)]
+        shards = source.exchange.peers if self.joined else [source.dequantized(source.exchange.local)]
         starts = self.spec.bounds if self.joined else [self.shard_start]
         for first, shard in zip(starts, shards, strict=False):
             at, end = max(slot.start, first), min(slot.end, first + shard.numel())

@@ -19,8 +19,8 @@ import torch
 
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
-from shardwise.core.base.modes import ordinary_tensors
 from shardwise.core.base.sizes import size_text
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import current_graph_task, storage_id
 from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
@@ -190,11 +190,11 @@ class ChunkPool:
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self.blocks, self.followed, self.moved_bytes = GatherScopes(self._transient), False, 0
-        ledger.watch("gathered parameters", lambda: self.copied_bytes)
-        ledger.watch(KEPT, self.arrays.idle_bytes)
-        ledger.watch("arrays still read", self.arrays.read_bytes)
-        ledger.spare(self.arrays.drop)
-        ledger.spare(self.drop_idle)
+        ledger.account("gathered parameters", lambda: self.copied_bytes)
+        ledger.account(KEPT, self.arrays.idle_bytes)
+        ledger.account("arrays still read", self.arrays.read_bytes)
+        ledger.reclaimable(self.arrays.drop)
+        ledger.reclaimable(self.drop_idle)
 
     @property
     def has_transient(self) -> bool:
@@ -527,7 +527,7 @@ class ChunkPool:
                 self._require_room([chunk], unit)
             out = full if full is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
             if full is None:
-                self.ledger.claim(out)
+                self.ledger.charge(out)
             self.issued.gather(chunk, self.group, out).wait()
             if full is None:
                 self.arrays.give(out)
@@ -557,7 +557,7 @@ class ChunkPool:
                     chunk.pending = DONE
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
-                    self.ledger.claim(full)
+                    self.ledger.charge(full)
                     chunk.pending = self.issued.gather(chunk, self.group, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:

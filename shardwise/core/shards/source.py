@@ -63,9 +63,9 @@ class ShardSource(ABC):
         """Return a zero-copy view of all shards, where the group can map them."""
         return None
 
-    def brought(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the values that a gather brings of ``shard``; see :meth:`Group.brought`."""
-        return shard if self._over is None else self._over.brought(shard)
+    def dequantized(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the values that a gather brings of ``shard``; see :meth:`Group.dequantized`."""
+        return shard if self._over is None else self._over.dequantized(shard)
 
     def prepare(self) -> None:  # noqa: B027
         """Begin the part of the next gather that does not need the peers."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
 
-from shardwise.core.base.modes import ordinary_tensors
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import copy_each, plain, point
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.grads import ChunkGrads

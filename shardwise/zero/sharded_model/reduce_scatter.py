@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.base.checked import number
+from shardwise.core.base.validate import number
 from shardwise.core.comm import ranks_of
 
 __all__ = ["ReduceScatterBucketer"]

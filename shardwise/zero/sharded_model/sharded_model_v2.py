@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.compat.published import picked
 from shardwise.core.base.device import numbered, total_bytes
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.ledger import REST
 from shardwise.core.memory.trace.picture import dump_memory_stats

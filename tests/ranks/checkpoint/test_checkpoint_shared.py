@@ -147,7 +147,7 @@ def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
             path = run.saver.save(root, tag, step=step)
         except (CheckpointError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
-        mesh.everyone.exchange_object(0)  # rank 0 removes what it had made
+        mesh.mesh_group.exchange_object(0)  # rank 0 removes what it had made
         there = [name for each in ("one", "two") if os.path.isdir(each) for name in os.listdir(each)]
         after = run.saver.save("all", "after")
         stop(run)

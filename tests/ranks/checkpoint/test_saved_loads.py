@@ -66,7 +66,7 @@ def saves(folder: str, name: str, use_async: bool) -> list[Any]:
             run.saver.wait_for_saves()
         except (CheckpointError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
-        mesh.everyone.exchange_object(0)  # rank 0 removes what there is
+        mesh.mesh_group.exchange_object(0)  # rank 0 removes what there is
         left = sorted(os.listdir(ROOT))
         restored = run.saver.load(ROOT)
         assert restored is not None

@@ -20,7 +20,7 @@ from shardwise.core.comm import (
     BlockFormat,
     Group,
     GroupMaker,
-    Wire,
+    P2PChannel,
     compressed,
 )
 from shardwise.testing import run_ranks
@@ -179,7 +179,7 @@ def messages() -> None:
         maker.close()
 
 
-def one_message(wire: Wire, rank: int, x: Tensor, lane: int, format_: BlockFormat, tag: int) -> None:
+def one_message(wire: P2PChannel, rank: int, x: Tensor, lane: int, format_: BlockFormat, tag: int) -> None:
     described = lane == 1
     if rank == 0:
         wire.send(x.t() if x.dim() == 2 else x, 1, lane, tag, "x", described=described)

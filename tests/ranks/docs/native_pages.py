@@ -31,7 +31,7 @@ def planned(names: Names) -> None:
 def ended(names: Names) -> None:
     """A step was made, or at least a session that has the plan."""
     session = names["session"]
-    assert session.data_ranks * session.mesh.pipeline.size == session.mesh.everyone.size
+    assert session.data_ranks * session.mesh.pipeline.size == session.mesh.mesh_group.size
     if "plan" in names:
         assert session.plan == names["plan"].but(overlap=False, reduce_dtype=names["torch"].float32)
     session.close()

@@ -273,7 +273,7 @@ def compared(plan: Plan, same: bool) -> tuple[list[str], list[str], str]:
                 step(tokens(index))
             found = [each for each in reads if each.endswith(("batches.py", "pipelined.py"))], list(order)
             try:
-                step(tokens(7 if same else 7 + mesh.everyone.rank))
+                step(tokens(7 if same else 7 + mesh.mesh_group.rank))
             except (PeerError, ValueError) as error:
                 return *found, str(error)
             return *found, ""

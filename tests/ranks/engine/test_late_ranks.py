@@ -31,7 +31,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def patience(mesh: Mesh, timeout_s: float) -> None:
-    for group in (mesh.shard, mesh.replicate, mesh.world, mesh.everyone):
+    for group in (mesh.shard, mesh.replicate, mesh.world, mesh.mesh_group):
         if isinstance(group, SharedGroup):
             group.timeout_s = timeout_s
 

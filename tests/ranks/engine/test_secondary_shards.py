@@ -414,7 +414,7 @@ def test_nobody_reads_what_a_peer_has_not_kept_yet() -> None:
 def groups(plan: MeshPlan) -> list[int]:
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
     assert mesh.secondary is not None
-    found = [int(row[0]) for row in mesh.secondary.exchange([mesh.everyone.rank])]
+    found = [int(row[0]) for row in mesh.secondary.exchange([mesh.mesh_group.rank])]
     mesh.close()
     return found
 

@@ -102,7 +102,7 @@ def test_neighbours_among_data_parallel_ranks_share_sequences() -> None:
 
 def of_one_stage(plan: MeshPlan) -> list[int]:
     mesh = Mesh.create(plan, CPU, COMM)
-    rows = mesh.stage.exchange([dist.get_rank()])
+    rows = mesh.stage_group.exchange([dist.get_rank()])
     mesh.close()
     return [int(row[0]) for row in rows]
 
@@ -134,7 +134,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     assert others == sorted(told["tensor"] if plan.pp == 1 else told["pipeline"] if plan.tp == 1 else others)
     assert len(others) == plan.tp * plan.pp
     assert told["world"] == list(mesh.ranks) and mesh.ranks[mesh.rank] == me
-    assert (mesh.rank, mesh.size, mesh.first) == (mesh.world.rank, mesh.world.size, me == told["everyone"][0])
+    assert (mesh.rank, mesh.size, mesh.is_rank0) == (mesh.world.rank, mesh.world.size, me == told["everyone"][0])
     assert mesh.device_mesh is not None
     sizes = {"pp": plan.pp, "dp_replicate": 2, "dp_shard": 2, "tp": plan.tp}
     assert mesh.device_mesh.mesh_dim_names == tuple(n for n, size in sizes.items() if n[:2] == "dp" or size > 1)

@@ -16,7 +16,7 @@ from sets import campaign, full
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
-from shardwise.core.comm import GroupMaker, PeerError, Sent, Wire
+from shardwise.core.comm import GroupMaker, P2PChannel, PeerError, SendHandle
 from shardwise.core.comm.link import Link
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
@@ -263,7 +263,7 @@ def _most_under_way(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     maker = GroupMaker(CPU, None, 60.0)
     lanes = [maker.process_group(f"lane_{each}", [list(range(ranks))], "gloo") for each in range(4)]
-    wire, most = Wire("pp", lanes, CPU), 0
+    wire, most = P2PChannel("pp", lanes, CPU), 0
     case = with_layers(tensor_cases.llama()[0], 4)
     model = case.made()
     ids = torch.arange(36).view(12, 3) % 29
@@ -272,7 +272,7 @@ def _most_under_way(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> 
     staging.install()
     send = wire.send
 
-    def counted(*args: Any, **kwargs: Any) -> Sent:
+    def counted(*args: Any, **kwargs: Any) -> SendHandle:
         nonlocal most
         sent = send(*args, **kwargs)
         most = max(most, sum(not each.finished() for each in wire._under_way))
@@ -282,7 +282,7 @@ def _most_under_way(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> 
     run = StageRun(staging, wire)
     parts = split_batch({"input_ids": ids, "labels": ids}, 12, None)
     for _ in range(2):
-        most = 0  # the first step has its first messages beside (Wire.connect)
+        most = 0  # the first step has its first messages beside (P2PChannel.connect)
         outcome = run.step(make_schedule(name, ranks, chunks, 12), parts, lambda out, _: out.loss, Passes())
         if outcome.loss is not None:
             assert abs(outcome.loss.item() - expected) < 1e-5

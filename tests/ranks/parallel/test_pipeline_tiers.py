@@ -56,11 +56,11 @@ def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
         assert optimizer is not None
         one_step(session, 0)
         before = states(session)
-        stores = session.mesh.everyone.exchange_object(session.engine.storage.store is not None)
+        stores = session.mesh.mesh_group.exchange_object(session.engine.storage.store is not None)
         assert stores == [True, True, not frozen, not frozen]
         fails = len(stores) - 1 - stores[::-1].index(True)
         told.append(str(fails))
-        if session.mesh.everyone.rank == fails:
+        if session.mesh.mesh_group.rank == fails:
             fault.arm(0, writing=False)
         with pytest.raises(DiskError) as raised:
             optimizer.state_dict()
@@ -71,7 +71,7 @@ def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
         assert session.pipeline is not None
         with Exact():
             session.pipeline.step(batch_of(session.mesh.rank, 1), criterion, train=True)
-        if session.mesh.everyone.rank == fails:
+        if session.mesh.mesh_group.rank == fails:
             fault.arm(0, forever=False)
         with pytest.raises(DiskError) as raised:
             optimizer.step()
@@ -109,10 +109,10 @@ def of_both(plan: Plan) -> str:
     with Fault().installed() as fault, sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
         assert optimizer is not None and session.engine.storage.store is not None
-        assert mesh.stage.size * mesh.pipeline.size == mesh.everyone.size == 4
+        assert mesh.stage_group.size * mesh.pipeline.size == mesh.mesh_group.size == 4
         one_step(session, 0)
         before = states(session)
-        if mesh.everyone.rank == 2:
+        if mesh.mesh_group.rank == 2:
             fault.arm(0, writing=False)
         with pytest.raises(DiskError) as raised:
             optimizer.state_dict()

@@ -123,7 +123,7 @@ def uneven(plan: Plan) -> None:
     with sharded(model, adam(model, LR), plan) as session:
         storage = session.engine.storage
         on_disk = any(home.state is Tier.DISK for home in storage.homes)
-        told = [bool(post[0]) for post in session.mesh.everyone.exchange([float(on_disk)])]
+        told = [bool(post[0]) for post in session.mesh.mesh_group.exchange([float(on_disk)])]
         assert True in told and False in told and storage.uses_disk
     trained(plan, True)
 
@@ -148,7 +148,7 @@ def overflowing(plan: Plan, holder: int) -> list[tuple[bool, float]]:
         mesh, optimizer = session.mesh, session.optimizer
         assert optimizer is not None and optimizer.scaler is not None
         for step in range(3):
-            spoils[0] = step == 1 and mesh.everyone.rank == holder
+            spoils[0] = step == 1 and mesh.mesh_group.rank == holder
             session.backward(loss_of(session.module, mesh.rank, step))
             optimizer.step()
             found.append((optimizer.last_step_skipped, optimizer.scaler.scale))

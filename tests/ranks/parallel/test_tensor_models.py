@@ -16,7 +16,7 @@ from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 from torch import Tensor, nn
 
-from shardwise.core.base.draws import Private
+from shardwise.core.base.rng import RankRng
 from shardwise.core.parallel.tensor import Axis, ShardSpec, cut_model, propose_architecture
 from shardwise.core.parallel.tensor.layers import Enters, Experts, GradAllReduce, Guard
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part
@@ -244,7 +244,7 @@ def kinds() -> None:
                 assert isinstance(module, before[name][0]) and type(module).__name__ == before[name][0].__name__
             tp_plan.remove()
             assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-        assert not Private(0).inside
+        assert not RankRng(0).inside
 
 
 def test_a_table_changes_nothing_by_itself() -> None:

@@ -32,7 +32,7 @@ def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         outlines = {n: tuple(v.shape) for n, v in session.module.state_layout().items()}
         assert outlines == {n: tuple(v.shape) for n, v in state.items()}
         only = session.module.state_dict(only_rank_0=True), session.optimizer.state_dict(only_rank_0=True)
-        assert bool(only[0]) == bool(only[1]["state"]) == session.mesh.first
+        assert bool(only[0]) == bool(only[1]["state"]) == session.mesh.is_rank0
         train(session, 2, 3)
         assert differences(session.module.state_dict(), state), "a step that changes nothing shows nothing"
         session.module.load_state_dict(state)
@@ -42,7 +42,7 @@ def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         assert not differences({n: found[n] for n in found if n[0] == "0"}, flat(optimizer_state))
         with pytest.raises(RuntimeError, match=r"embedding.weight: \(32, 24\) instead of \(29, 24\)"):
             session.module.load_state_dict(state | {"embedding.weight": torch.zeros(32, 24)})
-        return (state, optimizer_state) if session.mesh.first else None
+        return (state, optimizer_state) if session.mesh.is_rank0 else None
 
 
 @pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
@@ -75,7 +75,7 @@ def unread(root: str) -> list[str]:
         train(session, 0, 1)
         before = everything(session)
         for collect in (session.module.state_dict, session.optimizer.state_dict):
-            if session.mesh.everyone.rank == 3:
+            if session.mesh.mesh_group.rank == 3:
                 fault.arm(2, writing=False)
             with pytest.raises(DiskError) as error:
                 collect()

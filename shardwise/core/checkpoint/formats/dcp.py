@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.core.base import tree
-from shardwise.core.base.printable import in_a_line
 from shardwise.core.base.torch_internals import stored_at
+from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import (
     checked_name,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.printable import in_a_line
+from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered, group_record

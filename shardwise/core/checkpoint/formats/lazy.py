@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.printable import in_a_line
+from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 

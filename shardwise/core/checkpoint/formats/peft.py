@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.remarks import warn_user
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
 from shardwise.core.checkpoint.formats.indexed import Shards

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardwise.core.base.printable import in_a_line
+from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError

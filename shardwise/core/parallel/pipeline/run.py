@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.base.draws import Private
-from shardwise.core.comm import PeerError, Sent, Wire, check_sent
+from shardwise.core.base.rng import RankRng
+from shardwise.core.comm import P2PChannel, PeerError, SendHandle, check_sent
 from shardwise.core.parallel.pipeline.batch import MicroBatch, check_mergeable, detached
 from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, WeightsApart
@@ -120,7 +120,7 @@ class StageRun:
     """
 
     def __init__(
-        self, staging: Staging, wire: Wire | None, keeps_shapes: bool = True, tell: Tell | None = None
+        self, staging: Staging, wire: P2PChannel | None, keeps_shapes: bool = True, tell: Tell | None = None
     ) -> None:
         if staging.stages > MOST_STAGES:
             raise ValueError(
@@ -205,7 +205,7 @@ class StageRun:
         device = self._wire.device if self._wire is not None else cpu
         with ExitStack() as drawing:
             for each in {cpu, device} if self.staging.model.training else ():
-                drawing.enter_context(Private(stage).drawing(True, each, None))
+                drawing.enter_context(RankRng(stage).drawing(True, each, None))
             yield
 
     # ---- messages
@@ -225,7 +225,7 @@ class StageRun:
         gradients: that of the first stage's input, which goes nowhere."""
         return self._step * MOST_STAGES * MOST_MICROBATCHES + position % MOST_MICROBATCHES
 
-    def send(self, x: Tensor, action: Action, rank: int, key: object) -> Sent:
+    def send(self, x: Tensor, action: Action, rank: int, key: object) -> SendHandle:
         """What ``action`` has made, to the rank that uses it."""
         assert self._wire is not None
         lane = _lane(action)
@@ -320,7 +320,7 @@ class _Step:
         self._passed: dict[tuple[int, int], What | None] = {}
         """What has gone into a stage as a micro-batch's hidden state; ``None``: nothing came of it, and no gradient of
         it goes back."""
-        self._under_way: dict[int, deque[tuple[int, Sent]]] = {}
+        self._under_way: dict[int, deque[tuple[int, SendHandle]]] = {}
         """By rank, what it has been sent, and the place in its order at which it takes that."""
         self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]
         self._losses: dict[int, Tensor] = {}

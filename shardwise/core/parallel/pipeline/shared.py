@@ -9,7 +9,7 @@ from itertools import permutations
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.comm import Wire
+from shardwise.core.comm import P2PChannel
 from shardwise.core.parallel.pipeline.staging import Staging
 
 __all__ = ["SharedGradients"]
@@ -30,7 +30,7 @@ class SharedGradients:
         wire: between the ranks.
     """
 
-    def __init__(self, staging: Staging, params: Sequence[nn.Parameter], wire: Wire) -> None:
+    def __init__(self, staging: Staging, params: Sequence[nn.Parameter], wire: P2PChannel) -> None:
         self._wire, self._rank = wire, staging.rank
         shared = [(staging.position_of(p), p) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
         self._shared = [(place, p, staging.ranks_of(p)) for place, p in sorted(shared, key=lambda each: each[0])]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.base.checked import UnknownModelError
+from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.pipeline.schedule import rank_of_stage
 
 __all__ = ["TABLES", "Body", "Staging", "known_bodies", "layers_of_stages", "register_body", "stage_model"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.comm import Group, Wire
+from shardwise.core.comm import Group, P2PChannel
 from shardwise.core.parallel.tensor.axis import Ranks
 
 __all__ = ["SequenceAxis"]
@@ -33,7 +33,7 @@ class SequenceAxis(Ranks):
         compress: heads travel in 8 bits, and their gradients; nothing else does.
     """
 
-    def __init__(self, group: Group, wire: Wire, compress: bool = False) -> None:
+    def __init__(self, group: Group, wire: P2PChannel, compress: bool = False) -> None:
         super().__init__(group)
         self.wire = wire
         self.narrow = wire.compressed() if compress else wire
@@ -79,7 +79,7 @@ class _Exchange(torch.autograd.Function):
         axis: SequenceAxis,
         sent: tuple[int, ...],
         came: tuple[int, ...],
-        way: tuple[Wire, int, str],
+        way: tuple[P2PChannel, int, str],
     ) -> Tensor:
         ctx.axis, ctx.sent, ctx.came, ctx.way = axis, sent, came, way
         x = x.contiguous()

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardwise.core.base.checked import UnknownModelError
-from shardwise.core.base.draws import dropouts_of
+from shardwise.core.base.rng import dropouts_of
+from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.sequence.attention import ORIGINALS, original_of
 from shardwise.plan.parallel import SequencePlan
 

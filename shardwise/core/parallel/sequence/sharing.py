@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, word_of
-from shardwise.core.base.draws import Private, dropouts_of
-from shardwise.core.comm import Group, Wire
+from shardwise.core.base.rng import RankRng, dropouts_of
+from shardwise.core.comm import Group, P2PChannel
 from shardwise.core.parallel.sequence.attention import OWN_ATTENTION, Pass, called, original_of, running
 from shardwise.core.parallel.sequence.axis import SequenceAxis
 from shardwise.core.parallel.sequence.parts import Parts
@@ -104,7 +104,7 @@ class Sequences:
         self.model, self.plan, self.axis = model, plan, axis
         self.body, self.table = found.body, found.table
         self._heads, self._configs = found.heads, found.configs
-        self._private = Private(axis.rank)
+        self._private = RankRng(axis.rank)
         self._rates = dropouts_of(self.body.modules())
         self._names = inspect.signature(type(self.body).forward).parameters
         self._local = False
@@ -395,7 +395,7 @@ class _Forward:
 
 
 def share_sequences(
-    model: nn.Module, plan: SequencePlan, group: Group, wire: Wire, parts: int = 1, compress: bool = False
+    model: nn.Module, plan: SequencePlan, group: Group, wire: P2PChannel, parts: int = 1, compress: bool = False
 ) -> Sequences:
     """How the ranks of ``group`` share the sequences of ``model``; nothing is changed.
 

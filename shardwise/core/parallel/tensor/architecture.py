@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.core.base.checked import UnknownModelError
+from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.rules import Attention, Embedding, Experts, Head, Mlp
 from shardwise.core.parallel.tensor.sequence import Sequences, lists_of_layers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.core.base.draws import Dropouts, Private
+from shardwise.core.base.rng import Dropouts, RankRng
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.loss import check_inside
 from shardwise.core.parallel.tensor.sequence import Sequences
@@ -89,7 +89,7 @@ class Columns(CutLayer):
     _copies: bool
     _gathers: bool
     _held: dict[str, Held]
-    _private: tuple[Private, Dropouts] | None
+    _private: tuple[RankRng, Dropouts] | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Rows(CutLayer):
         _sequences: of the sum each rank gets its own tokens, so that the bias' gradient is a sum, too (``None``: all).
     """
 
-    _leaves: Private | None
+    _leaves: RankRng | None
     _sequences: Sequences | None
     bias: Tensor | None
 
@@ -265,7 +265,7 @@ class _SumHeld(torch.autograd.Function):
 class Drops(nn.Module):
     """A dropout of which it is known where it is: of a part (``_own``), or of what all ranks have alike."""
 
-    _private: Private
+    _private: RankRng
     _own: bool
     p: float
 
@@ -287,7 +287,7 @@ class Guard(nn.Module):
             first and last of this rank.
     """
 
-    _leaves: Private
+    _leaves: RankRng
     _of_heads: dict[str, tuple[int, int, int, int]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

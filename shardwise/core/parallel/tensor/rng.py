@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.base.device import random_state, set_random_state
-from shardwise.core.base.draws import dropouts_of
+from shardwise.core.base.rng import dropouts_of
 from shardwise.core.parallel.tensor.axis import Axis
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.base.draws import Dropouts, Private
+from shardwise.core.base.rng import Dropouts, RankRng
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.shard_spec import shares
 
@@ -204,7 +204,7 @@ class Divided(nn.Module):
 
     _sequences: Sequences
     _hidden: str
-    _private: Private
+    _private: RankRng
     _dropouts: Dropouts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

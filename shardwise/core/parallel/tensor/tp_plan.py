@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwise.core.base.draws import Dropouts, Private, dropouts_of
+from shardwise.core.base.rng import Dropouts, RankRng, dropouts_of
 from shardwise.core.base.torch_internals import point
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.layers import (
@@ -64,7 +64,7 @@ class TPPlan:
 
     def __init__(self, axis: Axis, sequences: Sequences | None = None) -> None:
         self.axis, self.sequences = axis, sequences
-        self.private = Private(axis.rank)
+        self.private = RankRng(axis.rank)
         self._inside: dict[int, str] = {}
         self._gathered: set[int] = set()
         self._around: dict[tuple[int, type[nn.Module]], tuple[nn.Module, dict[str, Any]]] = {}
@@ -256,7 +256,7 @@ class TPPlan:
                 f"a {type(module).__name__} is cut as {before.__name__} already, and now as {kind.__name__}"
             )
 
-    def _region(self, owner: nn.Module) -> tuple[Private, Dropouts] | None:
+    def _region(self, owner: nn.Module) -> tuple[RankRng, Dropouts] | None:
         dropouts = dropouts_of(owner.modules())
         if dropouts:
             self._guard(owner)

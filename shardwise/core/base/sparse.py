@@ -1,7 +1,0 @@
-"""Former home of functions of :mod:`shardwise.core.base.tensors`."""
-
-from __future__ import annotations
-
-from shardwise.core.base.tensors import SPARSE, parts_of
-
-__all__ = ["SPARSE", "parts_of"]
