@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.source import TensorInfo
-from shardwise.core.shards.layout import Layout, ParamFact, make_layout
+from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
 from shardwise.plan import ByModule
 
 __all__ = ["Files", "files_of"]
@@ -61,7 +61,7 @@ class Files:
 def _layout(blocks: int, ranks: int) -> Layout:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)))
-    facts = [ParamFact((name,), param.shape, torch.float32, True, 0, 0) for name, param in model.named_parameters()]
+    facts = [ParamInfo((name,), param.shape, torch.float32, True, 0, 0) for name, param in model.named_parameters()]
     return make_layout(facts, model, ByModule(unit_classes=()), ranks, 1)
 
 

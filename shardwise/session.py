@@ -295,8 +295,8 @@ class Session:
         # Gathered parameters would be evicted later, with the user's values in them.
         self.engine.pool.invalidate(everything=True)
         self.close()
-        if self.engine.cutting is not None:
-            self.engine.cutting.remove()
+        if self.engine.tp_plan is not None:
+            self.engine.tp_plan.remove()
             self.engine.partition.release()  # hooks on layers that were cut
         for index, param in enumerate(self.params):
             param.grad = None

@@ -382,7 +382,7 @@ def test_an_import_that_is_not_there_is_found() -> None:
     text = "from shardwise.a import x, y, z\nfrom shardwise import a, b\nfrom shardwise.b import c\nfrom torch import d"
     text += "\nfrom shardwise.world.below import e"
     every["shardwise"] = Source("shardwise", "")
-    every["shardwise.world"] = Source("shardwise.world", "__getattr__ = mirror(WORLD)")
+    every["shardwise.world"] = Source("shardwise.world", "__getattr__ = install_aliases(WORLD)")
     assert [complaint.rsplit(" ", 1)[-1] for complaint in missing_imports(Source("b", text), every)] == [
         "shardwise.a.z",
         "shardwise.b",

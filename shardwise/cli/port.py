@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input."""
-    from shardwise.compat import all_worlds, read_world
+    from shardwise.compat import alias_table, alias_tables
     from shardwise.compat.port import findings, markdown, rewritten
     from shardwise.compat.table import HOMES
 
@@ -58,11 +58,11 @@ def main(options: argparse.Namespace) -> int:
         for name in options.table:
             if name not in HOMES:
                 raise BadInput(f"--table {name}: give one of {', '.join(HOMES)}")
-        print(markdown([read_world(name) for name in options.table]), end="")
+        print(markdown([alias_table(name) for name in options.table]), end="")
         return 0
     if not options.files:
         raise BadInput("no FILE: name programs or folders of them")
-    tables = all_worlds()
+    tables = alias_tables()
     unread: list[str] = []
     programs: dict[Path, tuple[str, str, list[Finding]]] = {}
     for path in _programs(options.files):  # all are read before any is written

@@ -5,11 +5,11 @@ Modules below are made from the table ``shardwise/compat/colossalai.toml``; what
 
 from __future__ import annotations
 
-from shardwise.compat import mirror, read_world
+from shardwise.compat import alias_table, install_aliases
 
 __all__ = ["__version__", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
 
-_world = read_world("colossalai")
+_world = alias_table("colossalai")
 __version__ = _world.version
 
-__getattr__ = mirror(_world)
+__getattr__ = install_aliases(_world)

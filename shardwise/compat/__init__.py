@@ -10,18 +10,18 @@ The behaviour of a name does not belong here: it is in the folder of the front-e
 
 from __future__ import annotations
 
-from shardwise.compat.aliases import NotHere, lookup, mirror
+from shardwise.compat.aliases import UnsupportedName, install_aliases, lookup
 from shardwise.compat.impersonation import impersonate
-from shardwise.compat.table import Alias, AliasTable, Unsupported, all_worlds, read_world
+from shardwise.compat.table import Alias, AliasTable, Unsupported, alias_table, alias_tables
 
 __all__ = [
     "Alias",
     "AliasTable",
-    "NotHere",
     "Unsupported",
-    "all_worlds",
+    "UnsupportedName",
+    "alias_table",
+    "alias_tables",
     "impersonate",
+    "install_aliases",
     "lookup",
-    "mirror",
-    "read_world",
 ]

@@ -14,10 +14,10 @@ from typing import Any
 
 from shardwise.compat.table import REST, Alias, AliasTable
 
-__all__ = ["AliasFinder", "NotHere", "lookup", "mirror"]
+__all__ = ["AliasFinder", "UnsupportedName", "install_aliases", "lookup"]
 
 
-class NotHere(NotImplementedError, AttributeError):
+class UnsupportedName(NotImplementedError, AttributeError):
     """An unsupported foreign name was used; the message says what to do instead.
 
     It is an ``AttributeError`` too, for programs that call ``hasattr``.
@@ -34,18 +34,18 @@ class _UnsupportedClass(ABCMeta):
     __refusal__: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotHere(cls.__refusal__)
+        raise UnsupportedName(cls.__refusal__)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # Python and its tools look these up in any class
             raise AttributeError(name)
-        raise NotHere(cls.__refusal__)
+        raise UnsupportedName(cls.__refusal__)
 
     def __getitem__(cls, item: Any) -> Any:
         return cls  # in an annotation
 
     def __iter__(cls) -> Any:
-        raise NotHere(cls.__refusal__)  # with __getitem__ alone a loop would never end
+        raise UnsupportedName(cls.__refusal__)  # with __getitem__ alone a loop would never end
 
 
 @cache
@@ -91,7 +91,7 @@ class AliasFinder(MetaPathFinder, Loader):
         """Do nothing: such a module has no code."""
 
 
-def mirror(table: AliasTable) -> Callable[[str], Any]:
+def install_aliases(table: AliasTable) -> Callable[[str], Any]:
     """Make the modules of ``table`` importable below its home; return the ``__getattr__`` of the home package."""
     if not any(isinstance(each, AliasFinder) and each.table is table for each in sys.meta_path):
         sys.meta_path.append(AliasFinder(table))  # after the finder of files

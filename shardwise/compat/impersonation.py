@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardwise.compat.table import HOMES, read_world
+from shardwise.compat.table import HOMES, alias_table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -73,7 +73,7 @@ def _distribution(foreign: str) -> Distribution:
         def read_text(self, filename: str) -> str | None:
             if filename != "METADATA":
                 return None
-            return f"Metadata-Version: 2.1\nName: {foreign}\nVersion: {read_world(foreign).version}\n"
+            return f"Metadata-Version: 2.1\nName: {foreign}\nVersion: {alias_table(foreign).version}\n"
 
         def locate_file(self, path: str | PathLike[str]) -> Path:
             return Path(__file__).parent / path

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOMES", "REST", "Alias", "AliasTable", "Unsupported", "all_worlds", "parse_table", "read_world"]
+__all__ = ["HOMES", "REST", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
 
 REST = "*"
 """The name that stands for all other names of a module."""
@@ -133,15 +133,15 @@ class AliasTable:
 
 
 @cache
-def read_world(foreign: str) -> AliasTable:
+def alias_table(foreign: str) -> AliasTable:
     """Return the table of the library ``foreign``, one of :data:`HOMES`."""
     file = Path(__file__).with_name(f"{SHARED.get(foreign, foreign)}.toml")
     return parse_table(foreign, HOMES[foreign], file.read_text("utf-8"))
 
 
-def all_worlds() -> list[AliasTable]:
+def alias_tables() -> list[AliasTable]:
     """Return the tables of all libraries."""
-    return [read_world(foreign) for foreign in HOMES]
+    return [alias_table(foreign) for foreign in HOMES]
 
 
 def parse_table(foreign: str, home: str, text: str) -> AliasTable:

@@ -5,7 +5,7 @@ DeepSpeed's other names and modules come from the table ``shardwise/compat/deeps
 
 from __future__ import annotations
 
-from shardwise.compat import mirror, read_world
+from shardwise.compat import alias_table, install_aliases
 from shardwise.deepspeed import checkpointing, zero
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Report
@@ -26,4 +26,4 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = mirror(read_world("deepspeed"))
+__getattr__ = install_aliases(alias_table("deepspeed"))

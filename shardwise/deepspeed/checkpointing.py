@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shardwise.compat import lookup, read_world
+from shardwise.compat import alias_table, lookup
 from shardwise.core.base.warnings import warn_user
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
@@ -59,4 +59,4 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """What DeepSpeed has there and this file does not."""
-    return lookup(read_world("deepspeed"), "runtime.activation_checkpointing.checkpointing", name)
+    return lookup(alias_table("deepspeed"), "runtime.activation_checkpointing.checkpointing", name)

@@ -19,12 +19,12 @@ from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNI
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.match import Match, Wanted
+from shardwise.core.checkpoint.match import LoadPart, LoadPlan
 from shardwise.core.checkpoint.options import checked_options
 from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import EngineRun, TrainedOnly
-from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerMatch, saved_schedulers
+from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 from shardwise.core.checkpoint.write import agree
@@ -170,11 +170,11 @@ def take_over(
     ``check`` is called with the client state before the session changes; its error on one rank is raised on all.
     """
     run = PartRun(session)
-    wanted: Wanted = "all" if optimizer_states else "model"
+    wanted: LoadPart = "all" if optimizer_states else "model"
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
-    def look() -> tuple[Match, _Rest]:
-        match = Match(open_it(), run.local_state(), strict, wanted)
+    def look() -> tuple[LoadPlan, _Rest]:
+        match = LoadPlan(open_it(), run.local_state(), strict, wanted)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
@@ -186,7 +186,7 @@ def take_over(
     return rest.found
 
 
-def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
+def _saved_schedules(match: LoadPlan, wanted: int) -> list[SavedScheduler]:
     """Return the saved states of ``wanted`` schedules; DeepSpeed's checkpoints have at most one."""
     if not wanted:
         return []
@@ -207,14 +207,14 @@ class _Rest:
     """Buffers, schedules, options of param groups and the loss scale, checked before the session changes."""
 
     def __init__(
-        self, run: PartRun, session: Session, match: Match, schedules: Sequence[Any], path: str, strict: bool
+        self, run: PartRun, session: Session, match: LoadPlan, schedules: Sequence[Any], path: str, strict: bool
     ) -> None:
         self._run, self._match, self._session = run, match, session
         with reading(f"what {path} holds beside tensors"):
             saved = _saved_schedules(match, len(schedules))
             self.found = _found(path, match)
             records = [[group_options(group) for group in each["groups"]] for each in match.state.get("optimizers", [])]
-        self._schedules = SchedulerMatch(match, saved, schedules[: len(saved)], strict)
+        self._schedules = SchedulerLoadPlan(match, saved, schedules[: len(saved)], strict)
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
@@ -246,7 +246,7 @@ class _Rest:
         self._schedules.apply(self._run)
 
 
-def _buffers(match: Match) -> dict[str, torch.Tensor]:
+def _buffers(match: LoadPlan) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in match.local_state.buffers().items():
         if f"model/{name}" in match.facts and name in match.local_state.others:
@@ -254,7 +254,7 @@ def _buffers(match: Match) -> dict[str, torch.Tensor]:
     return found
 
 
-def _scale(session: Session, match: Match) -> dict[str, float] | None:
+def _scale(session: Session, match: LoadPlan) -> dict[str, float] | None:
     """Return DeepSpeed's loss scale as a state of our scaler, or ``None``."""
     other = match.state.get("other") or {}
     scale = {key: tree.decode(value, None) for key, value in (other.get("loss_scaler") or {}).items()}
@@ -274,7 +274,7 @@ def good_steps(since: int, window: int) -> int:
     return (since - 1) % window if since > 0 else -1
 
 
-def _found(path: str, match: Match) -> Found:
+def _found(path: str, match: LoadPlan) -> Found:
     state = match.state
     ours = tree.decode(state["user_state"], StateTensors(match.source)) if "user_state" in state else None
     if isinstance(ours, Mapping):
@@ -385,7 +385,7 @@ class WithoutFrozen(PartRun):
         return TrainedOnly(self._session.engine, self._session.optimizers)
 
 
-def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all") -> bool:
+def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all") -> bool:
     """Return whether the checkpoint fits except for missing frozen parameters, which then keep their values."""
     held = WithoutFrozen(session).local_state()
     if not held.left_out:
@@ -395,7 +395,7 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all")
     except (CheckpointError, OSError, ValueError):
         return False  # loading reports the error on every rank
     try:
-        match = Match(source, PartRun(session).local_state(), False, wanted)
+        match = LoadPlan(source, PartRun(session).local_state(), False, wanted)
     except ValueError:
         return False
     finally:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat import lookup, read_world
+from shardwise.compat import alias_table, lookup
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
@@ -305,4 +305,4 @@ unregister_external_parameter = register_external_parameter
 
 def __getattr__(name: str) -> Any:
     """Return DeepSpeed's other names of this module."""
-    return lookup(read_world("deepspeed"), "runtime.zero", name)
+    return lookup(alias_table("deepspeed"), "runtime.zero", name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.compat import mirror, read_world
+from shardwise.compat import alias_table, install_aliases
 from shardwise.strategies import registering
 from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from shardwise.strategies.namespace import FABRIC
@@ -32,4 +32,4 @@ def take_over_deepspeed_names() -> None:
     registering.take_over_deepspeed_names(FABRIC)
 
 
-__getattr__ = mirror(read_world("lightning.fabric"))
+__getattr__ = install_aliases(alias_table("lightning.fabric"))

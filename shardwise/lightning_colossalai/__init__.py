@@ -9,14 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from shardwise.compat import mirror, read_world
+from shardwise.compat import alias_table, install_aliases
 
 __all__ = ["ColossalAIPrecisionPlugin", "ColossalAIStrategy"]
 
-_world = read_world("lightning_colossalai")
+_world = alias_table("lightning_colossalai")
 __version__ = _world.version
 _lightning: Any = import_module(f"shardwise.{'lightning' if find_spec('lightning') else 'pytorch_lightning'}")
 ColossalAIPrecisionPlugin: Any = _lightning.ColossalAIPrecisionPlugin
 ColossalAIStrategy: Any = _lightning.ColossalAIStrategy
 
-__getattr__ = mirror(_world)
+__getattr__ = install_aliases(_world)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.compat import lookup, read_world
+from shardwise.compat import alias_table, lookup
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.core.optim.fused_sgd import FusedSGD
 from shardwise.core.optim.lamb import FusedLAMB, Lamb
@@ -16,4 +16,4 @@ __all__ = ["CPUAdam", "FusedAdam", "FusedLAMB", "FusedSGD", "HybridAdam", "Lamb"
 
 
 def __getattr__(name: str) -> Any:
-    return lookup(read_world("colossalai"), "nn.optimizer", name)
+    return lookup(alias_table("colossalai"), "nn.optimizer", name)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.compat import all_worlds
+from shardwise.compat import alias_tables
 from shardwise.compat.port import rewritten
 from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
@@ -42,7 +42,7 @@ def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]
         folder = Path(name)
         for path in PROGRAMS.glob("*.py"):
             text = path.read_text("utf-8")
-            (folder / path.name).write_text(text if case.instead else rewritten(text, all_worlds()), "utf-8")
+            (folder / path.name).write_text(text if case.instead else rewritten(text, alias_tables()), "utf-8")
         status, output = (started or _run)(_started(case), folder)
     loss = _loss(output)
     if status != 0:
@@ -111,6 +111,10 @@ def _loss(output: str) -> float | None:
 def _reason(output: str) -> str:
     """The last line that names an error, of a rank rather than of its launcher."""
     lines = [line.strip() for line in output.splitlines()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|NotHere|Exception|Interrupt)\b", line)]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|UnsupportedName|Exception|Interrupt)\b", line)
+    ]
     own = [line for line in errors if "ChildFailedError" not in line]
     return (own or errors or lines or ["nothing was printed"])[-1 if not own else 0][:300]

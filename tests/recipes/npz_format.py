@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.checkpoint.formats import Format, Given
+from shardwise.core.checkpoint.formats import Format, OpenOptions
 from shardwise.core.checkpoint.formats.output import output_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
@@ -50,7 +50,7 @@ class NpzSource:
         self.close()
 
 
-def _open(path: Path, given: Given) -> NpzSource:
+def _open(path: Path, given: OpenOptions) -> NpzSource:
     return NpzSource(path)
 
 

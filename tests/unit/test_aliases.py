@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.compat import NotHere, impersonate, mirror
+from shardwise.compat import UnsupportedName, impersonate, mirror
 from shardwise.compat.table import HOMES, parse_table
 
 TABLE = parse_table(
@@ -52,7 +52,7 @@ parts = ["Odd"]
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A home package; everything is restored after the test."""
     monkeypatch.setitem(HOMES, TABLE.foreign, TABLE.home)  # type: ignore[arg-type]
-    monkeypatch.setattr("shardwise.compat.impersonation.read_world", lambda foreign: TABLE)
+    monkeypatch.setattr("shardwise.compat.impersonation.alias_table", lambda foreign: TABLE)
     finders, modules = list(sys.meta_path), set(sys.modules)
     module = ModuleType(TABLE.home)
     module.__path__ = []
@@ -78,7 +78,7 @@ def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
     parts = importlib.import_module(f"{TABLE.home}.parts")
     assert parts.ReLU is nn.ReLU and parts.deep.GELU is nn.GELU and parts.deep is home.parts.deep
     for name, said in (("Odd", "use ReLU"), ("Anything", "leave it out")):
-        with pytest.raises(NotHere, match=f"foreignlib.parts.{name}: {said}"):
+        with pytest.raises(UnsupportedName, match=f"foreignlib.parts.{name}: {said}"):
             getattr(parts, name)(3)
     assert parts.__all__ == ["Odd", "ReLU"]
     with pytest.raises(ImportError, match="'Anything'"):
@@ -111,7 +111,7 @@ def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
         (lambda: 3 in odd, "foreignlib.nn.layers.Odd: use Linear"),
         (lambda: deep(), "foreignlib.tracing.passes.Anything: trace with torch.fx"),
     ):
-        with pytest.raises(NotHere) as caught:
+        with pytest.raises(UnsupportedName) as caught:
             used()
         assert str(caught.value) == message
         assert isinstance(caught.value, NotImplementedError)

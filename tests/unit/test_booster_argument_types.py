@@ -108,8 +108,8 @@ def test_what_means_the_same_is_taken() -> None:
     assert (fsdp.sharding_strategy, fsdp.backward_prefetch) == (strategy, prefetch)
 
 
-Given = tuple[Booster, torch.nn.Module, torch.optim.Optimizer, Path]
-CALLS: list[tuple[Callable[[Given], Any], str]] = [
+OpenOptions = tuple[Booster, torch.nn.Module, torch.optim.Optimizer, Path]
+CALLS: list[tuple[Callable[[OpenOptions], Any], str]] = [
     (lambda given: Booster(device="gpu"), "device='gpu': give"),
     (lambda given: Booster(mixed_precision=16), "mixed_precision=16: give"),  # type: ignore[arg-type]
     (lambda given: GeminiPlugin().prepare_dataloader([1, 2], 1, seed="x"), "seed='x': give a whole number"),
@@ -133,18 +133,18 @@ CALLS: list[tuple[Callable[[Given], Any], str]] = [
 ]
 
 
-def _save(given: Given, **options: Any) -> None:
+def _save(given: OpenOptions, **options: Any) -> None:
     booster, model, optimizer, folder = given
     booster.save_checkpoint(folder, model, optimizer, **options)
 
 
-def _save_model(given: Given, **options: Any) -> None:
+def _save_model(given: OpenOptions, **options: Any) -> None:
     booster, model, _, folder = given
     booster.save_model(model, folder / "model", shard=True, **options)
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_odd_values_of_the_booster_are_named(call: Callable[[Given], Any], message: str, tmp_path: Path) -> None:
+def test_odd_values_of_the_booster_are_named(call: Callable[[OpenOptions], Any], message: str, tmp_path: Path) -> None:
     model, booster = torch.nn.Linear(4, 4), Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises((TypeError, ValueError)) as error:

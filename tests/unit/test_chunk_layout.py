@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamFact, make_layout, module_units
+from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamInfo, make_layout, module_units
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 
 EMPTY = nn.Module()
@@ -25,11 +25,11 @@ def fact(
     dtype: torch.dtype = torch.float32,
     trainable: bool = True,
     optimizer: int = 0,
-) -> ParamFact:
-    return ParamFact((name,), torch.Size(shape), dtype, trainable, optimizer, 0)
+) -> ParamInfo:
+    return ParamInfo((name,), torch.Size(shape), dtype, trainable, optimizer, 0)
 
 
-def facts_of(model: nn.Module) -> list[ParamFact]:
+def facts_of(model: nn.Module) -> list[ParamInfo]:
     return [fact(name, *p.shape) for name, p in model.named_parameters()]
 
 

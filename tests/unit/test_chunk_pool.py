@@ -16,7 +16,7 @@ from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import ParamFact, UnitSpec, make_layout
+from shardwise.core.shards.layout import ParamInfo, UnitSpec, make_layout
 from shardwise.core.shards.policy import GatherLimits
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.shards.source import MemorySource
@@ -43,7 +43,7 @@ class Setup:
     """Five units of one chunk each; unit ``i`` holds the value ``i``."""
 
     def __init__(self, budget: Callable[[], int] | int, capacity: int | None = None, prefetch: int = 0) -> None:
-        facts = [ParamFact((f"p{i}",), torch.Size([NUMEL]), torch.float32, i < 4, 0, 0) for i in range(5)]
+        facts = [ParamInfo((f"p{i}",), torch.Size([NUMEL]), torch.float32, i < 4, 0, 0) for i in range(5)]
         layout = make_layout(facts, nn.Module(), ByTensor(persist_numel=0), 1, 1)
         self.params = [nn.Parameter(torch.zeros(NUMEL), requires_grad=i < 4) for i in range(5)]
         self.sources, chunks = [], []

@@ -19,7 +19,7 @@ from shardwise.core.comm.local import LocalGroup
 from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.core.shards.source import DiskSource, ReadAhead
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.core.update.tiles import Piece, Tile
+from shardwise.core.update.tiles import ParamShard, UpdateTile
 
 CPU = torch.device("cpu")
 
@@ -122,8 +122,8 @@ def tile_of(
     store.write(record, buffer).wait()
     store.give(buffer)
     start = index * 10_000
-    piece = Piece(0, index, 0, start, start + value.numel(), value)
-    tile = Tile(_NoChunk(), None, None, 0, (piece,))  # type: ignore[arg-type]
+    piece = ParamShard(0, index, 0, start, start + value.numel(), value)
+    tile = UpdateTile(_NoChunk(), None, None, 0, (piece,))  # type: ignore[arg-type]
     return DiskTile(tile, store, record, optimizer, room, make_room)
 
 

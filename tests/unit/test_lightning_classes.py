@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise.lightning
 import shardwise.pytorch_lightning
-from shardwise.core.shards.layout import ParamFact, make_layout
+from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor
 from shardwise.strategies.base import REFUSED, check_callbacks
 from shardwise.strategies.fully_sharded import (
@@ -363,7 +363,7 @@ def test_auto_wrap_follows_the_policy() -> None:
 def test_units_inside_each_other() -> None:
     """A parameter belongs to the innermost; what none holds is packed by size."""
     model = nn.Sequential(net(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    facts = [ParamFact((name,), param.shape, param.dtype, True, 0, 0) for name, param in model.named_parameters()]
+    facts = [ParamInfo((name,), param.shape, param.dtype, True, 0, 0) for name, param in model.named_parameters()]
     packing = ByModule(unit_classes=(), unit_names=("0", "0.1", "0.1.0"), rest_numel=40)
     layout = make_layout(facts, model, packing, 2, 1)
     held: dict[str | None, list[str]] = {}

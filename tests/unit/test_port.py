@@ -12,7 +12,7 @@ import pytest
 from program_setup import forked_python
 
 from shardwise.cli.main import main
-from shardwise.compat import all_worlds
+from shardwise.compat import alias_tables
 from shardwise.compat.port import findings, markdown, rewritten
 from shardwise.compat.table import parse_table
 
@@ -175,7 +175,7 @@ def test_the_table_of_a_page_has_every_name() -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.compat.all_worlds", lambda: TABLES)
+    monkeypatch.setattr("shardwise.compat.alias_tables", lambda: TABLES)
 
 
 def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +245,7 @@ def test_bad_input(
 def test_every_library_has_its_version() -> None:
     names = ("colossalai", "deepspeed")
     text = "".join(f"import {name}\nprint({name}.__version__)\n" for name in names)
-    assert [(each.name, each.verdict) for each in findings(text, all_worlds())] == [
+    assert [(each.name, each.verdict) for each in findings(text, alias_tables())] == [
         (f"{name}.__version__", "same") for name in names
     ]
 
@@ -253,7 +253,7 @@ def test_every_library_has_its_version() -> None:
 def test_names_of_strategies_that_are_advised_are_registered() -> None:
     """After the import that is advised with them."""
     advised = 0
-    for table in all_worlds():
+    for table in alias_tables():
         for values in table.values.values():
             for value, said in values.items():
                 match = re.match(r"write strategy='(\w+)', after `import ([\w.]+)`", said.instead)

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import shardwise.compat
 from shardwise.cli.main import main
-from shardwise.compat import Alias, NotHere, Unsupported, read_world
+from shardwise.compat import Alias, Unsupported, UnsupportedName, alias_table
 from shardwise.compat.table import HOMES, REST
 
 FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
@@ -50,7 +50,7 @@ def test_a_file_is_in_order(file: Path) -> None:
 
 @pytest.mark.parametrize("foreign", HOMES)
 def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> None:
-    table = read_world(foreign)
+    table = alias_table(foreign)
     for path, name, entry in table.entries():
         if isinstance(entry, Alias):
             ours = getattr(import_module(entry.module), entry.name)
@@ -64,14 +64,14 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
             assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
             continue
         assert isinstance(entry, Unsupported) and not isinstance(object(), found)
-        with pytest.raises(NotHere) as caught:
+        with pytest.raises(UnsupportedName) as caught:
             found(1, key=2)
         assert str(caught.value).startswith(f"{foreign}.") and entry.instead in str(caught.value)
 
 
 @pytest.mark.parametrize("foreign", HOMES)
 def test_arguments_and_values_are_of_names_that_work(foreign: str) -> None:
-    table = read_world(foreign)
+    table = alias_table(foreign)
     for place in {*table.ignored, *table.refused}:
         path, name = place.split(":")
         assert isinstance(table.find(path, name.split(".")[0]), Alias), place

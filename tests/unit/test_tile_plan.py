@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.core.shards.layout import ParamFact, make_layout
+from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.core.update.tile_plan import plan_tiles
 from shardwise.plan import ByNumel
 
@@ -20,7 +20,7 @@ from shardwise.plan import ByNumel
     tile_numel=st.integers(1, 70),
 )
 def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], ranks: int, tile_numel: int) -> None:
-    facts = [ParamFact((f"p{i}",), torch.Size([n]), torch.float32, True, 0, groups[i]) for i, n in enumerate(sizes)]
+    facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, groups[i]) for i, n in enumerate(sizes)]
     layout = make_layout(facts, nn.Module(), ByNumel(chunk_numel=50), ranks, 1)
     covered: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
     for spec in layout.chunks:
@@ -40,7 +40,7 @@ def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], rank
 
 
 def test_neighbours_of_one_group_share_a_tile_until_it_is_full() -> None:
-    facts = [ParamFact((f"p{i}",), torch.Size([n]), torch.float32, True, 0, 0) for i, n in enumerate((4, 4, 4, 10))]
+    facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, 0) for i, n in enumerate((4, 4, 4, 10))]
     (spec,) = make_layout(facts, nn.Module(), ByNumel(chunk_numel=100), 1, 1).chunks
     spans = [(t.start, t.end, len(t.pieces)) for t in plan_tiles(spec, 0, [0] * 4, 8)]
     assert [end - start for start, end, _ in spans] == [8, 4, 8, 2]

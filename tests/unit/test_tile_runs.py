@@ -14,7 +14,7 @@ from sets import full
 from torch import nn
 
 from shardwise.core.update.tile_plan import TILE_NUMEL
-from shardwise.core.update.tiles import Calls, Tile, _alike
+from shardwise.core.update.tiles import UpdateCalls, UpdateTile, _alike
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
 
@@ -184,7 +184,7 @@ def test_tiles_of_other_dtypes_are_stepped_apart() -> None:
         )
 
 
-def tiles_of(model: nn.Module, plan: Plan) -> list[Tile]:
+def tiles_of(model: nn.Module, plan: Plan) -> list[UpdateTile]:
     session = build(model, torch.optim.AdamW(model.parameters()), plan)
     found = session.optimizer.updates.tiles  # type: ignore[union-attr]
     session.close()
@@ -192,7 +192,7 @@ def tiles_of(model: nn.Module, plan: Plan) -> list[Tile]:
 
 
 def test_calls_are_those_of_the_tiles_that_are_due() -> None:
-    tiles, calls = tiles_of(make(), zero(2).but(packing=ByNumel(chunk_numel=8))), Calls(together=True)
+    tiles, calls = tiles_of(make(), zero(2).but(packing=ByNumel(chunk_numel=8))), UpdateCalls(together=True)
     assert len(tiles) > 3
     for due in (tiles, list(tiles), tiles[:2], tiles[1:], [], tiles):
         assert [tile for call in calls.of(list(due)) for tile in call] == due

@@ -13,12 +13,12 @@ from shardwise.core.memory.placement import Home
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.lamb import FusedLAMB, Lamb
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import ChunkSpec, ParamFact, make_layout
+from shardwise.core.shards.layout import ChunkSpec, ParamInfo, make_layout
 from shardwise.core.shards.source import MemorySource
 from shardwise.core.update import tiles as update_tiles
 from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import plan_tiles
-from shardwise.core.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
+from shardwise.core.update.tiles import TileStepper, UpdateTile, make_tiles, needs_whole_tensors
 from shardwise.plan import ByNumel
 
 SIZES = [5, 0, 7, 1, 20]
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def spec() -> ChunkSpec:
-    facts = [ParamFact((f"p{i}",), torch.Size([n]), torch.float64, True, 0, i % 2) for i, n in enumerate(SIZES)]
+    facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float64, True, 0, i % 2) for i, n in enumerate(SIZES)]
     layout = make_layout(facts, nn.Module(), ByNumel(chunk_numel=1000), RANKS, 1)
     assert len(layout.chunks) == 1
     return layout.chunks[0]
@@ -56,7 +56,7 @@ def whole_values(seed: int) -> Tensor:
     return torch.randn(spec().padded_numel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[Tile], ChunkGrads]:
+def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[UpdateTile], ChunkGrads]:
     grads = ChunkGrads(chunk, torch.float64, torch.float64, Tier.DEVICE, None)
     ranges = plan_tiles(chunk.spec, chunk.rank, [i % 2 for i in range(len(SIZES))], tile_numel)
     return make_tiles(grads, ChunkState(chunk, HOME, None, None, Events()), ranges), grads
@@ -109,7 +109,7 @@ def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) 
         for number, touched in enumerate(steps):
             gradient = whole_values(10 + number)[chunk.shard_start : chunk.shard_end].clone()
             kept = gradient.clone()
-            grads.reduced, grads.touched = gradient, set(touched)
+            grads.reduced, grads.used_globally = gradient, set(touched)
             step_all(stepper, 0.25)
             assert torch.equal(gradient, kept)  # peers may still read it
             held = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
@@ -133,7 +133,7 @@ def test_masters_are_updated_and_rounded_once() -> None:
     tiles = make_tiles(grads, ChunkState(chunk, HOME, torch.float32, master, Events()), ranges)
     optimizer = torch.optim.SGD([p.value for t in tiles for p in t.pieces], lr=1.0)
     stepper = TileStepper(optimizer, tiles)
-    grads.touched = set(range(len(SIZES)))
+    grads.used_globally = set(range(len(SIZES)))
     for _ in range(100):
         grads.reduced = torch.full((own.shard_numel(0),), 2.0**-4, dtype=torch.bfloat16)
         step_all(stepper, 2.0**-8)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.deferred.construction import is_deferred
-from shardwise.core.shards.layout import ParamFact, make_layout
+from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, Plan, zero
 from shardwise.zero import (
     BucketTensorShardStrategy,
@@ -329,7 +329,7 @@ def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said
 @pytest.mark.parametrize("packing", [ByTensor(persist_numel=0), ByNumel(chunk_numel=100), ByModule(unit_classes=())])
 def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    facts = [ParamFact((n,), p.shape, p.dtype, True, 0, 0) for n, p in model.named_parameters()]
+    facts = [ParamInfo((n,), p.shape, p.dtype, True, 0, 0) for n, p in model.named_parameters()]
     layout = make_layout(facts, model, packing, 2, 1, ("0.bias", "1.weight"))
     persistent = [layout.chunks[chunk].persistent for chunk, _ in layout.where]
     assert persistent == [False, True, True, False]

@@ -24,12 +24,12 @@ from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import read_part, whole_runs
 
-__all__ = ["Match", "Wanted", "shortened"]
+__all__ = ["LoadPart", "LoadPlan", "shortened"]
 
-Wanted = Literal["all", "model", "optimizer"]
+LoadPart = Literal["all", "model", "optimizer"]
 
 
-class Match:
+class LoadPlan:
     """How the names of a checkpoint fit those of a run.
 
     Args:
@@ -42,7 +42,9 @@ class Match:
         ValueError: names or shapes do not fit; the message lists all of them.
     """
 
-    def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, wanted: Wanted = "all") -> None:
+    def __init__(
+        self, source: CheckpointSource, local_state: LocalState, strict: bool, wanted: LoadPart = "all"
+    ) -> None:
         self.source, self.local_state, self.state = source, local_state, source.state()
         self.wanted = wanted
         self.facts = source.tensors()
@@ -66,7 +68,7 @@ class Match:
         # Other formats without optimizers hold weights only, and optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
         if wanted != "model" and local_state.optimizers and saved:
-            found = OptimizerMatch(source, local_state, self.stored_name, strict, self._fitting)
+            found = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
             self.taken, others = found.taken, found.others
             self.notes += found.notes
             self.missing += found.missing
@@ -316,7 +318,7 @@ class _Own:
         ]
 
 
-class OptimizerMatch:
+class OptimizerLoadPlan:
     """How the optimizers of a checkpoint fit those of a run.
 
     Args:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.base.device import random_state, set_random_state
-from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.match import LoadPlan
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.memory.disk.checksum import checksum
@@ -115,7 +115,7 @@ class Options:
         ValueError: a value is of another kind than that of the run.
     """
 
-    def __init__(self, run: Run, match: Match) -> None:
+    def __init__(self, run: Run, match: LoadPlan) -> None:
         self._run = run
         self._groups: list[tuple[RunOptimizer, int, dict[str, Any]]] = []
         for index, taken in match.taken.items():
@@ -150,7 +150,7 @@ def checked_options(own: Mapping[str, Any], options: Mapping[str, Any], where: s
     return dict(options)
 
 
-def _check_small(trainer: RunOptimizer, match: Match, index: int) -> None:
+def _check_small(trainer: RunOptimizer, match: LoadPlan, index: int) -> None:
     """Check that state of one key is of one kind for all parameters, and that step counts are numbers.
 
     Raises:

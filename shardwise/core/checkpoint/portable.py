@@ -19,7 +19,7 @@ from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import PieceLayout
 from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
-from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.match import LoadPlan
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import LocalState, Ranks, Run
@@ -89,7 +89,7 @@ class PortableFiles:
             else:
                 stream(self._world, prepare, write, what)
 
-    def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> Match:
+    def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> LoadPlan:
         """Load weights, buffers and extra state from any format. Collective.
 
         Raises:
@@ -99,15 +99,15 @@ class PortableFiles:
         """
         return self._load(run, path, "model", strict, fit)
 
-    def load_optimizer(self, run: Run, path: str, strict: bool = True, fit: Fit = AS_IT_IS) -> Match:
+    def load_optimizer(self, run: Run, path: str, strict: bool = True, fit: Fit = AS_IT_IS) -> LoadPlan:
         """Load state, groups and loss scale of the run's optimizer. Collective. Raises as :meth:`load_model`."""
         return self._load(run, path, "optimizer", strict, fit)
 
-    def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
-        def look() -> tuple[Match, dict[str, Any], Options | None]:
+    def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> LoadPlan:
+        def look() -> tuple[LoadPlan, dict[str, Any], Options | None]:
             local_state = run.local_state()
             source = _of_part(fit.apply(open_it(), local_state), local_state, part, path, strict)
-            match = Match(source, local_state, strict, part)
+            match = LoadPlan(source, local_state, strict, part)
             if part == "model":
                 return match, read_buffers_and_extra_state(run, match), None
             return match, {}, Options(run, match)

@@ -18,11 +18,11 @@ from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.trainer import kind_of
-from shardwise.core.checkpoint.match import Match, shortened
+from shardwise.core.checkpoint.match import LoadPlan, shortened
 from shardwise.core.checkpoint.options import Options, check_generators, restore_generators, spread_generators
 from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.run import Run, as_run
-from shardwise.core.checkpoint.schedulers import SchedulerMatch, saved_schedulers
+from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
 from shardwise.core.checkpoint.write import agree, check_seen
 
@@ -118,10 +118,10 @@ def _restore_one(
     """Restore a checkpoint, and append its path to ``begun`` before the first value is replaced."""
     opened: list[CheckpointSource] = []
 
-    def look() -> tuple[Match, _OtherState]:
+    def look() -> tuple[LoadPlan, _OtherState]:
         opened.append(open_it())
         local_state = run.local_state()
-        match = Match(fit.apply(opened[0], local_state), local_state, strict)
+        match = LoadPlan(fit.apply(opened[0], local_state), local_state, strict)
         if begun and match.staying:  # these may hold any value: pieces are checked while they are loaded
             raise CheckpointError(
                 f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
@@ -157,7 +157,7 @@ def _open(path: str) -> CheckpointSource:
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
-def load_into(session: Any, match: Match, what: str, rest: Callable[[], None]) -> None:
+def load_into(session: Any, match: LoadPlan, what: str, rest: Callable[[], None]) -> None:
     """Load parameters, masters and optimizer state into a run or a session, then call ``rest``, which loads the values
     that belong to them (rates and counts). Collective.
 
@@ -189,7 +189,7 @@ def same_place(run: Run, state: Mapping[str, Any]) -> bool:
     return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
 
 
-def read_buffers_and_extra_state(run: Run, match: Match) -> dict[str, Any]:
+def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
     """Return the buffers and the extra state of this rank by name."""
     state, local_state = match.state, match.local_state
     with reading("extra state of the checkpoint"):
@@ -213,7 +213,7 @@ def read_buffers_and_extra_state(run: Run, match: Match) -> dict[str, Any]:
 class _OtherState:
     """All values but parameters and element-wise state, read and checked before anything is changed."""
 
-    def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
+    def __init__(self, run: Run, match: LoadPlan, lr_schedulers: Sequence[Any], strict: bool) -> None:
         self._run, self._match = run, match
         state, tensors = match.state, StateTensors(match.source)
         with reading("the state of the checkpoint"):
@@ -221,7 +221,7 @@ class _OtherState:
             self._read(state, tensors)
         self._others = read_buffers_and_extra_state(run, match)
         self._options = Options(run, match)
-        self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
+        self._schedulers = SchedulerLoadPlan(match, saved, lr_schedulers, strict)
 
     def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
         # Other formats have none of these; what a checkpoint does not have stays unchanged.

@@ -17,14 +17,14 @@ from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
-from shardwise.core.checkpoint.match import Match
+from shardwise.core.checkpoint.match import LoadPlan
 from shardwise.core.checkpoint.options import check_scheduler
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 
 __all__ = [
     "SavedScheduler",
-    "SchedulerMatch",
+    "SchedulerLoadPlan",
     "fitting_state",
     "inner_scheduler",
     "read_lr_scheduler",
@@ -175,7 +175,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     return SavedScheduler(decoded, str(data.get("class", "")))
 
 
-def saved_schedulers(match: Match) -> list[SavedScheduler]:
+def saved_schedulers(match: LoadPlan) -> list[SavedScheduler]:
     """Return the schedulers of a native checkpoint in order."""
     states = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
     kinds = [*match.state.get("lr_scheduler_classes", []), *[""] * len(states)]
@@ -198,7 +198,7 @@ def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
     return dict(saved.state)
 
 
-class SchedulerMatch:
+class SchedulerLoadPlan:
     """The states that schedulers load.
 
     Args:
@@ -212,7 +212,9 @@ class SchedulerMatch:
             than the scheduler's.
     """
 
-    def __init__(self, match: Match, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool) -> None:
+    def __init__(
+        self, match: LoadPlan, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool
+    ) -> None:
         if len(saved) != len(schedulers):
             raise ValueError(
                 f"the checkpoint has {len(saved)} learning-rate schedulers and {len(schedulers)} were passed; "

@@ -13,7 +13,7 @@ from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.comm import Group
 
-__all__ = ["SameBatches", "outline", "told_word", "values_word"]
+__all__ = ["SameBatches", "fingerprint", "fingerprint_value", "outline"]
 
 TEXT_LENGTH = 400
 
@@ -40,11 +40,11 @@ def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, batch
 
 
-def values_word(batch: Any) -> Tensor:
+def fingerprint(batch: Any) -> Tensor:
     """Return a fingerprint of the integers in a batch, on their device. On a GPU nothing is waited for.
 
     Returns:
-        A 0-D int64 tensor; ranks exchange :func:`told_word` of it.
+        A 0-D int64 tensor; ranks exchange :func:`fingerprint_value` of it.
     """
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for index, (_, value) in enumerate(_leaves(batch)):
@@ -54,7 +54,7 @@ def values_word(batch: Any) -> Tensor:
     return total
 
 
-def told_word(word: Tensor | Later) -> float:
+def fingerprint_value(word: Tensor | Later) -> float:
     """Return the fingerprint as an integer in [0, 2^52), exact in float64. Waits for its copy to the host only."""
     value = word.value() if isinstance(word, Later) else word.item()
     return float(int(value) % WORD)
@@ -75,7 +75,7 @@ class SameBatches:
         batch = [args, kwargs]
         self._last = outline(batch)
         self._outlines = zlib.crc32(self._last.encode(), self._outlines)
-        word = values_word(batch)
+        word = fingerprint(batch)
         self._values = word if self._values is None else self._values.to(word.device) * 3 + word
         self._sent = Later(self._values) if runs_ahead(word.device) else None
 
@@ -86,7 +86,7 @@ class SameBatches:
     def words(self) -> tuple[float, float]:
         """Return the fingerprints. On a GPU this waits for what was queued before the last forward pass."""
         word = self._values if self._sent is None else self._sent
-        return float(self._outlines), 0.0 if word is None else told_word(word)
+        return float(self._outlines), 0.0 if word is None else fingerprint_value(word)
 
     def explain(self, group: Group) -> None:
         """Compare the batches in ``group``. Collective.

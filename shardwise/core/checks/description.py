@@ -18,7 +18,7 @@ from shardwise import __version__
 from shardwise.core.base.tensors import SPARSE, parts_of
 from shardwise.core.base.validate import class_name
 from shardwise.core.comm import Description
-from shardwise.core.shards.layout import ParamFact
+from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import ByModule, Plan
 
 __all__ = ["describe_build", "described", "group_values", "plain"]
@@ -34,7 +34,7 @@ def describe_build(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
-    every: Sequence[tuple[nn.Parameter, ParamFact]],
+    every: Sequence[tuple[nn.Parameter, ParamInfo]],
 ) -> Description:
     """Versions, plan, parameters, optimizers and their groups.
 
@@ -91,7 +91,7 @@ def _plan_fields(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _parameters(
-    optimizers: Sequence[torch.optim.Optimizer], every: Sequence[tuple[nn.Parameter, ParamFact]]
+    optimizers: Sequence[torch.optim.Optimizer], every: Sequence[tuple[nn.Parameter, ParamInfo]]
 ) -> dict[str, Mapping[str, Any]]:
     place = {
         id(param): position

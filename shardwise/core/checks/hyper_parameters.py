@@ -22,13 +22,13 @@ from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh
 
-__all__ = ["HyperParameters", "Rider"]
+__all__ = ["HyperParameters", "Piggyback"]
 
 
-class Rider(Protocol):
+class Piggyback(Protocol):
     """Values that have to be the same on all ranks, compared with what they exchange at the end of a pass."""
 
-    def beside_marks(self) -> list[float]:
+    def piggyback_on_pass(self) -> list[float]:
         """Return the numbers that travel with that exchange."""
 
     def explain(self) -> None:
@@ -75,11 +75,11 @@ class HyperParameters:
             numbers.append(value)
         return digest(numbers.tobytes(), 1)[0]
 
-    def beside_norm(self) -> list[float]:
+    def piggyback_on_norm(self) -> list[float]:
         """Return what travels with the norm."""
         return [] if self._replicated else [self.word(), *self._held().values()]
 
-    def beside_marks(self) -> list[float]:
+    def piggyback_on_pass(self) -> list[float]:
         """Return what travels at the end of a pass."""
         if not self._replicated:
             return []

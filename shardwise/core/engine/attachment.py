@@ -170,7 +170,7 @@ class Attachment:
             engine.pool.begin_forward(torch.is_grad_enabled())
             engine.events.forward_began(torch.is_grad_enabled())
             self._expect_update()
-            if engine.cutting is not None and engine.staging is None and torch.is_grad_enabled():
+            if engine.tp_plan is not None and engine.staging is None and torch.is_grad_enabled():
                 engine.batches.note(args, kwargs)
         if engine.meter is not None:
             engine.meter.enter()

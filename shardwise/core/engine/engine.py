@@ -73,8 +73,8 @@ class Engine:
             self.partition = Partition(model, optimizers, plan, mesh)
             self._check_whole()
         self.params, facts = self.partition.params, self.partition.facts
-        self.cutting, self.staging = self.partition.cutting, self.partition.staging
-        self.party = mesh.register_model(type(model).__name__)
+        self.tp_plan, self.staging = self.partition.tp_plan, self.partition.staging
+        self.model_id = mesh.register_model(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(
             facts,
@@ -104,7 +104,7 @@ class Engine:
         self.early = EarlyObserver(self.grads, self.counts, self.broken, self.storage.store)
         states = list(self.grads.values())
         sums = mesh.with_sums_in(plan.comm.gradients)
-        self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
+        self.reducer = Reducer(states, sums, self.ledger, plan, self.model_id, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.agreement)
@@ -139,7 +139,7 @@ class Engine:
         mesh, pool = self.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also if only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
-            self.reducer.riders.append(GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of))
+            self.reducer.piggybacks.append(GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of))
         if pool.in_order and mesh.shard.starts_together and self.plan.comm.overlap:
             events.unit_wanted.listen(self._pass_by)
 
@@ -213,7 +213,9 @@ class Engine:
             # Under a declared capacity, evictions depend on the memory of each rank.
             agree=comm.same_order is False or meter is not None,
         )
-        pool = ChunkPool(self.layout.units, self.chunks, self.mesh.shard, self.ledger, limits, self.events, self.party)
+        pool = ChunkPool(
+            self.layout.units, self.chunks, self.mesh.shard, self.ledger, limits, self.events, self.model_id
+        )
         if meter is not None:
             meter.attach(pool)
         return pool

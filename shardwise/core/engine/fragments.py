@@ -24,7 +24,7 @@ from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import ParamFact
+from shardwise.core.shards.layout import ParamInfo
 from shardwise.core.update.disk_tiles import is_element_wise
 from shardwise.plan.precision import HALF_DTYPES
 
@@ -227,7 +227,7 @@ class EngineLocalState:
                 shapes[name] = TensorShape(tuple(value.shape), value.dtype)
         return shapes
 
-    def _stored_dtype(self, place: int, fact: ParamFact) -> torch.dtype:
+    def _stored_dtype(self, place: int, fact: ParamInfo) -> torch.dtype:
         """Return the dtype of the master, or of the shard if there is none."""
         if place not in self._table.index:  # another rank's: by the same rule
             apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES

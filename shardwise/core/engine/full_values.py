@@ -220,7 +220,7 @@ def _own_gradients(engine: Engine, dtypes: Mapping[int, torch.dtype]) -> Iterato
 
 
 def _has(state: ChunkGrads, place: int) -> bool:
-    return state.reduced is not None and place in state.touched
+    return state.reduced is not None and place in state.used_globally
 
 
 def merge_parts(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:

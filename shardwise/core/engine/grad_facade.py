@@ -110,7 +110,7 @@ class GradFacade:
         """Begin an outermost pass: take over what was assigned to ``.grad``, and clear it."""
         self.collect()
         self._changed()
-        if not any(state.touched or state.filled for state in self.engine.grads.values()):
+        if not any(state.used_globally or state.filled for state in self.engine.grads.values()):
             self.forget()  # left by a pass that failed
         self._settle_clip()
         shown = self._shown
@@ -131,7 +131,7 @@ class GradFacade:
         self._changed()
         reduced = not self.engine.passes.unreduced
         for state, places in self._by_state:
-            for at in state.touched if reduced else state.touched | state.filled:
+            for at in state.used_globally if reduced else state.used_globally | state.filled:
                 place = places[at]
                 if self._in_order[place].grad is self._shown[place]:  # otherwise assigned since: reduce_rest()
                     self._in_order[place].grad = self._shown[place] = self._grads[place]
@@ -208,16 +208,16 @@ class GradFacade:
         for optimizer in dropped:
             states = [s for s in self.engine.grads.values() if s.spec.optimizer == optimizer]
             for state in states:
-                if not (state.touched or state.filled):
+                if not (state.used_globally or state.filled):
                     state.clear()
-            if not any(state.touched or state.filled for state in states):
+            if not any(state.used_globally or state.filled for state in states):
                 self.engine.counts.forget([optimizer])  # as after zero_grad()
                 self.engine.passes.forget_tokens(optimizer)
 
     def _take_over(self, index: int, param: nn.Parameter) -> None:
         given = param.grad
         state, at = self._where[index]
-        held = at in state.touched or at in state.filled
+        held = at in state.used_globally or at in state.filled
         if isinstance(given, ShardedGrad) and given.owner() is self and given.param_index == index and not given.views:
             if held:
                 self._show(index)  # p.grad = p.grad.detach()
@@ -253,12 +253,12 @@ class GradFacade:
             state.reduced = state.own_memory().zero_()
         state.forget(at)
         if given is None:
-            state.touched.discard(at)
+            state.used_globally.discard(at)
             part = self._edited(index, ())[0]
             if state.reduced is not None:
                 part.zero_()
             return
-        state.touched.add(at)
+        state.used_globally.add(at)
         part, where, scale = self._edited(index, ())
         whole = given.detach().to_dense() if given.is_sparse else given.detach()
         if not gathered:
@@ -270,7 +270,7 @@ class GradFacade:
     def has(self, index: int) -> bool:
         """Whether there is a gradient that no step has used; the same on every rank."""
         state, at = self._where.get(index, (None, 0))
-        return state is not None and (at in state.touched or at in state.filled)
+        return state is not None and (at in state.used_globally or at in state.filled)
 
     def replace(self, index: int, value: torch.Tensor) -> None:
         """Replace the gradient by ``value`` (full shape, averaged, unscaled, any float dtype). Every rank calls it."""
@@ -328,7 +328,7 @@ class GradFacade:
             return (
                 "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside of it"
             )
-        if state.reduced is None or at not in state.touched:
+        if state.reduced is None or at not in state.used_globally:
             return (
                 "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
                 "clears it)"
@@ -360,7 +360,7 @@ class GradFacade:
                 divisor *= max(engine.counts.so_far(optimizer), 1)
             elif engine.plan.grad.average == "tokens":
                 own = engine.passes.tokens(optimizer)
-                total, _ = engine.mesh.world.total(own, "tokens of the step", engine.party)
+                total, _ = engine.mesh.world.total(own, "tokens of the step", engine.model_id)
                 # The reduction took the mean over ranks; this makes it the mean over the tokens of all ranks.
                 divisor *= total / engine.mesh.world.size if total else 1.0
             self._divisors[optimizer] = divisor
@@ -392,7 +392,7 @@ class GradFacade:
         parts = []
         for index in self._params:
             state, at = self._where[index]
-            used = state.reduced is not None and at in state.touched
+            used = state.reduced is not None and at in state.used_globally
             parts.append(self._counted_part(index, state.reduced) if used else None)
         others = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
         divided = [self.engine.layout.facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
@@ -545,7 +545,7 @@ class StaleGradWarnings:
         """A step of ``optimizer`` is about to drop the gradients in ``states``."""
         if not self._warned:
             stale = self._stale.setdefault(optimizer, set())
-            stale.update(state.spec.slots[at].param for state in states for at in state.touched)
+            stale.update(state.spec.slots[at].param for state in states for at in state.used_globally)
 
     def cleared(self, optimizer: int | None) -> None:
         """``zero_grad()`` of one optimizer, or of all (``None``)."""

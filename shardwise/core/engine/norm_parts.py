@@ -16,7 +16,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
-from shardwise.core.shards.layout import Slot
+from shardwise.core.shards.layout import ParamSpan
 
 if TYPE_CHECKING:
     from shardwise.core.engine.engine import Engine
@@ -56,11 +56,11 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._draws, self._batches = engine.partition.draws, engine.batches
+        self._rng, self._batches = engine.partition.draws, engine.batches
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
-        marked = engine.cutting is not None or engine.staging is not None or any(map(is_divided, engine.params))
+        marked = engine.tp_plan is not None or engine.staging is not None or any(map(is_divided, engine.params))
         if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
             warn_user(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
@@ -70,8 +70,8 @@ class Counting:
     def others(self, settings: HyperParameters) -> OtherParts:
         """Return the argument for ``global_norm``, with which the ranks compare their settings. Collective."""
         words: tuple[float, ...] = (settings.word(), *self._batches.words())
-        if self._draws is not None:
-            self._draws.check()
+        if self._rng is not None:
+            self._rng.check()
         # All gradients of the first rank count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group, None, words, partial(self._explain, settings))
@@ -89,7 +89,7 @@ class Counting:
         settings.explain(self._group)
 
 
-def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:
+def counted(engine: Engine, state: ChunkGrads, slot: ParamSpan) -> list[tuple[int, int]]:
     """Return the ranges of this rank's shard, in elements, in which the gradient of a parameter counts on a rank that
     is not the first."""
     fact, mesh = engine.layout.facts[slot.param], engine.mesh
@@ -99,7 +99,7 @@ def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, in
     return in_shard(state, slot, [(0, slot.numel)] if fact.part is None else fact.part.own_spans())
 
 
-def in_shard(state: ChunkGrads, slot: Slot, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def in_shard(state: ChunkGrads, slot: ParamSpan, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges of this rank's shard that have these ranges of a parameter."""
     first, last = state.chunk.overlap(slot)
     ranges = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]

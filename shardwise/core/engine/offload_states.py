@@ -12,7 +12,7 @@ from shardwise.core.base.torch_internals import point
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
-from shardwise.core.update.tiles import Tile
+from shardwise.core.update.tiles import UpdateTile
 
 __all__ = ["StateOffload"]
 
@@ -26,9 +26,11 @@ class StateOffload:
         changed: called when state has another home.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tiles: Sequence[UpdateTile], changed: Callable[[], None]
+    ) -> None:
         self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
-        self._moved: list[Tile] = []
+        self._moved: list[UpdateTile] = []
         self._arena: torch.Tensor | None = None
         self._host_before: list[torch.Tensor] = []
         """Tensors of nested state that were on the host before anything was moved there."""
@@ -81,7 +83,7 @@ class StateOffload:
             self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
             self._moved, self._host_before = [], []
 
-    def _values(self, tiles: Sequence[Tile]) -> Iterator[torch.Tensor]:
+    def _values(self, tiles: Sequence[UpdateTile]) -> Iterator[torch.Tensor]:
         for state in {id(tile.state): tile.state for tile in tiles}.values():
             if state.master is not None:
                 yield state.master
@@ -89,7 +91,7 @@ class StateOffload:
             yield own[key]
         yield from self._inner(tiles)
 
-    def _elements(self, tiles: Sequence[Tile]) -> Iterator[tuple[dict[str, Any], str]]:
+    def _elements(self, tiles: Sequence[UpdateTile]) -> Iterator[tuple[dict[str, Any], str]]:
         """Element-wise state: of the shape of its piece."""
         for tile in tiles:
             for piece in tile.pieces:
@@ -98,7 +100,7 @@ class StateOffload:
                     if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
                         yield own, key
 
-    def _inner(self, tiles: Sequence[Tile]) -> list[torch.Tensor]:
+    def _inner(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
         """Tensors in lists, tuples and dicts of state, each once, without counts (of no dimension) and without those
         that were on the host before."""
         skipped, found = {id(each) for each in self._host_before}, {}
@@ -112,8 +114,8 @@ class StateOffload:
         return list(found.values())
 
     @torch.no_grad()
-    def _replace(self, tiles: Sequence[Tile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        by_state: dict[int, list[Tile]] = {}
+    def _replace(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
+        by_state: dict[int, list[UpdateTile]] = {}
         for tile in tiles:
             by_state.setdefault(id(tile.state), []).append(tile)
         for own in by_state.values():

@@ -22,7 +22,7 @@ from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.staging import gather_parts
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.core.memory.disk.store import DiskError
-from shardwise.core.update.tiles import Piece
+from shardwise.core.update.tiles import ParamShard
 
 __all__ = ["OneParameter"]
 
@@ -228,7 +228,7 @@ class OneParameter:
         return part if own else self._whole(part)
 
     @staticmethod
-    def _kind(value: Any, piece: Piece) -> Any:
+    def _kind(value: Any, piece: ParamShard) -> Any:
         """Return the dtype of element-wise state, value and dtype of a number, or ``None`` for other shapes."""
         if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
             return str(value.dtype).removeprefix("torch.")
@@ -261,7 +261,7 @@ class OneParameter:
                 part = given[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
                 self._rewrite(position, piece, key, part)
 
-    def _rewrite(self, position: int, piece: Piece, key: str, part: torch.Tensor) -> None:
+    def _rewrite(self, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
         """Replace one shard's state in a tile; not in place, so that an error restores the old one."""
         if self._optimizer is None:
             return
@@ -291,7 +291,7 @@ class OneParameter:
             engine.storage.store.commit()
         engine.broken.loaded(state_of(optimizer.index))
 
-    def _pieces(self) -> Iterator[tuple[int, Piece, dict[str, Any]]]:
+    def _pieces(self) -> Iterator[tuple[int, ParamShard, dict[str, Any]]]:
         """Yield tile position, shard and its state, which is valid until the next one, in order."""
         optimizer = self._optimizer
         if optimizer is None:

@@ -34,7 +34,7 @@ from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import ParamFact
+from shardwise.core.shards.layout import ParamInfo
 
 __all__ = ["ShardedOptimizer", "first_non_finite", "sharded_of"]
 
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         groups = self.updates.param_groups
         settings = HyperParameters(self.optimizer, groups, index, engine.mesh, calls, made_of, engine.broken)
-        engine.reducer.riders.append(settings)
+        engine.reducer.piggybacks.append(settings)
         return settings
 
     def check_before_build(self) -> None:
@@ -222,7 +222,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor)
         # Only now may the scale move: these gradients were made under the old one.
-        if self.scaler is not None and (norm or self._counting is not None or any(s.touched for s in self._states)):
+        if self.scaler is not None and (
+            norm or self._counting is not None or any(s.used_globally for s in self._states)
+        ):
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
@@ -403,8 +405,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if they have different settings.
         """
         engine, settings = self.engine, self._settings
-        words = [engine.facade.user_grads.mark(self.index), *settings.beside_norm()]
-        total, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, words, largest)
+        words = [engine.facade.user_grads.mark(self.index), *settings.piggyback_on_norm()]
+        total, same = engine.mesh.shard.total(mine, "the gradient norm", engine.model_id, words, largest)
         if not same[0]:
             engine.facade.user_grads.compare(self.index)
         if not all(same[1:]):
@@ -553,7 +555,7 @@ def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
     return owner if isinstance(owner, ShardedOptimizer) else None
 
 
-def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamFact], mesh: Mesh) -> str:
+def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], mesh: Mesh) -> str:
     """Return the name of the first parameter whose reduced gradient is not finite on any rank. Collective.
 
     Args:

@@ -34,8 +34,8 @@ from shardwise.core.optim.state_form import check_full_state, constructed_state,
 from shardwise.core.optim.whole_tensors import counted
 from shardwise.core.parallel.tensor.order import part_of_whole
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import Slot
-from shardwise.core.update.tiles import Piece
+from shardwise.core.shards.layout import ParamSpan
+from shardwise.core.update.tiles import ParamShard
 
 __all__ = ["MOST_SMALL", "OptimizerState"]
 
@@ -114,7 +114,7 @@ class OptimizerState:
         with self._updates.opened(position):
             return [constructed_state(self.optimizer, group, piece.value) or None for piece in tile.pieces]
 
-    def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, piece: ParamShard, full: dict[str, Any]) -> dict[str, Any]:
         fact = self.engine.layout.facts[piece.param]
         name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
         whole = self.engine.layout.chunks[self.engine.layout.where[piece.param][0]].whole
@@ -237,7 +237,7 @@ class OptimizerState:
         return {index: full}
 
     def _entry(
-        self, param: int, slot: Slot, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
+        self, param: int, slot: ParamSpan, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
     ) -> dict[str, Any]:
         """Return a parameter's state, merged over tensor-parallel ranks."""
         entry, part = dict[str, Any](), self.engine.layout.facts[param].part
@@ -261,7 +261,7 @@ class OptimizerState:
         dtype = getattr(torch, dtype.removeprefix("torch."))
         return torch.empty(tuple(size), dtype=dtype, device=self.engine.mesh.device)
 
-    def _from_owner(self, param: int, slot: Slot, key: str, kind: Any) -> torch.Tensor:
+    def _from_owner(self, param: int, slot: ParamSpan, key: str, kind: Any) -> torch.Tensor:
         """Return state that is not element-wise, from the rank that has the unsharded parameter. Collective."""
         shard, chunk = self.engine.mesh.shard, self.engine.layout.chunks[self.engine.layout.where[param][0]]
         owner, value = bisect_right(chunk.bounds, slot.start) - 1, self._room(kind, slot.shape)
@@ -292,7 +292,7 @@ class OptimizerState:
             raise TypeError(wrong)
         return {int(param): entry for param, entry in found.items()}
 
-    def _not_plain(self, pieces: Sequence[Piece]) -> str:
+    def _not_plain(self, pieces: Sequence[ParamShard]) -> str:
         """Return a message about state of an unsupported type; empty if there is none."""
         for piece in pieces:
             entry = self.optimizer.state.get(piece.value, {})
@@ -304,7 +304,7 @@ class OptimizerState:
                 )
         return ""
 
-    def _describe(self, pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
+    def _describe(self, pieces: Sequence[ParamShard]) -> dict[str, dict[str, Any]]:
         entries: dict[str, dict[str, Any]] = {}
         for piece in pieces:
             for key, value in flat(self.optimizer.state.get(piece.value, {})).items():

@@ -15,7 +15,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
 from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
-from shardwise.core.shards.layout import ParamFact
+from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import Plan
 
 __all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
@@ -33,7 +33,7 @@ class ParamTable:
         names: saved names of the whole model by place; ``None`` if this rank has the whole model.
     """
 
-    facts: tuple[ParamFact, ...]
+    facts: tuple[ParamInfo, ...]
     place: tuple[int, ...]
     groups: tuple[tuple[tuple[int, ...], ...], ...]
     names: StateNames | None
@@ -54,7 +54,7 @@ class Partition:
         mesh: the ranks.
 
     Attributes:
-        cutting: tensor parallelism of layers, or ``None``.
+        tp_plan: tensor parallelism of layers, or ``None``.
         draws: synchronises random numbers of tensor-parallel ranks, or ``None``.
         staging: pipeline stages, or ``None``.
         sequences: sequence parallelism, or ``None``.
@@ -69,7 +69,7 @@ class Partition:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         every = list(model.parameters())
-        self.cutting: TPPlan | None = None
+        self.tp_plan: TPPlan | None = None
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
@@ -78,9 +78,9 @@ class Partition:
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
-            self.cutting = cut_model(model, axis, plan.tensor)
+            self.tp_plan = cut_model(model, axis, plan.tensor)
             self.draws = RngAlignment(model, axis, mesh.device)
-        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
+        facts = parameter_facts(every, all_names(model), optimizers, plan, self.tp_plan)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
             raise ValueError(
@@ -113,7 +113,7 @@ class Partition:
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
-        self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]
+        self.facts: list[ParamInfo] = [self._counted(param, fact) for param, fact in own]
         place = {id(param): at for at, param in enumerate(every)}
         groups = [[[place[id(p)] for p in g["params"] if id(p) in place] for g in o.param_groups] for o in optimizers]
         self.table = ParamTable(
@@ -126,8 +126,8 @@ class Partition:
     def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         """Refuse load hooks of modules that would see only a part of their parameters."""
         size, stages = mesh.tensor.size, mesh.pipeline.size
-        if self.cutting is not None:
-            part_of, why = self.cutting.part_of, f"{size} tensor-parallel ranks hold its layers together"
+        if self.tp_plan is not None:
+            part_of, why = self.tp_plan.part_of, f"{size} tensor-parallel ranks hold its layers together"
             _check_load_hooks(model, lambda params: any(part_of(param) is not None for param in params), why)
         if self.staging is not None:
             ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
@@ -139,7 +139,7 @@ class Partition:
         """Whether this rank has any part of it."""
         return self.staging is None or self.staging.owns(param)
 
-    def _counted(self, param: nn.Parameter, fact: ParamFact) -> ParamFact:
+    def _counted(self, param: nn.Parameter, fact: ParamInfo) -> ParamInfo:
         """Return the fact, marked if a rank of an earlier stage has the parameter, too."""
         earlier = self.staging is not None and self.staging.ranks_of(param)[0] != self.staging.rank
         return replace(fact, earlier=True) if earlier else fact
@@ -153,8 +153,8 @@ class Partition:
         """Reduce the model to this rank's part and free the rest."""
         if self.sequences is not None:  # first, since the layers that it leaves are divided next
             self.sequences.install()
-        if self.cutting is not None:
-            self.cutting.install()
+        if self.tp_plan is not None:
+            self.tp_plan.install()
         if self.draws is not None:
             self.draws.align()
         if self.staging is not None:
@@ -199,8 +199,8 @@ def parameter_facts(
     names: dict[int, tuple[str, ...]],
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
-    cutting: TPPlan | None = None,
-) -> list[ParamFact]:
+    tp_plan: TPPlan | None = None,
+) -> list[ParamInfo]:
     """Return name, shape, dtype, optimizer, group and tensor-parallel part of each of ``params``.
 
     Raises:
@@ -223,10 +223,10 @@ def parameter_facts(
     for param in params:
         optimizer_index, group_index = held.get(id(param), (-1, -1))
         dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
-        part = cutting.part_of(param) if cutting is not None else None
+        part = tp_plan.part_of(param) if tp_plan is not None else None
         shape = param.shape if part is None else part.shape
         known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
-        facts.append(ParamFact(*known, part=part))
+        facts.append(ParamInfo(*known, part=part))
     return facts
 
 

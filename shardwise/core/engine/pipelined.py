@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.base.device import Later, runs_ahead
-from shardwise.core.checks.batches import TEXT_LENGTH, differing, outline, told_word, values_word
+from shardwise.core.checks.batches import TEXT_LENGTH, differing, fingerprint, fingerprint_value, outline
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.engine import Engine
@@ -109,9 +109,9 @@ class PipelineSteps:
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
         told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
-        word = values_word(batch)
+        word = fingerprint(batch)
         self._sent = Later(word) if runs_ahead(word.device) else None
-        values = 0.0 if self._sent is not None else told_word(word)
+        values = 0.0 if self._sent is not None else fingerprint_value(word)
         try:
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
@@ -171,7 +171,7 @@ class PipelineSteps:
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """Exchange what failed in a step, by rank of the model-parallel group. Collective over it."""
-        word = 0.0 if self._sent is None else told_word(self._sent)
+        word = 0.0 if self._sent is None else fingerprint_value(self._sent)
         posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
         if any(post[0] for post in posts):
             texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")

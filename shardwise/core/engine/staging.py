@@ -9,7 +9,7 @@ import torch
 
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm import Buffer, Group, Handle
-from shardwise.core.shards.layout import ChunkSpec, Slot
+from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 
 __all__ = ["WhenAsked", "gather_chunk", "gather_parts", "gather_shards"]
 
@@ -39,7 +39,7 @@ def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+def gather_parts(group: Group, spec: ChunkSpec, slot: ParamSpan, own: torch.Tensor) -> torch.Tensor:
     """Gather the flattened parameter in ``slot``, of which this rank's shard has ``own`` (1-D, may be empty), into a
     new tensor. Collective."""
     with ordinary_tensors():

@@ -30,11 +30,11 @@ from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.core.update.masters import ChunkState
-from shardwise.core.update.tiles import Calls, Piece, Tile, TileStepper, make_tiles
+from shardwise.core.update.tiles import ParamShard, TileStepper, UpdateCalls, UpdateTile, make_tiles
 
 __all__ = ["TileUpdates"]
 
-Update = Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]
+Update = Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both with load_state_dict())."
 
 
@@ -58,7 +58,7 @@ class TileUpdates:
         self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, grads: Sequence[ChunkGrads]
     ) -> None:
         self._engine, self.optimizer, self._index = engine, optimizer, index
-        self.tiles: list[Tile] = []
+        self.tiles: list[UpdateTile] = []
         self._disk: dict[int, DiskTile] = {}
         """Tiles on a disk by position among all tiles."""
         homes = [engine.storage.homes[each.spec.index] for each in grads]
@@ -85,7 +85,7 @@ class TileUpdates:
         self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
         self._tells = self._stepper.foreign or index in engine.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
-        self._calls = Calls(together=not self._stepper.foreign)
+        self._calls = UpdateCalls(together=not self._stepper.foreign)
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
@@ -112,7 +112,7 @@ class TileUpdates:
         if not own:
             return 0
         # State may differ between matrices and vectors, and between param groups by their options.
-        numels: dict[tuple[int, int, torch.dtype], tuple[Piece, int]] = {}
+        numels: dict[tuple[int, int, torch.dtype], tuple[ParamShard, int]] = {}
         for group, piece in ((tile.group, piece) for tile in own for piece in tile.pieces):
             kind = group, piece.value.dim(), piece.value.dtype
             first, numel = numels.get(kind, (piece, 0))
@@ -159,7 +159,7 @@ class TileUpdates:
                     self.optimizer.state[piece.value] = state
         self._stepper.state_changed()
 
-    def dtype_for(self, key: str, stored: torch.dtype, piece: Piece) -> torch.dtype:
+    def dtype_for(self, key: str, stored: torch.dtype, piece: ParamShard) -> torch.dtype:
         """Return the dtype for loaded element-wise state; see :meth:`TileStepper.dtype_for`."""
         return self._stepper.dtype_for(key, stored, piece.value)
 
@@ -170,7 +170,7 @@ class TileUpdates:
         Source: Gemini's ``gpu_margin_mem_ratio`` and ZeRO-Offload++'s twin flow: their updates then run on the device.
         """
         engine, early = self._engine, self._updates_early
-        by_chunk: dict[int, list[Tile]] = {}
+        by_chunk: dict[int, list[UpdateTile]] = {}
         for tile in self.tiles:
             if tile.state.tier is Tier.HOST:
                 by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
@@ -187,14 +187,14 @@ class TileUpdates:
         self._calls.forget()
         self._stepper.state_changed()
 
-    def _bytes_on_device(self, state: ChunkState, grads: ChunkGrads, tiles: Sequence[Tile]) -> int:
+    def _bytes_on_device(self, state: ChunkState, grads: ChunkGrads, tiles: Sequence[UpdateTile]) -> int:
         entries = [self.optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
         itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
         state_bytes: int = sum(value.nbytes for value in tensors_of(entries))
         return state_bytes + state.chunk.shard_numel * itemsize
 
     @torch.no_grad()
-    def _move(self, state: ChunkState, tiles: Sequence[Tile]) -> None:
+    def _move(self, state: ChunkState, tiles: Sequence[UpdateTile]) -> None:
         chunk = state.chunk
         with chunk.opened() as shard:
             # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
@@ -327,7 +327,7 @@ class TileUpdates:
         """The parts that an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
 
-    def _active(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
+    def _active(self, tiles: Sequence[UpdateTile]) -> list[tuple[Chunk, list[UpdateTile]]]:
         """The tiles that have a gradient, by chunk."""
         active = [tile for tile in tiles if self._stepper.active(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
@@ -353,16 +353,16 @@ class TileUpdates:
 
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
     """Open the chunk's shard, without reading it if all of it will be written."""
-    return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
+    return chunk.renewing() if len(grads.used_globally) == len(chunk.spec.slots) else chunk.opened(write=True)
 
 
 @contextmanager
-def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
+def _shards() -> Iterator[Callable[[UpdateTile], torch.Tensor]]:
     """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
     stack = ExitStack()
     current: list[tuple[Chunk, torch.Tensor]] = []
 
-    def shard_of(tile: Tile) -> torch.Tensor:
+    def shard_of(tile: UpdateTile) -> torch.Tensor:
         if not current or current[0][0] is not tile.chunk:
             stack.close()
             current[:] = [(tile.chunk, stack.enter_context(_for_update(tile.chunk, tile.grads)))]

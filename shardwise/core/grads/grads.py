@@ -107,7 +107,7 @@ class ChunkGrads:
             reduction begins, those with content in ``bucket``.
         overflow: private memory for gradients that arrive after the chunk was reduced in the same pass (nested passes).
         overflow_filled: slots with content in ``overflow``.
-        touched: slots that any rank has a gradient for since the last step.
+        used_globally: slots that any rank has a gradient for since the last step.
         reduced: the gradient shard: this rank's part of the averaged gradient, summed over the passes of the step.
         aliased: ``reduced`` lies in exchange memory, or in ``bucket``, and must be copied before that is written again.
         handle: the reduction in flight, or ``None``.
@@ -136,7 +136,7 @@ class ChunkGrads:
         self.arrived: set[int] = set()
         self.expected: set[int] = set(range(len(self.spec.slots)))
         self.filled: set[int] = set()
-        self.touched: set[int] = set()
+        self.used_globally: set[int] = set()
         self.overflow: torch.Tensor | None = None
         self.overflow_filled: set[int] = set()
         self._reduced: torch.Tensor | None = None
@@ -299,7 +299,7 @@ class ChunkGrads:
         if not self.filled and self.waiting:
             self.become(Reduction.EMPTY)
 
-    def keep_whole(self, buffer: Buffer, ledger: Ledger) -> None:
+    def keep_unsharded(self, buffer: Buffer, ledger: Ledger) -> None:
         """Keep whole gradients in ``buffer``, or in private memory if they add up in another dtype than they travel in.
 
         That memory is allocated at the second pass of a step, so that programs without one need none.
@@ -345,7 +345,7 @@ class ChunkGrads:
         """Drop the gradients of this step. Their memory stays, and a reduction that has begun goes on."""
         self.arrived.clear()
         self.filled.clear()
-        self.touched.clear()
+        self.used_globally.clear()
         self.overflow_filled.clear()
         self.overflow, self.reduced = None, None
         self.aliased = False
@@ -464,11 +464,11 @@ Sizes = list[tuple[int, torch.dtype]]
 
 
 def exchange_sizes(
-    states: Sequence[ChunkGrads], buckets: BucketPool, keep_whole: bool, two_groups: bool
+    states: Sequence[ChunkGrads], buckets: BucketPool, keep_unsharded: bool, two_groups: bool
 ) -> tuple[Sizes, Sizes]:
     """Return size and dtype of the buffers for whole gradients (one per chunk, or the pool's), and of those for shards
     that are all-reduced over a second group."""
-    whole = [(each.spec.padded_numel, each.dtype) for each in states] if keep_whole else buckets.specs
+    whole = [(each.spec.padded_numel, each.dtype) for each in states] if keep_unsharded else buckets.specs
     return whole, [(each.chunk.shard_numel, each.dtype) for each in states] if two_groups else []
 
 

@@ -21,7 +21,7 @@ import torch
 from shardwise.core.base.device import on_stream, record_event, side_stream, wait_event
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
-from shardwise.core.checks.hyper_parameters import Rider
+from shardwise.core.checks.hyper_parameters import Piggyback
 from shardwise.core.comm import Buffer, Group, Handle, ModelId
 from shardwise.core.grads.grads import (
     BucketPool,
@@ -102,7 +102,7 @@ def take_used_mask(states: Sequence[ChunkGrads], mask: Sequence[bool]) -> tuple[
         overflow.append(mask[at + 1])
         first, at = at + 2, at + 2 + len(state.spec.slots)
         if True in (own := mask[first:at]):
-            state.touched.update([slot for slot, flag in enumerate(own) if flag])
+            state.used_globally.update([slot for slot, flag in enumerate(own) if flag])
     return used, overflow
 
 
@@ -273,14 +273,14 @@ class Reducer:
         plan: when gradients are reduced, and in which dtypes. Under ``reduce="last"`` every chunk has a bucket of its
             own that accumulates locally; with ``predivide`` gradients are divided by it before their sum, and by the
             rest of the divisor after it.
-        party: id of the model on the mesh.
+        model_id: id of the model on the mesh.
         counts: of the passes that gradients are made of.
         events: notified of reductions and their results.
         observer: uses results while the pass goes on.
 
     Attributes:
         begun: reductions of this pass that have begun, a prefix of the shared order.
-        riders: settings that must be the same on all ranks, compared in the exchange at the end of a pass.
+        piggybacks: settings that must be the same on all ranks, compared in the exchange at the end of a pass.
     """
 
     def __init__(
@@ -289,17 +289,17 @@ class Reducer:
         mesh: Mesh,
         ledger: Ledger,
         plan: Plan,
-        party: ModelId,
+        model_id: ModelId,
         counts: StepCounts,
         events: Events,
         observer: Observer,
     ) -> None:
         self.counts, self._events, self._observer = counts, events, observer
-        self._broadcast = partial(mesh.world.broadcast_values, model_id=party)
-        self._summarize = partial(mesh.world.summarize, model_id=party)
-        self.riders: list[Rider] = []
+        self._broadcast = partial(mesh.world.broadcast_values, model_id=model_id)
+        self._summarize = partial(mesh.world.summarize, model_id=model_id)
+        self.piggybacks: list[Piggyback] = []
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
-        self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
+        self.keep_unsharded, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
         self._agrees = mesh.size > 1
         self._predivide, self._exchange_bytes = plan.comm.predivide, plan.comm.exchange_bytes
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
@@ -320,17 +320,19 @@ class Reducer:
         """Plan the memory that :meth:`allocate` makes."""
         mesh = self.mesh
         extra = extra_bucket_bytes(self._exchange_bytes, self._group, self._ledger) if self.overlap else 0
-        buckets = BucketPool([] if self.keep_whole else self.states, 2 if self.overlap else 1, extra)
-        return buckets, exchange_sizes(self.states, buckets, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
+        buckets = BucketPool([] if self.keep_unsharded else self.states, 2 if self.overlap else 1, extra)
+        return buckets, exchange_sizes(
+            self.states, buckets, self.keep_unsharded, mesh.shard.size > 1 < mesh.replicate.size
+        )
 
     def allocate(self) -> None:
         """Allocate the exchange memory, which the ledger has counted from the beginning. Collective."""
         whole, shards = self._sizes
         buffers = self._group.buffers(whole)
-        if self.keep_whole:
+        if self.keep_unsharded:
             for state, buffer in zip(self.states, buffers, strict=True):
                 buffer.bounds = state.spec.shard_offsets
-                state.keep_whole(buffer, self._ledger)
+                state.keep_unsharded(buffer, self._ledger)
         else:
             self._buckets.fill(buffers)
         if shards:
@@ -499,7 +501,7 @@ class Reducer:
             self._buckets.give(state)
 
     def _launch(self, state: ChunkGrads) -> None:
-        if self.keep_whole and state.state is Reduction.EMPTY and state.buffer is not None:
+        if self.keep_unsharded and state.state is Reduction.EMPTY and state.buffer is not None:
             self._before_write(state)
         self._reduce(state, state.filled)
 
@@ -526,7 +528,7 @@ class Reducer:
             state.claim()
             replica.wait_writable()
             state.rs_output = replica.local
-        elif self.keep_whole:
+        elif self.keep_unsharded:
             state.rs_output = whole.local[state.chunk.shard_start : state.chunk.shard_end]
         else:
             state.rs_output = state.result_memory()
@@ -548,7 +550,7 @@ class Reducer:
         if output is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({output}); report this")
         dropped = self._dropping or state.unwanted
-        leaves = not self.keep_whole and self.mesh.shard.size == 1
+        leaves = not self.keep_unsharded and self.mesh.shard.size == 1
         if self._offload.takes(state, output):
             self._offload.begin(state, output)
         elif state.reduced is not None:
@@ -558,8 +560,8 @@ class Reducer:
             if state.home is Tier.DEVICE:
                 self._ledger.charge(state.reduced)
         else:
-            state.reduced, state.aliased = output, self.keep_whole or state.spec.index in self._replica
-        if not self.keep_whole:
+            state.reduced, state.aliased = output, self.keep_unsharded or state.spec.index in self._replica
+        if not self.keep_unsharded:
             self._release(state)
             state.bucket = None
         state.result_added()
@@ -628,7 +630,7 @@ class Reducer:
             self._dropping = False
         for state in self.states:
             state.clear()
-            if not self.keep_whole:
+            if not self.keep_unsharded:
                 self._release(state)
                 state.bucket = None
         self.counts.forget()
@@ -665,11 +667,11 @@ class Reducer:
         overflow for it."""
         counts = list(map(float, self.counts.unreduced()))
         if self._agrees:
-            riding = [number for rider in self.riders for number in rider.beside_marks()]
+            riding = [number for rider in self.piggybacks for number in rider.piggyback_on_pass()]
             votes = self._summarize(riding + counts, "which parameters had gradients", flags=used_mask(self._order))
             first = len(riding)
             if votes.least[:first] != votes.most[:first]:
-                for rider in self.riders:
+                for rider in self.piggybacks:
                     rider.explain()
             self._waits.compared(votes.flags_alike)
             counts = votes.most[first:]

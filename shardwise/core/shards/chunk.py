@@ -21,7 +21,7 @@ from shardwise.core.base.states import Table
 from shardwise.core.base.torch_internals import point, tensor_holders, versions_of
 from shardwise.core.comm import Buffer, Handle
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.layout import ChunkSpec, Slot
+from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.shards.source import ShardSource
 
 __all__ = ["RESIDENCY", "Chunk", "Residency", "absent_value", "is_absent", "is_read", "python_holders"]
@@ -233,7 +233,7 @@ class Chunk:
     def shard_numel(self) -> int:
         return self.spec.shard_numel(self.rank)
 
-    def overlap(self, slot: Slot) -> tuple[int, int]:
+    def overlap(self, slot: ParamSpan) -> tuple[int, int]:
         """Return the part of ``slot`` in this rank's shard as ``(start, end)`` in the chunk; empty if start >= end."""
         return max(slot.start, self.shard_start), min(slot.end, self.shard_end)
 

@@ -85,7 +85,7 @@ class GatherLog:
         self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
         self.last.append(chunk)
 
-    def make_up(self, group: Group, party: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
+    def make_up(self, group: Group, model_id: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
         """Issue the gathers that another rank of ``group`` has issued and this one has not. Collective.
 
         Where waits are queued nothing waits for them before :meth:`wait_made_up`, because what other ranks wait for
@@ -94,7 +94,7 @@ class GatherLog:
         Raises:
             PeerError: on every rank, if more gathers are missing than are logged.
         """
-        for chunk in [chunks[index] for index in self._missing(group, party)]:
+        for chunk in [chunks[index] for index in self._missing(group, model_id)]:
             size = chunk.spec.padded_numel, chunk.spec.dtype
             if size not in self._scratch:
                 self._scratch[size] = arrays.take(*size)
@@ -110,8 +110,8 @@ class GatherLog:
         while self._scratch:
             arrays.give(self._scratch.popitem()[1])
 
-    def _missing(self, group: Group, party: ModelId) -> list[int]:
-        counts = group.summarize([float(self.count)], "how many gathers of a failed pass began", party)
+    def _missing(self, group: Group, model_id: ModelId) -> list[int]:
+        counts = group.summarize([float(self.count)], "how many gathers of a failed pass began", model_id)
         if counts.least == counts.most:
             return []
         logs: list[tuple[int, list[int]]] = group.exchange_object([self.count, list(self.last)])
@@ -144,8 +144,8 @@ class GatherOrderCheck:
     def __init__(self, issued: GatherLog, world: Group, replica: int, name_of: Callable[[int], str]) -> None:
         self._issued, self._world, self._replica, self._name_of = issued, world, replica, name_of
 
-    def beside_marks(self) -> list[float]:
-        """See :class:`~shardwise.core.checks.hyper_parameters.Rider`."""
+    def piggyback_on_pass(self) -> list[float]:
+        """See :class:`~shardwise.core.checks.hyper_parameters.Piggyback`."""
         return [float(self._issued.fingerprint), float(self._issued.since_restart)]
 
     def explain(self) -> None:
@@ -237,14 +237,14 @@ class GatherAgreement:
         group: the ranks.
         ledger: accounts of the device's memory.
         units: the number of units.
-        party: id of the model on ``group``.
+        model_id: id of the model on ``group``.
         sources: homes of the chunks; the ranks must hold the same secondary shards (see [Note: Secondary shards]).
     """
 
     def __init__(
-        self, group: Group, ledger: Ledger, units: int, party: ModelId, sources: Sequence[ShardSource]
+        self, group: Group, ledger: Ledger, units: int, model_id: ModelId, sources: Sequence[ShardSource]
     ) -> None:
-        self.group, self.ledger, self._units, self._party = group, ledger, units, party
+        self.group, self.ledger, self._units, self._party = group, ledger, units, model_id
         self.secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
 

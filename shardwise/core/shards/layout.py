@@ -25,8 +25,8 @@ from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 __all__ = [
     "ChunkSpec",
     "Layout",
-    "ParamFact",
-    "Slot",
+    "ParamInfo",
+    "ParamSpan",
     "UnitSpec",
     "make_layout",
     "module_units",
@@ -40,7 +40,7 @@ ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want o
 
 
 @dataclass(frozen=True)
-class ParamFact:
+class ParamInfo:
     """What packing needs to know of a parameter."""
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class ParamFact:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSpan:
     """Parameter ``param`` (index into the facts) occupies ``[start, start + numel)`` of its chunk."""
 
     param: int
@@ -101,7 +101,7 @@ class ChunkSpec:
     dtype: torch.dtype
     trainable: bool
     optimizer: int
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamSpan, ...]
     bounds: Bounds
     """Offsets of the ranks' shards, and the end of the last; no shard is empty."""
     persistent: bool
@@ -159,10 +159,10 @@ class UnitSpec:
 class Layout:
     """The whole packing. ``where[i]`` is the (chunk index, slot) of parameter ``i``."""
 
-    facts: tuple[ParamFact, ...]
+    facts: tuple[ParamInfo, ...]
     units: tuple[UnitSpec, ...]
     chunks: tuple[ChunkSpec, ...]
-    where: tuple[tuple[int, Slot], ...]
+    where: tuple[tuple[int, ParamSpan], ...]
     searched_numel: int | None = None
     """Chunk size in elements that a search chose; ``None`` where there was none."""
 
@@ -176,7 +176,7 @@ class _Bin:
     persistent: bool = False
 
 
-def _bins_by_numel(facts: Sequence[ParamFact], chunk_numel: int) -> list[_Bin]:
+def _bins_by_numel(facts: Sequence[ParamInfo], chunk_numel: int) -> list[_Bin]:
     bins: list[_Bin] = []
     used = chunk_numel
     for index, fact in enumerate(facts):
@@ -213,7 +213,7 @@ def module_units(model: nn.Module, packing: ByModule) -> list[str]:
     return found
 
 
-def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+def _bins_by_module(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
     units = module_units(model, packing)
     bins: dict[str, _Bin] = {}
     for index, fact in enumerate(facts):
@@ -224,7 +224,7 @@ def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByMod
     return list(bins.values())
 
 
-def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+def _bins_by_name(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
     """Return one bin per named module, without the parameters of named modules inside it; the rest by size."""
     modules = {name for name, _ in model.named_modules()}
     missing = [name for name in packing.unit_names if name not in modules]
@@ -247,7 +247,7 @@ def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModul
     return sorted([*bins.values(), *others], key=lambda each: each.params[0])
 
 
-def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
+def _bins(facts: Sequence[ParamInfo], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
     if isinstance(packing, ByNumel):
         share = -(-sum(f.numel for f in facts) // packing.min_chunks)
         limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
@@ -257,7 +257,7 @@ def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: ByNumel | ByTen
     return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
 
 
-def _keep(bins: Sequence[_Bin], facts: Sequence[ParamFact], kept: Sequence[str]) -> list[_Bin]:
+def _keep(bins: Sequence[_Bin], facts: Sequence[ParamInfo], kept: Sequence[str]) -> list[_Bin]:
     """Move the parameters named in ``kept`` to bins of their own.
 
     Raises:
@@ -314,14 +314,14 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> tuple[list[Slot], int]:
+def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> tuple[list[ParamSpan], int]:
     align = max(1, ALIGN_BYTES // itemsize)
     slots, at = [], 0
     for index in params:
         fact = facts[index]
         # Tiny parameters (norms, biases) lie close together; only what a matrix kernel reads is aligned.
         at = _round_up(at, align) if fact.numel >= 16 * align else at
-        slots.append(Slot(index, at, fact.numel, fact.shape))
+        slots.append(ParamSpan(index, at, fact.numel, fact.shape))
         at += fact.numel
     return slots, at
 
@@ -332,8 +332,8 @@ def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> 
 # more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
 # has to be able to exchange (Group.uneven). Otherwise all shards of a chunk are padded to the length of its fullest.
 def _place_whole(
-    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
-) -> tuple[list[Slot], Bounds]:
+    facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
+) -> tuple[list[ParamSpan], Bounds]:
     """Return the slots of a chunk, each in one shard, and the bounds of the shards.
 
     ``loads`` are the ranks' bytes of earlier chunks; those of this chunk are added.
@@ -343,7 +343,7 @@ def _place_whole(
         rank = loads.index(min(loads))
         loads[rank] += facts[index].numel * itemsize
         by_rank[rank].append(index)
-    align, lengths, slots = max(1, ALIGN_BYTES // itemsize), list[int](), list[list[Slot]]()
+    align, lengths, slots = max(1, ALIGN_BYTES // itemsize), list[int](), list[list[ParamSpan]]()
     for own in by_rank:
         placed, numel = _place(facts, sorted(own), itemsize)
         slots.append(placed)
@@ -357,7 +357,7 @@ def _place_whole(
 
 
 def make_layout(
-    facts: Sequence[ParamFact],
+    facts: Sequence[ParamInfo],
     model: nn.Module,
     packing: Packing,
     shard_size: int,
@@ -381,7 +381,7 @@ def make_layout(
     loads = [0] * shard_size
     units: list[UnitSpec] = []
     chunks: list[ChunkSpec] = []
-    where: dict[int, tuple[int, Slot]] = {}
+    where: dict[int, tuple[int, ParamSpan]] = {}
     searched: int | None = None
     if isinstance(packing, BySearch):
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1

@@ -136,7 +136,7 @@ class ChunkPool:
         ledger: accounts of the device's memory.
         limits: how much may be gathered.
         events: notified of units: wanted, ready, gathered, evicted.
-        party: id of the model on ``group``.
+        model_id: id of the model on ``group``.
 
     Attributes:
         agrees: the ranks agree on each gather (:attr:`agreement`).
@@ -159,11 +159,11 @@ class ChunkPool:
         ledger: Ledger,
         limits: GatherLimits,
         events: Events,
-        party: ModelId = NO_MODEL,
+        model_id: ModelId = NO_MODEL,
     ) -> None:
-        self._party, self._events, prefetch = party, events, limits.prefetch
+        self._party, self._events, prefetch = model_id, events, limits.prefetch
         count = 1 + max((u.index for u in units), default=-1)
-        self.agreement = GatherAgreement(group, ledger, count, party, [c.source for c in chunks])
+        self.agreement = GatherAgreement(group, ledger, count, model_id, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self.training, self._evaluation = Trace(), Trace()

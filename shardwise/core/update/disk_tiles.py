@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.base.torch_internals import give_subclass, no_subclass_dispatch, point
 from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
-from shardwise.core.update.tiles import Piece, Tile
+from shardwise.core.update.tiles import ParamShard, UpdateTile
 
 __all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
@@ -79,7 +79,7 @@ class DiskTile:
 
     def __init__(
         self,
-        tile: Tile,
+        tile: UpdateTile,
         store: DiskStore,
         values: Record,
         optimizer: torch.optim.Optimizer,
@@ -283,7 +283,7 @@ class OnDisk(torch.Tensor):
         raise RuntimeError(f"saving {self!r}: call state_dict() of what boost/build returned")
 
 
-def is_element_wise(value: object, piece: Piece) -> bool:
+def is_element_wise(value: object, piece: ParamShard) -> bool:
     """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
 

@@ -28,7 +28,7 @@ from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import DiskTile, TileVisits
-from shardwise.core.update.tiles import PendingTile, Tile, TileStepper
+from shardwise.core.update.tiles import PendingTile, TileStepper, UpdateTile
 
 __all__ = ["EarlyObserver", "EarlyUpdates"]
 
@@ -59,7 +59,7 @@ class EarlyUpdates:
     def __init__(
         self,
         stepper: TileStepper,
-        tiles: Sequence[Tile],
+        tiles: Sequence[UpdateTile],
         disk: Mapping[int, Sequence[DiskTile]],
         visits: TileVisits,
         new_shards: Mapping[int, torch.Tensor],
@@ -68,7 +68,7 @@ class EarlyUpdates:
     ) -> None:
         self._stepper, self._disk, self._visits, self._new_shards = stepper, disk, visits, new_shards
         self._norm_type = norm_type
-        self._tiles: dict[int, list[Tile]] = {}
+        self._tiles: dict[int, list[UpdateTile]] = {}
         for tile in tiles:
             if tile.pieces[0].value.device.type == "cpu" and tile.state.master is not None:
                 self._tiles.setdefault(tile.chunk.spec.index, []).append(tile)
@@ -97,7 +97,7 @@ class EarlyUpdates:
 
     def takes(self, state: ChunkGrads) -> bool:
         """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
-        if len(state.arrived | state.touched) < len(state.spec.slots):
+        if len(state.arrived | state.used_globally) < len(state.spec.slots):
             return False
         if self._disk.get(state.spec.index):
             return True
@@ -133,7 +133,7 @@ class EarlyUpdates:
         index = chunk.spec.index
         with self._stepper.groups() as groups:
 
-            def step(tile: Tile, shard: torch.Tensor | None) -> None:
+            def step(tile: UpdateTile, shard: torch.Tensor | None) -> None:
                 self._stepper.step_tiles([PendingTile(tile, tile.pieces, reduced, shard)], factor, groups)
 
             if index not in self._disk:

@@ -19,7 +19,7 @@ from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.placement import Home
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import ChunkSpec, Slot
+from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
 
 __all__ = ["ChunkState", "MasterEdits", "take_over"]
@@ -179,7 +179,7 @@ def take_over(
     shard: torch.Tensor,
     kept: torch.Tensor | None,
     rounded: Rounded | None,
-    slots: Sequence[Slot] | None = None,
+    slots: Sequence[ParamSpan] | None = None,
 ) -> bool:
     """Changed values go into the master; what was not changed keeps the precision that the shard does not have.
 

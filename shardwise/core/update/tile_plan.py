@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from shardwise.core.shards.layout import ChunkSpec
 
-__all__ = ["TILE_NUMEL", "PieceRange", "TileRange", "plan_tiles"]
+__all__ = ["TILE_NUMEL", "ShardRange", "TileRange", "plan_tiles"]
 
 TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 24}
 """About what stays in a CPU's cache with its state; on a GPU, what keeps it busy."""
 
 
 @dataclass(frozen=True)
-class PieceRange:
+class ShardRange:
     """Elements ``[start, end)`` of the shard, ``offset`` elements into slot ``slot``'s parameter."""
 
     slot: int
@@ -33,7 +33,7 @@ class TileRange:
     """Neighbouring pieces of param group ``group``."""
 
     group: int
-    pieces: tuple[PieceRange, ...]
+    pieces: tuple[ShardRange, ...]
 
     @property
     def start(self) -> int:
@@ -48,7 +48,7 @@ def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: 
     """This rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter of the model."""
     shard_start, shard_end = spec.bounds[rank], spec.bounds[rank + 1]
     tiles: list[TileRange] = []
-    run: list[PieceRange] = []
+    run: list[ShardRange] = []
     run_group = -1
     for slot_index, slot in enumerate(spec.slots):
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
@@ -56,7 +56,7 @@ def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: 
         step = max(tile_numel, slot.numel) if spec.whole else tile_numel
         for at in range(start, end, step):
             stop = min(at + step, end)
-            piece = PieceRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)
+            piece = ShardRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)
             if run and (group != run_group or piece.end - run[0].start > tile_numel):
                 tiles.append(TileRange(run_group, tuple(run)))
                 run = []

@@ -34,16 +34,16 @@ from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.masters import ChunkState
-from shardwise.core.update.tile_plan import TILE_NUMEL, PieceRange, TileRange
+from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = [
     "BareStep",
-    "Calls",
+    "ParamShard",
     "PendingTile",
-    "Piece",
-    "Tile",
     "TileStepper",
+    "UpdateCalls",
+    "UpdateTile",
     "chunks_at_once",
     "is_foreign",
     "make_tiles",
@@ -70,21 +70,21 @@ ADAGRAD_ON_GPUS = TorchVersion(torch.__version__.split("+")[0]) >= "2.12"
 
 
 @dataclass(frozen=True, eq=False)
-class Piece(PieceRange):
+class ParamShard(ShardRange):
     """A range of the shard, and ``value``, which holds its elements."""
 
     value: nn.Parameter
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class UpdateTile:
     """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
 
     chunk: Chunk
     grads: ChunkGrads
     state: ChunkState
     group: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamShard, ...]
 
     @cached_property
     def start(self) -> int:
@@ -109,8 +109,8 @@ class PendingTile(NamedTuple):
         shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
     """
 
-    tile: Tile
-    active: Sequence[Piece]
+    tile: UpdateTile
+    active: Sequence[ParamShard]
     reduced: torch.Tensor
     shard: torch.Tensor | None
 
@@ -120,7 +120,7 @@ def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
     return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
 
 
-def _alike(active: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
+def _alike(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[ParamShard]]:
     """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
 
     On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
@@ -130,7 +130,7 @@ def _alike(active: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterab
         missing = [key for held in entries for key, value in held.items() if value is None]
         if not missing:
             return (active,)
-    by_keys = dict[frozenset[str], list[Piece]]()
+    by_keys = dict[frozenset[str], list[ParamShard]]()
     for piece, held in zip(active, entries, strict=True):
         step = held.get("step") if device.type != "cpu" else None
         if isinstance(step, torch.Tensor) and step.device != device:
@@ -188,7 +188,7 @@ def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
     return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
 
 
-def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[Tile]:
+def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[UpdateTile]:
     """The tiles of one chunk. Those on a disk get their values when they are read."""
     chunk = state.chunk
     if state.on_disk:
@@ -200,14 +200,14 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     tiles = []
     for span in ranges:
         pieces = tuple(
-            Piece(**vars(p), value=nn.Parameter(_shaped(values[p.start : p.end], chunk, p), requires_grad=True))
+            ParamShard(**vars(p), value=nn.Parameter(_shaped(values[p.start : p.end], chunk, p), requires_grad=True))
             for p in span.pieces
         )
-        tiles.append(Tile(chunk, grads, state, span.group, pieces))
+        tiles.append(UpdateTile(chunk, grads, state, span.group, pieces))
     return tiles
 
 
-def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tensor:
+def _shaped(values: torch.Tensor, chunk: Chunk, piece: ShardRange) -> torch.Tensor:
     shape = chunk.spec.slots[piece.slot].shape
     return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
 
@@ -332,7 +332,10 @@ class TileStepper:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], named: Callable[[int], str] = "param {}".format
+        self,
+        optimizer: torch.optim.Optimizer,
+        tiles: Sequence[UpdateTile],
+        named: Callable[[int], str] = "param {}".format,
     ) -> None:
         self.optimizer, self.tiles, self._named = optimizer, tuple(tiles), named
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
@@ -383,7 +386,7 @@ class TileStepper:
         vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
-    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]]:
+    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]]:
         """A function that updates tiles, each with the shard (1-D, in memory) that takes masters over, for one step.
 
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
@@ -392,7 +395,7 @@ class TileStepper:
         """
         with torch.no_grad(), self.groups() as groups:
 
-            def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
+            def update(given: Sequence[tuple[UpdateTile, torch.Tensor | None]]) -> None:
                 active = [(tile, shard, self.active(tile)) for tile, shard in given]
                 pending = [
                     PendingTile(tile, pieces, tile.grads.reduced, shard)
@@ -405,12 +408,12 @@ class TileStepper:
             yield update
 
     @staticmethod
-    def active(tile: Tile) -> Sequence[Piece]:
+    def active(tile: UpdateTile) -> Sequence[ParamShard]:
         """The pieces of a tile that have a gradient."""
         grads = tile.grads
         if not grads.present:
             return ()
-        touched = grads.touched
+        touched = grads.used_globally
         if len(touched) == len(grads.spec.slots):
             return tile.pieces
         return [piece for piece in tile.pieces if piece.slot in touched]
@@ -472,7 +475,7 @@ class TileStepper:
         module = type(self.optimizer).__module__
         return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
-    def _call(self, group: dict[str, Any], active: Sequence[Piece]) -> None:
+    def _call(self, group: dict[str, Any], active: Sequence[ParamShard]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
         entries = self._entries(active)
         held = self._extent(entries)
@@ -507,7 +510,7 @@ class TileStepper:
             made = constructed_state(optimizer, group, probe)
             if made:
                 optimizer.state[probe] = made
-            self._call(group, [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
+            self._call(group, [ParamShard(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
         kept = optimizer.state.pop(probe, {}).items()
         return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
 
@@ -537,7 +540,7 @@ class TileStepper:
         """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
 
-    def _entries(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def _entries(self, pieces: Sequence[ParamShard]) -> list[dict[str, Any]]:
         state = self.optimizer.state
         if isinstance(state, dict):  # whatever its class makes of get(), which is for users
             return [dict.get(state, piece.value, NOTHING) for piece in pieces]
@@ -610,9 +613,9 @@ class TileStepper:
         run_post_hooks(self.optimizer)
 
 
-def chunks_at_once(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
     """Tiles of neighbouring chunks that are alike and have no more elements than one tile may have; or of one chunk."""
-    held, numel = list[Tile](), 0
+    held, numel = list[UpdateTile](), 0
     kind: Kind | None = None
     for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
         own = list(of_chunk)
@@ -626,7 +629,7 @@ def chunks_at_once(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
         yield held
 
 
-def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
+def runs(tiles: Sequence[UpdateTile], together: bool = True) -> Iterator[list[UpdateTile]]:
     """``tiles``, which are alike, by param group, as many in one call as one tile may have elements.
 
     Args:
@@ -636,7 +639,7 @@ def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
         yield from ([tile] for tile in tiles)
         return
     most = _most(tiles[0])
-    held = dict[int, tuple[list[Tile], int]]()
+    held = dict[int, tuple[list[UpdateTile], int]]()
     for tile in tiles:
         run, numel = held.get(tile.group, ([], 0))
         if run and numel + tile.numel > most:
@@ -648,7 +651,7 @@ def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
         yield run
 
 
-class Calls:
+class UpdateCalls:
     """Which tiles each call of an update steps: as for the update before, if the same are pending.
 
     Args:
@@ -657,10 +660,10 @@ class Calls:
 
     def __init__(self, together: bool) -> None:
         self._together = together
-        self._due = list[Tile]()
-        self._calls = list[list[Tile]]()
+        self._due = list[UpdateTile]()
+        self._calls = list[list[UpdateTile]]()
 
-    def of(self, pending: list[Tile]) -> Sequence[list[Tile]]:
+    def of(self, pending: list[UpdateTile]) -> Sequence[list[UpdateTile]]:
         """The calls that step ``pending``, in order."""
         if pending != self._due:  # each of these is equal to itself alone
             self._due = pending
@@ -672,10 +675,10 @@ class Calls:
         self._due, self._calls = [], []
 
 
-def _most(tile: Tile) -> int:
+def _most(tile: UpdateTile) -> int:
     return TILE_NUMEL[tile.pieces[0].value.device.type]
 
 
-def _kind(tile: Tile) -> Kind:
+def _kind(tile: UpdateTile) -> Kind:
     value, grads = tile.pieces[0].value, tile.grads
     return tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype

@@ -57,7 +57,9 @@ def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
         return str(report.longrepr[-1]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     lines = [line.removeprefix("E").strip() for line in str(report.longrepr or "").splitlines()]
     errors = [
-        line for line in lines if re.match(r"(rank \d+: )?[\w.]*(Error|NotHere|Exception|Failed|Hanging)\b", line)
+        line
+        for line in lines
+        if re.match(r"(rank \d+: )?[\w.]*(Error|UnsupportedName|Exception|Failed|Hanging)\b", line)
     ]
     return (errors or lines or [""])[-1][:500]
 

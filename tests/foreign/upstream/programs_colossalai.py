@@ -28,7 +28,7 @@ from unittest.mock import MagicMock
 import torch  # noqa: F401  so that processes that are forked have it
 
 import shardwise  # noqa: F401
-from shardwise.compat import read_world
+from shardwise.compat import alias_table
 from shardwise.compat.port import rewritten
 
 __all__ = ["main"]
@@ -57,7 +57,7 @@ def main() -> int:
 
 def ported(checkout: Path, folder: Path) -> list[Path]:
     """Copy and port everything; paths of the programs, below ``folder``."""
-    programs, among = [], [read_world("colossalai")]
+    programs, among = [], [alias_table("colossalai")]
     for name in (*FOLDERS, "tests"):  # some take functions from its tests
         shutil.copytree(checkout / name, folder / name, ignore_dangling_symlinks=True)
         for path in (folder / name).rglob("*.py"):

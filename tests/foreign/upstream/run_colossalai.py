@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardwise.compat import read_world
+from shardwise.compat import alias_table
 from shardwise.compat.port import rewritten
 from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
@@ -111,7 +111,7 @@ def kept(results: Path | None) -> list[Outcome]:
 
 def ported(checkout: Path, folder: Path) -> None:
     """Copy the tests, and the package they are written with; their imports of ColossalAI become imports of ours."""
-    among = [read_world("colossalai")]
+    among = [alias_table("colossalai")]
     for name, source in (("tests", checkout / "tests"), ("upstream_testing", checkout / "colossalai" / "testing")):
         shutil.rmtree(folder / name, ignore_errors=True)
         for path in source.rglob("*.py"):
@@ -185,7 +185,7 @@ def _outcome(case: Tree.Element) -> Outcome:
 def _reason(text: str) -> str:
     """The last line that names an error, of a rank where one failed."""
     lines = [line.strip().removeprefix("E").strip() for line in text.splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotHere|Skipped|Interrupt)\b", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|UnsupportedName|Skipped|Interrupt)\b", line)]
     own = [line for line in errors if "ProcessRaisedException" not in line]
     return " ".join((own or errors or lines or [""])[-1].split())[:300]
 

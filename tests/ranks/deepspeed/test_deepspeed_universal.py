@@ -15,7 +15,7 @@ from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.compat import NotHere
+from shardwise.compat import UnsupportedName
 from shardwise.testing import run_ranks
 
 RANKS = 2
@@ -137,6 +137,6 @@ def test_one_that_deepspeed_made_is_taken_over(
 
 @pytest.mark.parametrize("name", ["main", "parse_arguments"])
 def test_none_is_written_and_the_names_say_so(name: str) -> None:
-    with pytest.raises(NotHere, match=rf"{name}: checkpoints here are read at any stage"):
+    with pytest.raises(UnsupportedName, match=rf"{name}: checkpoints here are read at any stage"):
         getattr(deepspeed.checkpoint.ds_to_universal, name)()
     deepspeed.checkpoint.enable_universal_checkpoint([])

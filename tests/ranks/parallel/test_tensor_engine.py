@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from shardwise.core.comm import PeerError
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.layout import ParamFact
+from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import ByNumel, DiskPlan, Plan, TensorPlan, on_device, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
@@ -58,7 +58,7 @@ def wide(numbers: dict[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
-def part_of(fact: ParamFact, value: Tensor) -> Tensor:
+def part_of(fact: ParamInfo, value: Tensor) -> Tensor:
     return value if fact.part is None else fact.part.of(value)
 
 

@@ -13,7 +13,7 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.compat import read_world
+from shardwise.compat import alias_table
 from shardwise.compat.port import findings
 
 
@@ -67,7 +67,7 @@ def test_schedules_whose_rates_are_others_say_so() -> None:
         [f"nn.lr_scheduler.{name}" for name in ["cosine", "cosine", "linear", "multistep", "poly"]],
     ):
         text = "".join(f"from colossalai.{module} import {name}\n" for module, name in zip(modules, names, strict=True))
-        found = findings(text, [read_world("colossalai")])
+        found = findings(text, [alias_table("colossalai")])
         assert [each.verdict for each in found] == ["differs"] * 4 + ["same"]
         assert [
             word in each.text for word, each in zip(("jumps", "begins", "negative", "never"), found, strict=False)

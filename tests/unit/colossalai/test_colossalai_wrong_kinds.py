@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.colossalai import shardformer
-from shardwise.compat import NotHere, read_world
+from shardwise.compat import UnsupportedName, alias_table
 from shardwise.core.engine.module import ShardedModule
 
 NOT_OURS = {id(ShardedModule), id(nn.LayerNorm)}
@@ -36,14 +36,14 @@ def required(found: Any) -> list[inspect.Parameter]:
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     seen = set[int]()
-    for module, entries in read_world("colossalai").names.items():
+    for module, entries in alias_table("colossalai").names.items():
         if module.startswith("legacy"):
             continue
         home = import_module(".".join(filter(None, ("shardwise.colossalai", module))))
         for name in entries:
             try:
                 found = getattr(home, name)
-            except (NotHere, ImportError):
+            except (UnsupportedName, ImportError):
                 continue
             if callable(found) and id(found) not in seen | NOT_OURS and required(found):
                 seen.add(id(found))
@@ -70,7 +70,7 @@ def test_layers_by_themselves(name: str) -> None:
     kind = getattr(shardformer.layer, name)
     try:
         make = kind.from_native_module
-    except NotHere as error:
+    except UnsupportedName as error:
         assert name in str(error)
         return
     with pytest.raises(TypeError, match=r"module=None: give the layer, an nn\.Module"):

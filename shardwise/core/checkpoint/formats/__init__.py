@@ -11,7 +11,7 @@ from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import open_deepspeed
 from shardwise.core.checkpoint.formats.detect import (
     Format,
-    Given,
+    OpenOptions,
     detect_format,
     known_formats,
     open_checkpoint,
@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.formats.torch_file import RefusedPickle
 
 __all__ = [
     "Format",
-    "Given",
+    "OpenOptions",
     "RefusedPickle",
     "detect_format",
     "known_formats",

@@ -33,7 +33,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 
 __all__ = [
     "Format",
-    "Given",
+    "OpenOptions",
     "detect_format",
     "known_formats",
     "located",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Given:
+class OpenOptions:
     """Arguments of ``open_checkpoint`` for a format.
 
     Attributes:
@@ -65,7 +65,7 @@ class Format:
         is_at: whether a directory (a file, with :attr:`of_file`) has this format. It should open as few files as
             possible, and not raise if the format is another.
         open: returns a source and executes nothing of the content; raises ``CheckpointError`` and ``CheckpointDamage``.
-        takes: the attributes of :class:`Given` that it uses; others are errors.
+        takes: the attributes of :class:`OpenOptions` that it uses; others are errors.
         of_run: a directory that also has a model of another format among its files.
         of_file: the format is one file; ``is_at`` is called with files, not directories.
         needs: the file that identifies a directory, for the message if no format is found.
@@ -75,7 +75,7 @@ class Format:
 
     name: str
     is_at: Callable[[Path], bool]
-    open: Callable[[Path, Given], OpenSource]
+    open: Callable[[Path, OpenOptions], OpenSource]
     takes: frozenset[str] = frozenset()
     of_run: bool = False
     of_file: bool = False
@@ -121,7 +121,7 @@ def _native_directory(path: Path) -> Path:
     return Path(newest.path)
 
 
-def _open_run(path: Path, given: Given) -> OpenSource:
+def _open_run(path: Path, given: OpenOptions) -> OpenSource:
     return open_trainer(path, given.parameter_names)
 
 
@@ -342,7 +342,7 @@ def open_checkpoint(
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:
         raise ValueError(f"format={format!r}: known are {', '.join(names)}")
-    source = _opened(path, format, Given(optimizer, parameter_names))
+    source = _opened(path, format, OpenOptions(optimizer, parameter_names))
     if not rename:
         return source
     try:
@@ -352,7 +352,7 @@ def open_checkpoint(
         raise
 
 
-def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
+def _opened(path: str | Path, format: str | None, given: OpenOptions) -> OpenSource:
     optimizer = given.optimizer
     place = located(Path(path))
     name = format or detect_format(place)
@@ -360,7 +360,7 @@ def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
         place = place.parent
     known = next(each for each in known_formats() if each.name == name)
     if name == "native":
-        return known.open(place, Given())
+        return known.open(place, OpenOptions())
     if optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
     if given.parameter_names is not None and "parameter_names" not in known.takes:

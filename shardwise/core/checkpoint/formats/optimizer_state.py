@@ -178,10 +178,10 @@ def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
     return shapes.pop() if len(shapes) == 1 else None
 
 
-Wanted = Sequence[Sequence[tuple[Any, tuple[int, ...] | None]]]
+LoadPart = Sequence[Sequence[tuple[Any, tuple[int, ...] | None]]]
 
 
-def match_by_shape(wanted: Wanted, shapes: Shapes) -> dict[Any, str]:
+def match_by_shape(wanted: LoadPart, shapes: Shapes) -> dict[Any, str]:
     """Names for numbers where only one assignment keeps the model's order inside each group; otherwise ``{}``."""
     if len(wanted) == 1:
         forward = _embed(wanted[0], list(shapes.items()))
