@@ -34,24 +34,24 @@ REST = "base, plan, session"
 """The part of all rooms that are in no other."""
 TESTS = "tests"
 BUDGETS = {
-    REST: _of(2670, 2300, ""),
-    "comm, mesh": _of(3230, 3220, "comm mesh"),
-    "memory, deferred, optim": _of(4820, 4390, "memory deferred optim"),
-    "parallel": _of(5360, 4900, "parallel"),
-    "shards": _of(2220, 1780, "shards"),
-    "grads": _of(1610, 1650, "grads"),
-    "update, engine, checks": _of(7140, 5610, "update engine checks"),
-    "checkpoint": _of(7550, 6900, "checkpoint"),
-    "booster": _of(2830, 2500, "booster"),
+    REST: _of(2650, 2300, ""),
+    "comm, mesh": _of(3310, 3220, "comm mesh"),
+    "memory, deferred, optim": _of(4720, 4390, "memory deferred optim"),
+    "parallel": _of(4920, 4900, "parallel"),
+    "shards": _of(2000, 1780, "shards"),
+    "grads": _of(1550, 1650, "grads"),
+    "update, engine, checks": _of(6520, 5610, "update engine checks"),
+    "checkpoint": _of(7250, 6900, "checkpoint"),
+    "booster": _of(2690, 2500, "booster"),
     "lightning, fabric": _of(
-        2860, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
+        2580, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
     ),
-    "deepspeed": _of(3830, 3650, "deepspeed"),
-    "colossalai, zero, nn, shardformer": _of(2160, 2050, "colossalai zero nn shardformer"),
-    "huggingface, pytorch, late": _of(1210, 1150, "huggingface pytorch late"),
-    "compat, port": _of(560, 250, "compat"),
-    "cli, testing": _of(2600, 2230, "cli testing"),
-    TESTS: _of(79700, 52000, ""),
+    "deepspeed": _of(3720, 3650, "deepspeed"),
+    "colossalai, zero, nn, shardformer": _of(2130, 2050, "colossalai zero nn shardformer"),
+    "huggingface, pytorch, late": _of(1170, 1150, "huggingface pytorch late"),
+    "compat, port": _of(490, 250, "compat"),
+    "cli, testing": _of(1970, 2230, "cli testing"),
+    TESTS: _of(79100, 52000, ""),
 }
 
 

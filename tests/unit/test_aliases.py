@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.compat import UnsupportedName, impersonate, mirror
+from shardwise.compat import UnsupportedName, impersonate, install_aliases
 from shardwise.compat.table import HOMES, parse_table
 
 TABLE = parse_table(
@@ -58,7 +58,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.__path__ = []
     module.__spec__ = ModuleSpec(TABLE.home, None, is_package=True)
     sys.modules[TABLE.home] = module
-    module.__getattr__ = mirror(TABLE)  # type: ignore[method-assign]
+    module.__getattr__ = install_aliases(TABLE)  # type: ignore[method-assign]
     yield module
     sys.meta_path[:] = finders
     for name in set(sys.modules) - modules:
@@ -86,7 +86,7 @@ def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
 
 
 def test_a_table_is_read_once(home: Any) -> None:
-    mirror(TABLE)
+    install_aliases(TABLE)
     assert sum(type(each).__name__ == "AliasFinder" and each.table is TABLE for each in sys.meta_path) == 1  # type: ignore[attr-defined]
 
 
