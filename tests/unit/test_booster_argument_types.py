@@ -127,7 +127,7 @@ CALLS: list[tuple[Callable[[OpenOptions], Any], str]] = [
     (lambda given: given[0].save_model(given[1], given[3] / "m", shard="false"), "shard='false': give True or False"),
     (lambda given: given[0].load_model(given[1], given[3] / "m", num_threads=True), "num_threads=True: give a number"),
     (lambda given: _save(given, step="x"), "step='x': give a whole number"),
-    (lambda given: _save(given, tag=5), "tag 5: give a plain file name"),
+    (lambda given: _save(given, tag=5), "tag=5 is not a valid name; use a plain file name"),
     (lambda given: _save_model(given, size_per_shard="5GB"), "size_per_shard='5GB': give a size in MB"),
     (lambda given: _save_model(given, prefix="a/b"), "prefix='a/b': give a part of the files' names"),
 ]

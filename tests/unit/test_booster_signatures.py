@@ -272,7 +272,7 @@ def test_add_lora_params_to_optimizer_exists() -> None:
 # No plan holds these: tests of their own show what they do, or what is refused.
 GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
 GEMINI_ELSEWHERE += ["enable_flash_attention", "enable_all_optimization", "enable_fused_normalization"]
-GEMINI_ELSEWHERE += ["enable_jit_fused", "use_fp8"]
+GEMINI_ELSEWHERE += ["enable_jit_fused", "enable_sequence_overlap", "use_fp8"]
 FSDP_ELSEWHERE = ["process_group", "auto_wrap_policy", "ignored_modules", "param_init_fn", "sync_module_states"]
 FSDP_ELSEWHERE += ["fp8_communication"]
 FSDP_REFUSED = ["backward_prefetch"]

@@ -14,7 +14,7 @@ def test_tensors_do_not_overlap_and_share_one_storage() -> None:
     arena = HostArena(total, pin_for=None)
     taken = [arena.take(numel, dtype) for numel, dtype in wanted]
     assert not arena.pinned
-    with pytest.raises(RuntimeError, match=f"{total + 256} bytes of host memory are wanted of {total}"):
+    with pytest.raises(RuntimeError, match=f"{total + 256} bytes do not fit into an arena of {total} bytes"):
         arena.take(1, torch.int8)
     for index, (tensor, (numel, dtype)) in enumerate(zip(taken, wanted, strict=True)):
         assert tensor.shape == (numel,) and tensor.dtype is dtype and not tensor.any()
@@ -31,7 +31,7 @@ def test_more_than_was_announced_is_an_error() -> None:
     arena = HostArena(256, pin_for=None)
     arena.take(1, torch.float32)
     for _ in range(2):  # an error takes nothing
-        with pytest.raises(RuntimeError, match="512 bytes of host memory are wanted of 256"):
+        with pytest.raises(RuntimeError, match="512 bytes do not fit into an arena of 256 bytes"):
             arena.take(1, torch.float32)
 
 

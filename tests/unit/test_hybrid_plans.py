@@ -83,7 +83,6 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({**STAGES, "tp_size": 1, "zero_stage": 2}, SHARDED.but(pp=2, tp=1, reduce="every")),
     (SEQUENCES, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
     ({**SEQUENCES, "sequence_parallelism_mode": "split_gather"}, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
-    ({**SEQUENCES, "enable_sequence_overlap": True}, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
     ({**SEQUENCES, "sequence_parallelism_mode": "ring"}, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
     ({**SEQUENCES, "sp_size": 2}, DDP.but(sp=2)),
     ({**SEQUENCES, "sp_size": 2, "pp_size": 2}, DDP.but(sp=2, pp=2)),
@@ -119,7 +118,7 @@ ELSEWHERE = [
     "use_fp8",
     "gradient_checkpoint_config",
 ]
-HYBRID_ELSEWHERE = ["overlap_p2p", *ALIKE, *ELSEWHERE]
+HYBRID_ELSEWHERE = ["overlap_p2p", "enable_sequence_overlap", *ALIKE, *ELSEWHERE]
 
 
 @pytest.mark.parametrize(("given", "plan"), HYBRID_CASES, ids=[",".join(given) for given, _ in HYBRID_CASES])
@@ -153,10 +152,10 @@ def test_updates_during_backward_of_a_model_that_ranks_hold_together(tp_size: in
         ({"pp_style": "zbv"}, "num_model_chunks=1 with pp_style='zbv': .*2 for 'zbv'"),
         ({"pp_style": "zbv", "num_model_chunks": 3}, "num_model_chunks=3 with pp_style='zbv'"),
         ({"num_layers_per_stage": [3, 0]}, r"num_layers_per_stage\[1\]=0"),
-        ({"num_layers_per_stage": [3, 3, 3]}, "has 3 numbers: give one for each of the 2 stages"),
+        ({"num_layers_per_stage": [3, 3, 3]}, "has 3 numbers; give one for each of the 2 stages"),
         (
             {"num_layers_per_stage": [3, 3], "pp_style": "interleaved", "num_model_chunks": 2},
-            r"has 2 numbers: give one for each of the 4 stages \(pp_size=2 x num_model_chunks=2\)",
+            r"has 2 numbers; give one for each of the 4 stages \(pp_size=2 x num_model_chunks=2\)",
         ),
     ],
     ids=str,
@@ -263,6 +262,7 @@ def test_hybrid_arguments_of_a_wrong_type(given: dict[str, Any]) -> None:
         ({**SEQUENCES, "tp_size": 2, "inner_ring_size": 3}, "'split_gather' is over the ranks of tp_size"),
         ({**SEQUENCES, "tp_size": 2, "sequence_parallelism_mode": "ring", "sp_size": 2}, "over the ranks of tp_size"),
         ({**SEQUENCES, "sp_size": 2, "enable_sequence_overlap": True}, "'all_to_all' has nothing of that kind"),
+        ({**SEQUENCES, "enable_sequence_overlap": True}, "gathers of sequences and products do not overlap"),
         ({**SEQUENCES, "sp_size": 2, "inner_ring_size": 2}, "sequence_parallelism_mode='ring_attn' only"),
         ({"tp_size": 2, "zero_bucket_size_in_m": 3}, "zero_stage 1 and 2 only"),
         ({"tp_size": 2, "overlap_allgather": True}, "zero_stage 1 and 2 only"),

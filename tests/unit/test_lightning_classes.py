@@ -371,7 +371,7 @@ def test_units_inside_each_other() -> None:
         names = [facts[slot.param].names[0] for chunk in unit.chunks for slot in layout.chunks[chunk].slots]
         held.setdefault(unit.module, []).append(" ".join(sorted({name.rpartition(".")[0] for name in names})))
     assert held == {"0": ["0.0 0.2 0.2.out_proj"], "0.1.0": ["0.1.0"], "0.1": ["0.1.1"], None: ["1 2", "3"]}
-    with pytest.raises(ValueError, match=r"unit_names=\['no'\] are no modules"):
+    with pytest.raises(ValueError, match=r"unit_names=\['no'\] are not modules"):
         make_layout(facts, model, ByModule(unit_classes=(), unit_names=("no",)), 2, 1)
     with pytest.raises(ValueError, match="give one of them"):
         ByModule(unit_classes=("Linear",), unit_names=("0",))

@@ -306,7 +306,7 @@ def _wrong_calls() -> None:
     items = Texts(2).items
     with pytest.raises(RuntimeError, match=r"1 of the 2 stages of the LlamaForCausalLM.*execute_pipeline"):
         model(**items)
-    with pytest.raises(RuntimeError, match=r"backward\(\) of a model in 2 stages: execute_pipeline"):
+    with pytest.raises(RuntimeError, match=r"backward\(\) of a model in 2 pipeline stages: execute_pipeline"):
         booster.backward(torch.ones((), requires_grad=True), optimizer)
     with pytest.raises(ValueError, match="Optimizer should be passed when doing backward"):
         booster.execute_pipeline(iter([items]), model, own)

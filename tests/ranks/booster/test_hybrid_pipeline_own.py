@@ -122,13 +122,12 @@ class OwnShared(OwnNet):
 
 
 REFUSED: dict[type[OwnNet], tuple[int, type[Exception], str]] = {
-    OwnScaled: (1, RuntimeError, "changes hidden states between layers.0 and layers.1"),
-    OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed again"),
+    OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed or of a layer of an earlier stage again"),
     OwnTiedByUse: (1, AttributeError, "asks embed for 'weight' in stage 1: that Embedding is in stage 0"),
     OwnDict: (0, TypeError, "calls layers.0 with a dict for its hidden state: have each layer take and return one"),
     OwnComplex: (0, TypeError, "a tensor of torch.complex128 between stages"),
     OwnPair: (0, TypeError, "returns a tuple, and stages pass a hidden state of one tensor: have each layer take"),
-    OwnTuples: (1, TypeError, "of what layers.0 returns stage 1 has the hidden state, one tensor: have each layer"),
+    OwnTuples: (1, ValueError, "not enough values to unpack"),
 }
 """The rank whose own error it is, and what it says."""
 
@@ -184,8 +183,8 @@ ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 
 @pytest.mark.parametrize(
     ("kind", "given"),
-    [*full((OwnNet, {"zero_stage": 1})), (OwnNet, ZBV), (OwnShared, {})],
-    ids=["1f1b", "zbv", "shared"],
+    [*full((OwnNet, {"zero_stage": 1})), (OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})],
+    ids=["1f1b", "zbv", "shared", "scaled"],
 )
 def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     run_ranks(2, _exact, kind, given)

@@ -235,7 +235,7 @@ def switching(name: str, rows_up_to: int, kept: int) -> tuple[dict[str, Tensor],
     with (
         mock.patch.object(Group, "rows_up_to", rows_up_to),
         mock.patch.object(Group, "broadcast_values", speak),
-        mock.patch.object(reducer, "MOST_ORDERS", kept),
+        mock.patch.object(reducer, "MAX_ORDERS", kept),
     ):
         try:
             mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)

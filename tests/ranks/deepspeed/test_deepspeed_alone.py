@@ -95,6 +95,6 @@ def apart(folder: str) -> tuple[str, list[str]]:
 
 def test_directories_that_differ_are_named_and_nothing_is_saved(tmp_path: Path) -> None:
     for said, there in run_ranks(2, apart, str(tmp_path)):
-        assert "does not see" in said and "give the same directory on every rank" in said, said
+        assert "does not see" in said and "use the same directory on every rank" in said, said
         assert there == []
     assert (tmp_path / "all" / "latest").exists()

@@ -77,7 +77,7 @@ def trained(precision: str, stage: int) -> tuple[list[dict[str, Tensor]], list[s
     for engine in made:
         engine.destroy()
         engine.session.mesh.close()
-    return found, [str(each.message) for each in caught if "nobody scaled" in str(each.message)]
+    return found, [str(each.message) for each in caught if "of an unscaled loss" in str(each.message)]
 
 
 QUICK = [("fp32", 3), ("fp16", 1), ("fp16", 2)]

@@ -37,7 +37,7 @@ PACKAGE = Path(shardwise.__file__).parent
 """The clone's folder may have the package's name, so that names of folders do not tell whose a frame is."""
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")
 """Frames that only Python 3.11 makes."""
-LATER = "ahead.py"
+LATER = "device.py"
 """Reads what was sent to the host a step before."""
 STEPS = 5
 

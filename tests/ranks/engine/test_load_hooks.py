@@ -123,7 +123,7 @@ def wrong(session: shardwise.Session, state: State) -> None:
     keys = session.module.load_state_dict(fewer, strict=False)
     assert (keys.missing_keys, keys.unexpected_keys) == (["0.bias"], []) and len(model[1].calls) == 2
     handle = model[0].register_load_state_dict_post_hook(lambda *_: 1)
-    with pytest.raises(AssertionError, match=r"a hook for loads of Linear .* returned a value"):
+    with pytest.raises(AssertionError, match="a load_state_dict post-hook of Linear returned a value"):
         session.module.load_state_dict(state)
     handle.remove()
     if session.mesh.rank == 0:  # the other learns of it, and both go on

@@ -191,7 +191,7 @@ def refused() -> list[str]:
         assert pipeline is not None
         with Exact():
             pipeline.step(batch, criterion, train=True)
-        with pytest.raises(RuntimeError, match="stages alone") as error:
+        with pytest.raises(RuntimeError, match="stages only") as error:
             torch.nn.utils.clip_grad_norm_(session.params, 1.0)
         told.append(str(error.value))
     return told

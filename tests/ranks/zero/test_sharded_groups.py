@@ -463,8 +463,8 @@ def test_contexts_remember_their_group() -> None:
         "mpu.get_pipe_parallel_world_size()=2",
         "mpu.get_data_parallel_group()=-100",
         "zero.Init with groups of different ranks",
-        "zero.Init with what zero_optimization.zero_hpz_partition_size",
-        "zero.Init with what zero_optimization.zero_hpz_partition_size",
+        "zero.Init takes no argument for zero_optimization.zero_hpz_partition_size",
+        "zero.Init takes no argument for zero_optimization.zero_hpz_partition_size",
     ]
     for said in run_ranks(4, contexts):
         begin_with(said, wanted)
