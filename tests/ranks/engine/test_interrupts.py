@@ -229,7 +229,7 @@ def around_files(name: str, directory: str) -> None:
             backward(session, 0)
             session.optimizers[0].step()
             like = values(session)
-            with pytest.raises(KeyboardInterrupt), before(EngineRun, "held"):
+            with pytest.raises(KeyboardInterrupt), before(EngineRun, "local_state"):
                 session.checkpoints.save(root, "one")
             train(session, first=1)
             with pytest.raises(KeyboardInterrupt), before(EngineRun, "replaced"):

@@ -81,7 +81,7 @@ def test_auto_does_not_go_on_with_what_a_damaged_checkpoint_left(tmp_path: Path)
     damage(tmp_path / "new", "model/second.bias")
     ((kind, text),) = run_ranks(1, loaded, str(tmp_path), False)
     assert kind == CheckpointError.__name__
-    assert f"{tmp_path}/old would leave narrow as a damaged checkpoint left it" in text and TAKEN in text
+    assert f"{tmp_path}/old does not replace narrow, which a damaged checkpoint changed" in text and TAKEN in text
 
 
 def test_damage_that_shows_before_any_value_is_no_reason_to_stop(tmp_path: Path) -> None:
