@@ -1,0 +1,147 @@
+"""Names and sentences: words that an engineer from PyTorch would not search for, with how many of each are left.
+
+A count only falls: lower it when words are replaced, and remove the word's row when none is left. A word without a row
+may not be used at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.sources import ROOT, Source, ours
+
+SLACK = 10
+"""A count is lowered when so many fewer are left."""
+NAMES = re.compile(
+    "alike|anew|aside|asked|astray|beside|bringer|brought|carrier|census|cutting|disjoin|draws|encloses|enroll|errand|everyone"
+    "|foresee|found|given|held|joint|kept|landing|landings|lanes|letters|others|party|remarks|rest|riders|said|seats|spare"
+    "|summer|taken|told|unheld|void|wanted|watcher|whoever|whole"
+)
+"""Names of values, arguments, functions and classes, in any case."""
+PROSE = re.compile(
+    r"\b(?:beside|alike|anew|whoever|whatever|in its stead|is none|see there|in vain|by hand|nobody|somebody)\b",
+    re.IGNORECASE,
+)
+"""Words of docstrings, comments, error messages and pages."""
+LEFT_NAMES = {
+    "alike": 14,
+    "anew": 1,
+    "aside": 4,
+    "asked": 31,
+    "beside": 7,
+    "carrier": 2,
+    "draws": 2,
+    "everyone": 11,
+    "foresee": 1,
+    "found": 317,
+    "given": 113,
+    "held": 104,
+    "joint": 6,
+    "kept": 102,
+    "lanes": 4,
+    "letters": 1,
+    "others": 62,
+    "party": 2,
+    "rest": 51,
+    "said": 9,
+    "spare": 3,
+    "taken": 28,
+    "told": 46,
+    "wanted": 56,
+    "whole": 97,
+}
+LEFT_PROSE = {
+    "alike": 59,
+    "anew": 24,
+    "beside": 102,
+    "by hand": 14,
+    "in vain": 4,
+    "is none": 55,
+    "nobody": 43,
+    "see there": 1,
+    "somebody": 12,
+    "whatever": 77,
+    "whoever": 24,
+}
+
+
+def names_of(source: Source) -> Iterator[str]:
+    """Every name that ``source`` gives: arguments, variables, attributes, functions, classes, its own last part."""
+    yield source.name.rsplit(".", 1)[-1]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def prose_of(text: str) -> Iterator[str]:
+    """Comments and texts of Python code."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
+            yield token.string
+
+
+def count_names() -> Counter[str]:
+    """Banned names in the package."""
+    found = (name.strip("_").lower() for source in ours() for name in names_of(source))
+    return Counter(name for name in found if NAMES.fullmatch(name))
+
+
+def count_prose() -> Counter[str]:
+    """Banned words in the package's texts and in the pages that users read."""
+    texts = [text for source in ours() for text in prose_of(source.text)]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    texts += [page.read_text("utf-8") for page in pages]
+    return Counter(word.lower() for text in texts for word in PROSE.findall(text))
+
+
+def compared(found: Counter[str], left: dict[str, int]) -> list[str]:
+    """Complaints about counts that rose, or that are to be lowered."""
+    words = sorted(found.keys() | left.keys())
+    above = [
+        f"{word!r}: {found[word]} uses, {left.get(word, 0)} may be" for word in words if found[word] > left.get(word, 0)
+    ]
+    return above + [
+        f"{word!r}: {found[word]} uses are left, lower its count from {left[word]}"
+        for word in words
+        if word in left and found[word] < max(left[word] - SLACK, 1)
+    ]
+
+
+def test_names() -> None:
+    complaints = compared(count_names(), LEFT_NAMES)
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_prose() -> None:
+    complaints = compared(count_prose(), LEFT_PROSE)
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_both_are_found() -> None:
+    source = Source("shardwise.beside", "def f(given): self.kept = 1\nclass Party: x = alike\nother = 2")
+    assert sorted(name.lower() for name in names_of(source) if NAMES.fullmatch(name.lower())) == [
+        "beside",
+        "given",
+        "kept",
+        "party",
+    ]
+    text = "x = f'it lies beside {y} anew'  # alike\n'''by hand'''"
+    assert [word for part in prose_of(text) for word in PROSE.findall(part)] == [
+        "beside",
+        "anew",
+        "alike",
+        "by hand",
+    ]
+    assert compared(Counter(a=2, b=1), {"b": 30}) == [
+        "'a': 2 uses, 0 may be",
+        "'b': 1 uses are left, lower its count from 30",
+    ]
