@@ -139,7 +139,7 @@ def _second_pass() -> str:
 
 def test_a_second_pass_is_refused() -> None:
     for message in run_ranks(RANKS, _second_pass):
-        assert "update='backward'" in message and "call step() before it" in message
+        assert "update='backward'" in message and "Call step() before it" in message
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -157,7 +157,7 @@ def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monk
         assert updates_early(placed.plan(1), GPU)
     built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())
     monkeypatch.setattr("shardwise.session.build", lambda *arguments: built)
-    vars(plugin)["_mesh"] = SimpleNamespace(size=1, device=GPU, everyone=SimpleNamespace(size=1))
+    vars(plugin)["_mesh"] = SimpleNamespace(size=1, device=GPU, mesh_group=SimpleNamespace(size=1))
     with pytest.warns(UserWarning, match="update='backward' updates nothing during backward.*on cuda") as caught:
         plugin.configure(nn.Linear(1, 1))
     assert len(caught) == 1

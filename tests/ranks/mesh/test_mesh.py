@@ -128,13 +128,13 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
         made = dist.new_group(ranks, backend="gloo")
         group = made if me in ranks else group
     mesh = Mesh.create(plan, CPU, COMM, group)
-    names = ("shard", "replicate", "world", "tensor", "pipeline", "everyone")
+    names = ("shard", "replicate", "world", "tensor", "pipeline", "mesh_group")
     told = {name: [int(row[0]) for row in getattr(mesh, name).exchange([me])] for name in names}
     others = [me] if mesh.model_parallel is None else [int(row[0]) for row in mesh.model_parallel.exchange([me])]
     assert others == sorted(told["tensor"] if plan.pp == 1 else told["pipeline"] if plan.tp == 1 else others)
     assert len(others) == plan.tp * plan.pp
     assert told["world"] == list(mesh.ranks) and mesh.ranks[mesh.rank] == me
-    assert (mesh.rank, mesh.size, mesh.is_rank0) == (mesh.world.rank, mesh.world.size, me == told["everyone"][0])
+    assert (mesh.rank, mesh.size, mesh.is_rank0) == (mesh.world.rank, mesh.world.size, me == told["mesh_group"][0])
     assert mesh.device_mesh is not None
     sizes = {"pp": plan.pp, "dp_replicate": 2, "dp_shard": 2, "tp": plan.tp}
     assert mesh.device_mesh.mesh_dim_names == tuple(n for n, size in sizes.items() if n[:2] == "dp" or size > 1)
@@ -175,16 +175,16 @@ def test_neighbours_hold_parts_of_the_same_layers() -> None:
             "world": [part, part + 2, part + 4, part + 6],
             "tensor": [low, low + 1],
             "pipeline": [me],
-            "everyone": list(range(8)),
+            "mesh_group": list(range(8)),
         }
 
 
 def test_four_ranks_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
-        every = {name: [0, 1, 2, 3] for name in ("tensor", "everyone")}
+        every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group")}
         assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
     for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], MeshPlan(dp_shard=-1, dp_replicate=1, tp=2))):
-        assert told["tensor"] == told["everyone"] == [me % 2, me % 2 + 2] and told["world"] == [me]
+        assert told["tensor"] == told["mesh_group"] == [me % 2, me % 2 + 2] and told["world"] == [me]
 
 
 @pytest.mark.full
@@ -202,7 +202,7 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
 
 def test_stages_of_a_group_are_next_to_each_other() -> None:
     for me, told in enumerate(run_ranks(4, parts, [[1, 0], [3, 2]], MeshPlan(dp_shard=-1, dp_replicate=1, pp=2))):
-        assert told["pipeline"] == told["everyone"] == [me // 2 * 2, me // 2 * 2 + 1] and told["world"] == [me]
+        assert told["pipeline"] == told["mesh_group"] == [me // 2 * 2, me // 2 * 2 + 1] and told["world"] == [me]
 
 
 def refusals() -> list[str]:
