@@ -137,7 +137,7 @@ RESIDENCY = Table(
 #   ends it.
 # * A resident chunk's array is its exchange memory, for good; an update changes its values.
 # * On a GPU the array goes back to torch's allocator, which reuses it in stream order; for copies on another stream see
-#   SideCopy in base/device/streams.py.
+#   SideCopy in base/device.py.
 class Chunk:
     """Storage of one :class:`ChunkSpec` on this rank.
 
