@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import warnings
@@ -45,6 +46,7 @@ def as_on_gpus() -> Iterator[None]:
 
 def taken(plan: Plan) -> tuple[int, int, int, int]:
     """Open files of a communicator over all ranks; of a mesh; of a model on it; of a second one."""
+    gc.collect()  # files of earlier tests would be closed meanwhile
     counts = [opened()]
     own = dist.new_group(backend="gloo")
     counts.append(opened())

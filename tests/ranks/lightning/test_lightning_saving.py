@@ -321,7 +321,7 @@ def wrong(path: str) -> None:
     made.fit(toy(body=Changing), data())
     with pytest.raises(TypeError, match="give the strategy a checkpoint_io"):
         made.save_checkpoint(f"{path}/x.ckpt", storage_options={"a": 1})
-    with pytest.raises(ValueError, match="a directory that they all mount"):
+    with pytest.raises(ValueError, match="a directory that all ranks mount"):
         made.save_checkpoint("s3://bucket/x.ckpt")
     with pytest.warns(UserWarning, match="on_save_checkpoint changed state_dict"):
         made.save_checkpoint(f"{path}/x.ckpt")
