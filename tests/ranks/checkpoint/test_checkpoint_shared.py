@@ -159,7 +159,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None, int | None]], str]] = {
         [("one", "a", None), ("one", "b", None)],
         "ValueError: rank 0 could not .*tag='b' on rank 1 differs from 'a' on",
     ),
-    "steps": ([("one", None, 5), ("one", None, 6)], "ValueError: rank 0 could not .*tag='step-6' on rank 1 differs from 'step"),
+    "steps": ([("one", None, 5), ("one", None, 6)], "ValueError: rank 0 could not .*tag='step-6' on rank 1 differs"),
     "roots": ([("one", "a", None), ("two", "a", None)], "CheckpointError: .*: rank 1 of 2 does not see "),
 }
 
