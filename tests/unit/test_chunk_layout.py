@@ -221,6 +221,10 @@ def test_whole_tensors_fill_ranks_evenly_over_all_chunks(
 def test_whole_tensors_in_shards_of_one_length(ranks: int) -> None:
     sizes = [4000, 10, 900, 900, 700, 5, 300, 64, 2000, 1, 1500, 1200]
     layout = whole_layout(sizes, ranks, ByNumel(chunk_numel=1000), False)
+    # Of few tensors on many ranks the largest alone decides.
+    assert sum(chunk.padded_numel for chunk in layout.chunks) <= 1.4 * max(sum(sizes), ranks * max(sizes))
+    # Of few tensors on many ranks the largest alone decides.
+    assert sum(chunk.padded_numel for chunk in layout.chunks) <= 1.4 * max(sum(sizes), ranks * max(sizes))
     for chunk in layout.chunks:
         fullest = max(held(replace(layout, chunks=(chunk,)), rank) for rank in range(ranks))
         assert fullest <= chunk.shard_numel(0) * chunk.dtype.itemsize < fullest + ALIGN_BYTES * (len(chunk.slots) + 1)

@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # [Note: When step hooks run]
     # The pre-hooks of the user's optimizer run before the closure, as torch's do, so that their changes of gradients
     # and options count in this step and are compared between ranks. They also run before a step that the loss scale
-    # skips, since only the norm, which is made later, tells that.
+    # skips, since only the norm, which is made later, tells that on every rank.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once. Every rank calls it. Ctrl-C waits for its end.
 
@@ -189,6 +189,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.check_open(f"step() of the {type(self.optimizer).__name__}")
         if closure is None and engine.passes.unreduced:
             engine.passes.reduce_rest()  # the hooks see the gradients of this step
+        # A hook may limit gradients: an overflow from before it still skips the step, as with torch's GradScaler.
+        scaled = self.scaler is not None and self.updates.hooked
+        overflow = scaled and not all(bool(torch.isfinite(each).all()) for each in self._reduced())
         self.updates.before_step()
         with torch.enable_grad():
             value = closure() if closure is not None else None
@@ -211,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             factor = inverse * self._clip
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
-            known = self._early.norms if self._early is not None else ()
+            known = self._early.norms if self._early is not None else (math.inf,) if overflow else ()
             norm = self._global_norm(grad_plan.norm_type, inverse, known)
             clip = self._clip
             clipped = norm * clip

@@ -229,6 +229,11 @@ class TileUpdates:
         """The user's param groups, now and when the model was sharded."""
         return self._stepper.param_groups
 
+    @property
+    def hooked(self) -> bool:
+        """Whether the user's optimizer has step pre-hooks."""
+        return self._stepper.hooked
+
     def before_step(self) -> None:
         """See :meth:`TileStepper.before_step`."""
         self._offload.check()

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import torch
 
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.states import Table
 from shardwise.core.base.tensors import ordinary_tensors
@@ -204,8 +205,9 @@ class ChunkGrads:
     def land(self) -> None:
         """Wait for the copy to the host that is under way, if any."""
         if self._arrival is not None:
-            arrival, self._arrival = self._arrival, None
-            arrival()
+            with deferred_interrupts("a copy of gradients"):  # a sum must be neither lost nor added twice
+                arrival, self._arrival = self._arrival, None
+                arrival()
 
     def own_memory(self) -> torch.Tensor:
         """Return the long-lived private memory of the gradient shard."""

@@ -66,7 +66,7 @@ class GradOffload:
             return
         # Also an earlier result of this chunk, whose sum is read below; it gives a block back.
         while len(self._adding) >= MAX_IN_FLIGHT or state in self._adding:
-            self._adding[0].land()
+            self._adding[0].land()  # removes it
         if out.nbytes > self._largest:
             self._blocks = GradRing(torch.device("cpu"), out.device if is_page_locked(state.memory) else None)
             self._largest = out.nbytes

@@ -511,8 +511,13 @@ class Reducer:
         state.hand_over(whole, filled)
         if self._predivide != 1.0:
             whole.local.div_(self._predivide)
+        # In flight before anything below can fail: abort() starts it again if it has no handle.
         state.become(Reduction.REDUCING)
+        self._in_flight.append(state)
         self._ledger.charge(state.overflow)
+        self._start(state, whole)
+
+    def _start(self, state: ChunkGrads, whole: Buffer) -> None:
         self._events.reduction_began(state.spec.index)
         self.mesh.world.activity.at("backward", "reduction of chunk", str, state.spec.index)
         if self.mesh.shard.size == 1:
@@ -520,7 +525,6 @@ class Reducer:
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
         else:
             self._reduce_scatter(state, whole)
-        self._in_flight.append(state)
 
     def _reduce_scatter(self, state: ChunkGrads, whole: Buffer) -> None:
         replica = self._replica.get(state.spec.index)
@@ -539,10 +543,14 @@ class Reducer:
 
     def _complete(self, state: ChunkGrads) -> None:
         """Wait for the oldest reduction in flight, ``state``, and add its result to the gradient shard."""
-        with deferred_interrupts(REDUCTION):
-            self._in_flight.remove(state)
+        try:
             if state.handle is not None:
                 state.handle.wait()
+        except Exception:
+            self._in_flight.remove(state)
+            raise
+        with deferred_interrupts(REDUCTION):
+            self._in_flight.remove(state)
             self._take_result(state)
 
     def _take_result(self, state: ChunkGrads) -> None:
@@ -618,6 +626,11 @@ class Reducer:
         Raises:
             PeerError: some rank has not noticed; nothing is dropped.
         """
+        for state in self._in_flight:
+            if state.handle is None and state.buffer is not None:  # its launch failed
+                self._start(state, state.buffer)
+        while self.begun < len(self._order) and self._order[self.begun].launched:
+            self.begun += 1
         self._dropping = True
         try:
             # Anything that reads gradients in another thread is done first.

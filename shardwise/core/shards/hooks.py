@@ -365,7 +365,11 @@ class GatherHooks:
             frame = self._running.frames[-1]
             if unit not in frame.pins:
                 frame.pins.append(unit)
-                self._acquire(unit, frame)
+                try:
+                    self._acquire(unit, frame)
+                except Exception:  # nothing was gathered; after Ctrl-C it may be pinned
+                    frame.pins.remove(unit)
+                    raise
         elif in_backward():  # a recomputation, or a hook; no pin is needed, since the reader holds the parameter
             self._in_backward_pass()
             self._acquire(unit)

@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 
+MAX_PADDED = 1.25
+"""Bins by size are merged until whole tensors fill 4/5 of their shards."""
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
 
 
@@ -332,28 +334,61 @@ def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> 
 # more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
 # has to be able to exchange (Group.uneven). Otherwise all shards of a chunk are padded to the length of its fullest.
 def _place_whole(
+    facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
+) -> list[list[ParamSpan]]:
+    """Return the slots of each shard, from 0 on. ``loads``, the bytes of each rank, are increased."""
+    ranks = range(len(loads))
+    own, by_rank = list(loads) if uneven else [0 for _ in ranks], [list[int]() for _ in ranks]
+    for index in sorted(params, key=lambda index: -facts[index].numel):
+        rank = own.index(min(own))
+        own[rank] += facts[index].numel * itemsize
+        by_rank[rank].append(index)
+    if not uneven:  # the fullest shard goes to the rank that has the least
+        fullest = sorted(ranks, key=lambda rank: -own[rank])
+        source = dict(zip(sorted(ranks, key=lambda rank: loads[rank]), fullest, strict=True))
+        own, by_rank = [loads[rank] + own[source[rank]] for rank in ranks], [by_rank[source[rank]] for rank in ranks]
+    loads[:] = own
+    return [_place(facts, sorted(each), itemsize)[0] for each in by_rank]
+
+
+def _pack_whole(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
 ) -> tuple[list[ParamSpan], Bounds]:
-    """Return the slots of a chunk, each in one shard, and the bounds of the shards.
-
-    ``loads`` are the ranks' bytes of earlier chunks; those of this chunk are added.
-    """
-    by_rank = [list[int]() for _ in loads]
-    for index in sorted(params, key=lambda index: -facts[index].numel):
-        rank = loads.index(min(loads))
-        loads[rank] += facts[index].numel * itemsize
-        by_rank[rank].append(index)
-    align, lengths, slots = max(1, ALIGN_BYTES // itemsize), list[int](), list[list[ParamSpan]]()
-    for own in by_rank:
-        placed, numel = _place(facts, sorted(own), itemsize)
-        slots.append(placed)
-        lengths.append(_round_up(_round_up(max(1, numel), align), replicas))
+    """Return the slots of a chunk, each in one shard, and the bounds of the shards."""
+    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
+    align = max(1, ALIGN_BYTES // itemsize)
+    lengths = [_round_up(_round_up(max(1, own[-1].end if own else 0), align), replicas) for own in by_rank]
     if not uneven:
         lengths = [max(lengths)] * len(lengths)
     bounds = tuple(accumulate(lengths, initial=0))
     return [
-        replace(slot, start=slot.start + at) for at, own in zip(bounds, slots, strict=False) for slot in own
+        replace(slot, start=slot.start + at) for at, own in zip(bounds, by_rank, strict=False) for slot in own
     ], bounds
+
+
+def _is_lopsided(facts: Sequence[ParamInfo], params: Sequence[int], shards: int) -> bool:
+    slots = _place_whole(facts, params, 1, [0] * shards, uneven=False)
+    fullest = max((own[-1].end for own in slots if own), default=0)
+    return fullest * shards > MAX_PADDED * sum(facts[index].numel for index in params)
+
+
+def _merge_lopsided(
+    bins: Sequence[_Bin], facts: Sequence[ParamInfo], shards: int, whole: Collection[int]
+) -> list[_Bin]:
+    """Merge bins by size if whole tensors would leave much of their equal shards empty."""
+    found: list[_Bin] = []
+
+    def lopsided(params: Sequence[int]) -> bool:
+        return any(facts[i].optimizer in whole for i in params) and _is_lopsided(facts, params, shards)
+
+    for bin_ in bins:
+        if found and lopsided(found[-1].params):
+            found[-1].params.extend(bin_.params)
+        else:
+            found.append(_Bin(list(bin_.params)))
+    if len(found) > 1 and lopsided(found[-1].params):
+        found[-2].params.extend(found.pop().params)
+    return found
 
 
 def make_layout(
@@ -387,6 +422,8 @@ def make_layout(
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
         packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
+    if whole and not uneven and isinstance(packing, ByNumel):
+        bins = _merge_lopsided(bins, facts, shard_size, whole)
     for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
@@ -396,7 +433,7 @@ def make_layout(
         for (dtype, trainable, optimizer), params in keyed.items():
             tensors = trainable and optimizer in whole
             if tensors:
-                slots, bounds = _place_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+                slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
                 length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size

@@ -601,7 +601,7 @@ class TileStepper:
 
     @property
     def hooked(self) -> bool:
-        """Whether :meth:`before_step` calls anybody on this rank."""
+        """Whether :meth:`before_step` calls a hook on this rank."""
         return has_pre_hooks(self.optimizer)
 
     def before_step(self) -> None:

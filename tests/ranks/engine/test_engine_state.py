@@ -292,3 +292,28 @@ def test_step_hooks_run_once_and_closures_are_called() -> None:
         for calls, values, shared in run_ranks(2, hooks_and_closure, PLANS[name]):
             assert calls == ["pre", "post"] * 3
             assert values[0] > values[1] > values[2] and shared
+
+
+def limits_an_overflow() -> list[bool]:
+    plan = zero(2, torch.float16)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    skipped = []
+
+    def limit(*_: object) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = param.grad.clamp(-1.0, 1.0)
+
+    optimizer.register_step_pre_hook(limit)
+    with sharded(model, optimizer, plan) as session:
+        for scale in (1e4, 1e-3):
+            session.backward((session.module(torch.full((2, 4), scale)) * scale).sum())
+            session.optimizer.step()
+            skipped.append(session.optimizer.last_step_skipped)
+            session.optimizer.zero_grad()
+    return skipped
+
+
+def test_a_step_hook_does_not_hide_an_overflow() -> None:
+    for skipped in run_ranks(2, limits_an_overflow):
+        assert skipped == [True, False]

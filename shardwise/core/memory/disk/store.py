@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.file import ALIGNMENT_BYTES, DiskFile, RunDirectory, round_up
 from shardwise.core.memory.disk.io import DiskIO, DiskThread, MakeQueue, Operation, ThreadQueue, Transfer
@@ -328,10 +329,11 @@ class DiskStore:
                 raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
             sums = [0] * self._io.segments(record.padded_bytes)
             operation = self._operation(record, version, buffer, sums, writing=True)
-            # Noted before it begins: a version that is being written must not be taken for an untouched one.
-            self._pending[record] = record._written = operation
-            version.sums = sums
-            self._start(version, operation)
+            with deferred_interrupts("a disk transfer"):  # otherwise a wait for it would never end
+                # Noted before it begins: a version that is being written must not be taken for an untouched one.
+                self._pending[record] = record._written = operation
+                version.sums = sums
+                self._start(version, operation)
             return self._io.handle(operation)
 
     def commit(self, owner: int | None = None) -> None:
@@ -422,8 +424,9 @@ class DiskStore:
         return self._running
 
     def _start(self, version: _Version, operation: Operation) -> None:
-        self._unfinished().append((version, operation))
-        self._io.start(operation)
+        with deferred_interrupts("a disk transfer"):
+            self._unfinished().append((version, operation))
+            self._io.start(operation)
 
     def _operation(
         self,
