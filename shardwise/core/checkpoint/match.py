@@ -65,7 +65,7 @@ class LoadPlan:
         others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
-        # Other formats without optimizers hold weights only, and optimizers are unchanged.
+        # A checkpoint of another format without optimizers has only weights, so optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
         if wanted != "model" and local_state.optimizers and saved:
             found = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
@@ -169,7 +169,7 @@ class LoadPlan:
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
         there = self.facts[name].shape
-        known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # no buffer
+        known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # not a buffer
         rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
         given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
         return f" ({given} takes the rows that both have)" if rows else ""
@@ -213,7 +213,7 @@ class LoadPlan:
             for run in whole_runs(part, start, start + out.numel()):
                 self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
             return
-        if name in kept:  # further elements stay as they are
+        if name in kept:  # further elements are unchanged
             out = out[: max(0, kept[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
@@ -221,7 +221,7 @@ class LoadPlan:
             return
         row = 1 if part is None else part.shape[part.cut.dim :].numel()
         step, at = PIECE_BYTES // dtype.itemsize, 0
-        step = step // row * row or step  # whole rows are read together
+        step = step // row * row or step  # full rows are read together
         while at < out.numel():
             stop = min(at + step - (start + at) % step, out.numel())
             block = torch.empty(stop - at, dtype=dtype, device="cpu")
@@ -230,7 +230,7 @@ class LoadPlan:
             at = stop
 
     def _read(self, name: str, start: int, out: torch.Tensor, part: Part | None) -> None:
-        """Into ``out`` on the host, of the stored dtype."""
+        """Read into ``out`` on the host, in the stored dtype."""
         source = self.source
         if isinstance(source, NativeSource):
             source.read_into(name, start, out) if part is None else source.read_part(name, part, start, out)
@@ -398,12 +398,12 @@ class OptimizerLoadPlan:
         for group, name, stored in own.parameters():
             number = None if stored is None else holders.get(stored)
             entry = None if number is None or stored is None else self._saved[number].entries.get(stored)
-            # Options that stay may ask for more state than there is.
+            # Options of the run that stay may need more state than the checkpoint has.
             lacking = number in accepted and entry and self._misfit(own, number, options[group], name, entry)
             if number is None or lacking:
                 without_state += [name] if name in trained else []
             elif number not in accepted:
-                continue  # that has been noted of all of them
+                continue  # a note about all of them exists already
             elif entry is not None and stored is not None and name in trained:
                 shape = self._shapes[name]
                 known = partial(own.form.has_shape, options[group], shape)
@@ -419,7 +419,7 @@ class OptimizerLoadPlan:
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
 
-    # ---- whose state it is
+    # ---- which optimizer has the state
 
     def _misfit(self, own: _Own, number: int, options: Options, name: str, entry: Mapping[str, Any]) -> str | None:
         saved = self._saved[number]
@@ -476,8 +476,11 @@ class OptimizerLoadPlan:
 def _merged(
     own: Sequence[Options], links: Sequence[Links], theirs: Mapping[tuple[int, int], Options]
 ) -> tuple[list[Options], list[str]]:
-    """Take an option from the checkpoint if all saved groups of the parameters agree on its value, and the run's groups
-    of these parameters do, too."""
+    """Return merged options of each group, and notes.
+
+    An option is taken from the checkpoint if all saved groups of the parameters agree on its value, and the run's
+    groups of these parameters agree, too.
+    """
     merged, kept = [dict(options) for options in own], list[str]()
     for place, linked in enumerate(links):
         relatives = [other for other, also in enumerate(links) if linked & also]

@@ -92,7 +92,7 @@ def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: 
 def _kind(error: Exception) -> str:
     if isinstance(error, CheckpointDamage):
         return "damage"
-    if isinstance(error, FileNotFoundError) and error.errno is None:  # our own words: nothing is there to load
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # raised by ourselves: there is nothing to load
         return "absent"
     return "value" if isinstance(error, ValueError) else ""
 
@@ -195,7 +195,7 @@ class SaveJob:
 
     @property
     def layout(self) -> PieceLayout:
-        """Of this rank's file."""
+        """Return the layout of this rank's file."""
         return self.contents.layout if self.contents is not None else PieceLayout([])
 
     def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
@@ -240,7 +240,7 @@ class SaveJob:
         return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
 
     def _describe(self, parts: list[dict[str, Any]]) -> bytes:
-        """The manifest."""
+        """Return the manifest."""
         if self.contents is None:
             raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
         files: list[FileInfo] = []
@@ -272,7 +272,7 @@ class SaveJob:
 
 
 def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]:
-    """Every tensor of which this rank writes a piece or states the shape."""
+    """Iterate over the tensors of which this rank writes a piece or states the shape."""
     yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
     yield from contents.shapes.items()
 
@@ -419,7 +419,7 @@ def describe_optimizers(local_state: LocalState, optimizers: Sequence[RunOptimiz
 
 
 def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
+    """Return the optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
     optimizers = []
     for index, entry in enumerate(described):
         small: dict[str, Any] = {}
