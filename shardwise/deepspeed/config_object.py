@@ -110,10 +110,10 @@ class DeepSpeedConfig:
 
 
 def required_batch(settings: Settings, ranks: int) -> Batch:
-    """See :func:`~shardwise.deepspeed.config.batch_of`.
+    """Return the batch sizes; see :func:`~shardwise.deepspeed.config.batch_of`.
 
     Raises:
-        ValueError: there is neither a batch size nor a micro-batch size; or they do not fit.
+        ValueError: there is neither a batch size nor a micro-batch size, or they do not fit.
     """
     batch = batch_of(settings, ranks)
     if batch is None:

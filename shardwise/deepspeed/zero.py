@@ -227,7 +227,7 @@ class GatheredParameters:
     def _spread(self, rank: int) -> None:
         shares = self._shares()
         for session, own in shares:
-            if session.resident:  # of others they were compared on entering
+            if session.resident:  # parameters of other sessions were compared on entering
                 session.compare(own)
             session.take_given()
             for param in own:

@@ -1,4 +1,4 @@
-"""Lightning's two packages, and the function that makes a class for each of one class body.
+"""Lightning's two packages, and the function that builds one class for each from the same class body.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies without a common class. A strategy is written once
 without a base class, and built on each package's ``DDPStrategy``.
@@ -56,8 +56,10 @@ class Namespace:
         return str(importlib.import_module(self.pytorch).__version__)
 
     def check_version(self) -> None:
-        """Raises:
-        ImportError: the version is not supported.
+        """Check the package's version.
+
+        Raises:
+            ImportError: the version is not supported.
         """
         found = tuple(int(part) for part in self.version.split(".")[:2])
         if not OLDEST <= found < TOO_NEW:
