@@ -26,7 +26,7 @@ from typing import Any
 __all__ = ["HOMES", "REST", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
 
 REST = "*"
-"""The name that stands for all other names of a module."""
+"""The entry that stands for all other names of a module."""
 HOMES: Mapping[str, str] = {
     "colossalai": "shardwise.colossalai",
     "deepspeed": "shardwise.deepspeed",
