@@ -103,7 +103,7 @@ class AliasTable:
     partial: bool
 
     def has_module(self, path: str) -> bool:
-        """Whether ``path`` is a module of the table, a parent of one, or below an unsupported module."""
+        """Return True if ``path`` is a module of the table, a parent of one, or below an unsupported module."""
         return self._has(path) or self.gone(path) is not None
 
     def gone(self, path: str) -> Entry | None:

@@ -192,7 +192,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Raises:
             RuntimeError: there is no optimizer.
-            ValueError: ``loss`` is no scalar that depends on a parameter.
+            ValueError: ``loss`` is not a scalar that depends on a parameter.
         """
         optimizer = self._required("backward")
         self._check_loss("backward", loss)
@@ -211,7 +211,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Raises:
             RuntimeError: there is no optimizer.
-            ValueError: ``loss`` is no scalar that depends on a parameter.
+            ValueError: ``loss`` is not a scalar that depends on a parameter.
         """
         scale = float(self._required("scale").loss_scale)
         self._check_loss("scale", loss)

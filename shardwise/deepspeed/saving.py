@@ -296,7 +296,7 @@ class PartRun(EngineRun):
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank warns: rank 0 of the first part."""
+        """Return True if this rank warns: rank 0 of the first part."""
         others = self._session.mesh.joined
         return self.rank == 0 and (others is None or others.rank == 0)
 

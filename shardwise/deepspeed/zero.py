@@ -148,7 +148,7 @@ class Init:
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap ``fn``, which makes a tensor, to return floating-point tensors in ``target_fp_dtype``."""
+    """Wrap ``fn``, which creates a tensor, to return floating-point tensors in ``target_fp_dtype``."""
 
     @functools.wraps(fn)
     def made(*args: Any, **kwargs: Any) -> Any:

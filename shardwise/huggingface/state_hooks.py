@@ -130,7 +130,7 @@ def _outline(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[Any]) -> None:
-    """Check that hooks did not change a sharded model's state, because the state is not what is saved."""
+    """Check that hooks did not change a sharded model's state, because the changes would not be saved."""
     before = given.get(id(state))
     if before is None and any(state is each for each in whole):
         return

@@ -445,7 +445,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
-        logging_level: of what is logged during its runs.
+        logging_level: log level during runs of this strategy.
         parallel_devices: as in Lightning's ``DDPStrategy``.
         cluster_environment: as in Lightning's ``DDPStrategy``.
         loss_scale: 0 is dynamic (fp16 only, as the next four).

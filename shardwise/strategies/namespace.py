@@ -32,7 +32,7 @@ class Namespace:
 
     @property
     def of_fabric(self) -> bool:
-        """Whether this is one of Fabric's packages."""
+        """Return True if this is one of Fabric's packages."""
         return self.pytorch == self.fabric
 
     def load(self, path: str) -> Any:
@@ -44,7 +44,7 @@ class Namespace:
         return _load(self.fabric, path)
 
     def find(self, path: str) -> Any:
-        """As :meth:`load`, but return ``None`` if this version does not have the name."""
+        """Return :meth:`load` of ``path``, or ``None`` if this version does not have the name."""
         try:
             return _load(self.pytorch, path)
         except (AttributeError, ImportError):

@@ -126,7 +126,7 @@ class Saving:
 
     @property
     def one_file(self) -> bool:
-        """Whether the user's ``checkpoint_io`` writes each checkpoint as one file."""
+        """Return True if the user's ``checkpoint_io`` writes each checkpoint as one file."""
         return self._given_io is not None and not self._asynchronous
 
     def module_state(self) -> dict[str, Any]:

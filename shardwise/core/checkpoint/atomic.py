@@ -264,7 +264,7 @@ class AtomicDirectory:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.hidden = hidden_name(path, f"{prefix}saving")
         files.make_directory(self.hidden)
-        # The lock tells other processes that this is no leftover; the system drops it when the process ends.
+        # The lock shows other processes that the directory is in use; the system releases it when the process ends.
         self._lock: int | None = files.lock_directory(self.hidden)
         self._committed = False
         self._replaced: str | None = None

@@ -83,7 +83,7 @@ def reading(what: object) -> Iterator[None]:
 
 @contextmanager
 def saving(what: object) -> Iterator[None]:
-    """Context of a reader's checks at a save: values that no load would accept are not written as ``what``.
+    """Run a reader's checks at a save, so that values that no load would accept are not written as ``what``.
 
     Raises:
         CheckpointError: a check failed.

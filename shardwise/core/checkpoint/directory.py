@@ -94,7 +94,7 @@ class CheckpointRoot:
 
     @property
     def hidden(self) -> str:
-        """The directory that :meth:`prepare` created."""
+        """Return the directory that :meth:`prepare` created."""
         if self._directory is None:
             raise RuntimeError(f"nothing is being written into {self.path}; report this")
         return self._directory.hidden

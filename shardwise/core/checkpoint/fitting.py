@@ -59,7 +59,7 @@ class _Change:
 
     @property
     def row(self) -> int:
-        """Elements of one row."""
+        """Return the number of elements of one row."""
         return TensorInfo(self.here[1:], torch.float32).numel
 
     def entry(self, entry: Entry, how: Rows) -> Entry:

@@ -300,12 +300,12 @@ def _check_last_line(content: bytes, path: str) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint."""
+    """Return True if a file of this name belongs to a checkpoint."""
     return name == MANIFEST or _PIECES.fullmatch(name) is not None
 
 
 def has_pieces(directory: str) -> bool:
-    """Whether a directory has files of pieces, even if the manifest is missing."""
+    """Return True if a directory has files of pieces, even if the manifest is missing."""
     try:
         return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
     except OSError:

@@ -87,23 +87,23 @@ class LoadPlan:
 
     @property
     def optimizers(self) -> list[int]:
-        """Indices of the optimizers whose state is replaced."""
+        """Return the indices of the optimizers whose state is replaced."""
         return sorted(self.taken)
 
     @property
     def replaces_parameters(self) -> bool:
-        """Whether a load replaces any parameter."""
+        """Return True if a load replaces any parameter."""
         return any(self.tensor_of(name) is not None for name in self.stored_name)
 
     @property
     def staying_parameters(self) -> list[str]:
-        """Parameters of which a load leaves some values unchanged."""
+        """Return the parameters of which a load leaves some values unchanged."""
         kept = (None, *getattr(self.source, "kept", ()))
         return [name for name in self.stored_name if self.tensor_of(name) in kept]
 
     @property
     def staying(self) -> list[str]:
-        """Parameters and optimizers of which a load leaves some values unchanged."""
+        """Return the parameters and optimizers of which a load leaves some values unchanged."""
         optimizers = [f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.taken]
         return self.staying_parameters + optimizers
 
@@ -114,7 +114,7 @@ class LoadPlan:
             warn_user(printable(f"{where} was loaded partially:\n  {listed}"))
 
     def _names_in_source(self) -> set[str]:
-        """Names of parameters: of the model, or of the optimizers if only these are loaded."""
+        """Return the names of parameters: of the model, or of the optimizers if only these are loaded."""
         if self.wanted != "optimizer":
             return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
@@ -310,7 +310,7 @@ class _Own:
     options: list[Options]
 
     def parameters(self) -> list[tuple[int, str, str | None]]:
-        """Group, name, and name in the checkpoint."""
+        """Return group, name, and name in the checkpoint of each parameter."""
         return [
             (number, name, stored)
             for number, (names, others) in enumerate(zip(self.groups, self.stored, strict=True))
@@ -427,7 +427,7 @@ class OptimizerLoadPlan:
         return own.form.misfit(saved.kind, options, there, SavedForm.of(self._shapes[name], entry))
 
     def _refuses(self, own: _Own, holders: Mapping[str, int], number: int) -> bool:
-        """Whether this class cannot continue the state of the checkpoint's optimizer ``number``; adds a note."""
+        """Return True, and add a note, if this class cannot continue the state of the optimizer ``number``."""
         saved = self._saved[number]
         mine = ((group, name, stored) for group, name, stored in own.parameters() if stored is not None)
         known = [(g, name, saved.entries.get(s, {})) for g, name, s in mine if holders.get(s) == number]

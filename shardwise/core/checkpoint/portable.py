@@ -143,7 +143,7 @@ class PortableFiles:
 
     @property
     def saving(self) -> bool:
-        """Whether an asynchronous save is still being written."""
+        """Return True if an asynchronous save is still being written."""
         return any(lane.running for lane in self._lanes.values())
 
     def wait_for_saves(self) -> None:

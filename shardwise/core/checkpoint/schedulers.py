@@ -240,7 +240,7 @@ class SchedulerLoadPlan:
         match.notes += [f"{line}; it stays as it is" for line in wrong]
 
     def __bool__(self) -> bool:
-        """Whether any scheduler loads a state."""
+        """Return True if any scheduler loads a state."""
         return bool(self._fitting)
 
     def apply(self, run: Run) -> None:

@@ -107,7 +107,7 @@ class AsyncSaver:
 
     @property
     def running(self) -> bool:
-        """Whether a save is still being written."""
+        """Return True if a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(

@@ -152,7 +152,7 @@ def _check_tags(tags: Sequence[str]) -> None:
 
 
 def appears(directory: str) -> bool:
-    """Whether this rank sees a directory that another rank has just created; network file systems may take a while."""
+    """Return True if this rank sees a directory that another rank has just created; waits for network file systems."""
     end = time.monotonic() + PATIENCE_S
     while not os.path.isdir(directory):
         if time.monotonic() > end:

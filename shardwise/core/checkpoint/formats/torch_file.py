@@ -229,7 +229,7 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
         file: a file of ``nbytes`` bytes.
         nbytes: the limits of time and memory are proportional to it.
         where: its name, for messages.
-        kind: what it should be, for messages.
+        kind: the expected content, for messages.
 
     Raises:
         CheckpointDamage: it is not a pickle, or would take time or memory out of proportion to its bytes.
