@@ -54,7 +54,7 @@ class Section:
 
     Args:
         settings: the configuration.
-        path: of the block, ``"zero_optimization"``.
+        path: path of the block, such as ``"zero_optimization"``.
     """
 
     def __init__(self, settings: Settings, path: str) -> None:

@@ -250,7 +250,7 @@ class AtomicDirectory:
         path: the directory to create or replace.
         owned: whether a save writes a file of that name.
         files: the file system.
-        prefix: of the kind in hidden names.
+        prefix: prefix of the kind in hidden names.
 
     Attributes:
         hidden: where to write.

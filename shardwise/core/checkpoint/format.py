@@ -441,7 +441,7 @@ class PieceFile:
 
     Args:
         files: the file system.
-        path: of the new file.
+        path: path of the new file.
         layout: what will be written.
 
     Raises:

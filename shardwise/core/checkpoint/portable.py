@@ -259,7 +259,7 @@ class LocalTensors:
     """The tensors that one rank contributes to a save, and a reader for them.
 
     Attributes:
-        fragments: of this rank.
+        fragments: fragments of this rank.
         reader: reads their values.
         post: JSON for rank 0.
         state: returns on rank 0 the JSON state from all ranks' ``post``.

@@ -41,7 +41,7 @@ class NativeSource:
     thread reads the next pieces while one is checked.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

@@ -39,10 +39,10 @@ class Restored:
     """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
-        path, tag, step: of the checkpoint.
+        path, tag, step: those of the checkpoint.
         updates: number of optimizer steps.
         user_state: the value passed to ``save``.
-        data_position: that of this rank, or of rank 0 if the checkpoint has fewer ranks.
+        data_position: data position of this rank, or of rank 0 if the checkpoint has fewer ranks.
         data_positions: one for each data-parallel rank that saved.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.

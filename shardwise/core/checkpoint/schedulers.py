@@ -107,7 +107,7 @@ def regrouped(
     Args:
         state: the saved state.
         own: the scheduler's current state.
-        groups: of the optimizer, with restored options.
+        groups: param groups of the optimizer, with restored options.
         links: by group, the saved group that it continues.
     """
     changed = dict(state)

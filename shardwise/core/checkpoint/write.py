@@ -105,7 +105,7 @@ class PendingSave:
         root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
         hidden: the directory to write into.
         serial: the number of the save.
-        digests: of rank 0's buffers.
+        digests: checksums of rank 0's buffers.
     """
 
     root: CheckpointRoot | None
@@ -179,9 +179,9 @@ class SaveJob:
     """One rank's part of a save after :func:`begin`. It uses files and the agreement of ranks, nothing of the run.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         begun: where to write.
-        head: of the manifest.
+        head: first line of the manifest.
         contents: the values that this rank writes; ``None`` if collecting them failed.
         keep: the number of checkpoints to keep; ``None``: all.
     """
@@ -323,7 +323,7 @@ class SavePlan:
     Attributes:
         layout: this rank's file.
         own: its part of the state, JSON-able.
-        shapes: of tensors that may have no pieces.
+        shapes: shapes of tensors that may have no pieces.
 
     Raises:
         TypeError: a value is not a number, string, None, tensor, list, tuple or dict; its path is named.
