@@ -44,7 +44,7 @@ def end_with(parent: int) -> bool:
 
 
 def _stay(parent: int, command: Sequence[str]) -> int:
-    # the command gets them as well, because they are sent to the whole process group
+    # ignored here: the whole process group gets these signals, and the command handles them
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     process = subprocess.Popen(command)

@@ -40,7 +40,7 @@ _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zeroo
 
 
 def wide_states(settings: Settings) -> bool | None:
-    """Return True if Adam's moments are fp32 although masters are 16-bit; ``None`` if there are no 16-bit masters."""
+    """Return whether Adam's moments are fp32 with 16-bit masters; ``None`` if masters are not 16-bit."""
     if settings["fp16.enabled"] and settings["fp16.fp16_master_weights_and_grads"]:
         return True
     if settings["bf16.enabled"] and settings["bf16.bf16_master_weights_and_grads"]:

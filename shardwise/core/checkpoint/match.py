@@ -34,7 +34,7 @@ class LoadPlan:
 
     Args:
         source: the checkpoint.
-        held: the run's names.
+        local_state: the run's names.
         strict: whether missing and unexpected names are errors.
         wanted: compare (and then load) everything, or only the model, or only the optimizers.
 
@@ -323,7 +323,7 @@ class OptimizerLoadPlan:
 
     Args:
         source: the checkpoint.
-        held: the run's names.
+        local_state: the run's names.
         stored_name: by name of a parameter in the run, its name in the checkpoint.
         strict: different groups are an error.
         fitting: see :data:`Fitting`.

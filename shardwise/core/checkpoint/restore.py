@@ -153,7 +153,7 @@ def _restore_one(
 
 
 def _open(path: str) -> CheckpointSource:
-    """Open a complete native checkpoint, or a checkpoint of another format."""
+    """Open a native checkpoint if there is a manifest, otherwise a checkpoint of another format."""
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
