@@ -547,7 +547,7 @@ class DeepSpeedEngine(ModeOfModule):
 
     def _count_step(self, passes: int) -> None:
         skipped = bool(self.optimizer.last_step_skipped)
-        self._applied, self._passes = not skipped, 0  # accumulated gradients were used
+        self._applied, self._passes = not skipped, 0  # the step used the accumulated gradients
         self.global_steps += 1
         self.micro_steps += 1
         self.global_samples += self._batch.micro * self.dp_world_size * passes

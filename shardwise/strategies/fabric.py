@@ -204,7 +204,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         if any(late.module is module for late in self._late):
             raise ValueError(f"{type(module).__name__} was set up before: use what fabric.setup returned then")
         before = live_session(module)
-        if before is not None:  # a Trainer's
+        if before is not None:  # sharded by a Trainer
             before.unshard()
         late = LateSession(module, self._shard, self._undo)
         self._known = [each for each in self._known if each() is not None] + [weakref.ref(late)]

@@ -416,7 +416,7 @@ def _is_being_written(files: Any, path: str) -> bool:
 
 def _settle(files: Any, replaced: str, final: str, owned: Owned) -> None:
     """Remove a directory that ``final`` has replaced, after its foreign files have been moved."""
-    if os.path.islink(replaced) or not os.path.isdir(replaced):  # of a link only the name is ours
+    if os.path.islink(replaced) or not os.path.isdir(replaced):  # a link is removed, and its target is left unchanged
         files.remove_tree(replaced)
     elif os.path.isdir(final):
         settle(files, replaced, final, _by_path(owned))

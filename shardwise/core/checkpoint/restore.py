@@ -122,7 +122,8 @@ def _restore_one(
         opened.append(open_it())
         local_state = run.local_state()
         match = LoadPlan(fit.apply(opened[0], local_state), local_state, strict)
-        if begun and match.staying:  # values are overwritten anyway, so pieces are checked while they are loaded
+        # The damaged checkpoint may have left any value in them, because pieces are checked while they are loaded.
+        if begun and match.staying:
             raise CheckpointError(
                 f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
                 "by its tag"
