@@ -230,10 +230,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     # ---- sessions
 
-    # [Note: Which models are prepared now] A session belongs to its model and optimizer, as the shards do: while the
-    # program has a reference to one of them, it can be used, and prepared again. accelerate's own lists contain the
-    # models that are prepared now, which are saved, loaded and trained. ``free_memory`` empties the lists between two
-    # trainings; objects without other references are freed then.
+    # [Note: Which models are prepared now]
+    # A session belongs to its model and optimizer, as the shards do: while the program has a reference to one of them,
+    # it can be used, and prepared again. accelerate's own lists contain the models that are prepared now, which are
+    # saved, loaded and trained. ``free_memory`` empties the lists between two trainings; objects without other
+    # references are freed then.
     @property
     def _sessions(self) -> list[Session]:
         """Return the sessions of all prepared models that are still alive, in order."""

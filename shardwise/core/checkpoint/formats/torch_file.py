@@ -271,7 +271,7 @@ class _Scan:
             made = 1 + sum(popped) if name in _TUPLES else 1
             if type(argument) is int and argument.bit_length() > 64:
                 made = WIDE
-            # A nested tuple is counted once at each use; the sum of its parts cannot exceed this limit.
+            # A nested tuple is counted at each use, so sums may grow exponentially; the limit caps them.
             stack.extend([min(made, self._most + 1)] * len(opcode.stack_after))
 
     def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
