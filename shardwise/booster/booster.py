@@ -32,7 +32,7 @@ NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in M
 
 
 class CheckpointIO:
-    """``save_model``, ``load_model`` and the other methods of a Booster that save and load, under any plugin."""
+    """Save and load methods of a Booster, such as ``save_model`` and ``load_model``, under any plugin."""
 
     def __init__(self, booster: Any) -> None:
         self._booster = booster
@@ -46,10 +46,10 @@ class CheckpointIO:
         return sorted({*super().__dir__(), *NAMES})
 
     def synchronize(self) -> None:
-        """Return when nothing is being written any more; see ``Booster.wait``."""
+        """Wait until nothing is being written; see ``Booster.wait``."""
         self._booster.wait()
 
-    # ColossalAI's own names of the two halves of a wait, which its examples and tests call; here a save is one thing.
+    # ColossalAI's names of the two parts of a wait, which its examples and tests call; here a wait has one part.
     _sync_d2h = synchronize
     _sync_io = synchronize
 
@@ -57,9 +57,9 @@ class CheckpointIO:
 class SaveOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`Booster.save_checkpoint`.
 
-    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
-    data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
-    whole checkpoints remain; ``use_async``.
+    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (this rank's position in
+    its data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: number of
+    complete checkpoints to keep; ``use_async``.
     """
 
     tag: str
@@ -71,25 +71,27 @@ class SaveOptions(TypedDict, total=False):
 
 
 class FitOptions(TypedDict, total=False):
-    """Keyword arguments with which :meth:`Booster.load_checkpoint` fits a checkpoint to another model."""
+    """Keyword arguments of :meth:`Booster.load_checkpoint` for a model with other names or numbers of rows."""
 
     rename: Mapping[str, str] | None
-    """Names in the checkpoint, or regular expressions, and what they are here."""
+    """Names in the checkpoint, or regular expressions, with the names in the model."""
     rows: Mapping[str, Rows] | None
-    """Parameters that may have another number of rows, and what new ones get: ``"keep"``, ``"zero"``, ``"mean"``."""
+    """Parameters that may have another number of rows, with values of new rows: ``"keep"``, ``"zero"``, ``"mean"``."""
 
 
 class Booster:
-    """Args:
-        device: where the model is put when there is no plugin; ``None`` leaves it. A plugin chooses the device itself.
-        mixed_precision: ``"fp16"``, ``"bf16"`` or a :class:`MixedPrecision`; for TorchDDPPlugin and for no plugin.
-            The other plugins have a precision of their own.
-        plugin: one of :mod:`shardwise.booster.plugin`; ``None`` is one ordinary process.
+    """Shard models and optimizers with a plugin, and save and load them.
+
+    Args:
+        device: device of the model without a plugin; ``None`` does not move it. A plugin chooses the device itself.
+        mixed_precision: ``"fp16"``, ``"bf16"`` or a :class:`MixedPrecision`; for TorchDDPPlugin and without a plugin.
+            The other plugins have their own precision.
+        plugin: one of :mod:`shardwise.booster.plugin`; ``None`` is a single process.
 
     Raises:
         NotImplementedError: ``mixed_precision`` is ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``.
-        ValueError: it is another unknown name, or ``device`` is no device.
-        TypeError: an argument of the wrong kind.
+        ValueError: it is another unknown name, or ``device`` is not a device.
+        TypeError: an argument of the wrong type.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Booster:
 
     checkpoint_io = property(CheckpointIO)
 
-    # -- training
+    # ---- training
 
     def boost(
         self,
@@ -130,15 +132,15 @@ class Booster:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Any:
-        """The same objects, ready to train. Collective over all ranks.
+        """Prepare the objects for training, and return them. Collective over all ranks.
 
         Returns:
-            ``(model, optimizer, criterion, dataloader, lr_scheduler)``; what was not given is ``None``. Called with the
-            data loader third, as ``boost(model, optimizer, dataloader, criterion)``: those four in that order (with
-            ``lr_scheduler`` fifth if one was given).
+            ``(model, optimizer, criterion, dataloader, lr_scheduler)``; missing arguments are ``None``. If the data
+            loader is the third argument, as in ``boost(model, optimizer, dataloader, criterion)``: these four in that
+            order (with ``lr_scheduler`` fifth if there is one).
 
         Raises:
-            TypeError: ``model`` or ``optimizer`` is something else.
+            TypeError: ``model`` or ``optimizer`` has another type.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r:.80}: give a torch.nn.Module")
@@ -164,11 +166,11 @@ class Booster:
         return returned if lr_scheduler is None else (*returned, lr_scheduler)
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Backward from ``loss`` (a scalar, this rank's mean), with loss scaling where there is any.
+        """Run the backward pass of ``loss`` (a scalar, this rank's mean), with the loss scale if there is one.
 
         Raises:
             TypeError: ``optimizer`` is not a boosted one.
-            RuntimeError: its model is in stages; see :meth:`execute_pipeline`.
+            RuntimeError: its model has pipeline stages; see :meth:`execute_pipeline`.
         """
         backward = getattr(optimizer, "backward", None)
         if backward is None:
@@ -186,29 +188,31 @@ class Booster:
         *,
         broadcast_loss: bool = False,
     ) -> dict[str, Any]:
-        """The passes of one batch through a model in stages, micro-batch by micro-batch: forward and backward, or under
-        ``torch.no_grad()`` forward alone. Collective. ``optimizer.step()`` follows, perhaps after several calls, whose
-        gradients add up.
+        """Run forward and backward passes of one batch through a model with pipeline stages, by micro-batch.
+        Collective.
+
+        Under ``torch.no_grad()`` only forward passes run. Call ``optimizer.step()`` afterwards; the gradients of
+        several calls accumulate.
 
         Args:
             data_iter: its next item is the batch, the same on every rank of the pipeline: a mapping of the model's
                 arguments, a sequence of them, or one tensor. Batches may be of any size.
-            model: what boost returned.
+            model: the boosted model.
             criterion: ``criterion(outputs, inputs)`` is a micro-batch's loss, the mean over its rows; it is called
-                where the last stage is.
-            optimizer: what boost returned with the model; ``None`` for forward passes alone.
+                on the rank of the last stage.
+            optimizer: the optimizer boosted with the model; ``None`` for forward passes only.
             return_loss: the result has the loss.
             return_outputs: the result has the model's outputs; they need memory for the whole batch.
             broadcast_loss: an extension: every rank gets the loss.
 
         Returns:
-            ``loss``: detached, the micro-batches' losses weighed by their rows, on the ranks with the last stage, on
-            others ``None``; ``outputs``: of all micro-batches as one, there, where they were asked for.
+            ``loss``: detached, the mean of the micro-batches' losses weighted by rows, on the ranks of the last stage,
+            on others ``None``; ``outputs``: the outputs of all micro-batches, on the same ranks, if ``return_outputs``.
 
         Raises:
-            NotImplementedError: the model is not in stages.
+            NotImplementedError: the model has no pipeline stages.
             ValueError: gradients are enabled and there is no optimizer, or one of another model.
-            StopIteration: ``data_iter`` is at its end.
+            StopIteration: ``data_iter`` is exhausted.
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
         return _pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
@@ -216,17 +220,17 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate without exchanging gradients; the first one after it exchanges the sum.
+        """Accumulate gradients of backward passes inside locally; the first pass afterwards reduces the sum.
 
-        Without a plugin there is nothing to exchange.
+        Without a plugin this has no effect.
 
         Raises:
             RuntimeError: the plugin reduces gradients in every backward pass.
-            ValueError: neither is something that ``boost`` returned.
+            ValueError: neither argument was returned by ``boost``.
         """
         return nullcontext() if self.plugin is None else self.plugin.no_sync(model, optimizer)
 
-    # -- adapters
+    # ---- adapters
 
     def enable_lora(
         self,
@@ -236,22 +240,22 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """``model`` with a LoRA adapter of peft: train the result. Call it before boost, under any plugin.
+        """Return ``model`` with a LoRA adapter of peft to train. Call it before boost, under any plugin.
 
-        Base weights are frozen: they get no gradient, no exchange and no optimizer state. An optimizer that was built
-        before this gets the adapter's parameters at boost.
+        Base weights are frozen: they have no gradients, no communication and no optimizer state. If the optimizer was
+        built before this call, boost adds the adapter's parameters to it.
 
         Args:
             model: a plain module.
             pretrained_dir: load a saved adapter (trainable) instead of a new one.
             lora_config: a ``peft.LoraConfig`` for a new one.
-            bnb_quantization_config: accelerate's, of how weights are packed; ``None``: 4 bits (nf4, twice), computed
-                with in bf16.
-            quantize: pack the weights of linear layers by bitsandbytes, but that of the head (QLoRA).
+            bnb_quantization_config: accelerate's configuration of packed weights; ``None``: 4 bits (nf4 with double
+                quantization), with computation in bf16.
+            quantize: pack the weights of linear layers except the head with bitsandbytes (QLoRA).
 
         Raises:
-            ImportError: peft is not installed, or bitsandbytes where it is to pack.
-            TypeError: a configuration of another kind.
+            ImportError: peft is not installed, or bitsandbytes if it is needed.
+            TypeError: a configuration of another type.
             ValueError: neither directory nor configuration, a boosted model, or one without values to pack.
         """
         if self.plugin is not None and not self.plugin.support_lora():
@@ -261,18 +265,18 @@ class Booster:
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str | Path, use_safetensors: bool = False) -> None:
         """Write the adapter so that ``PeftModel.from_pretrained`` and ``enable_lora(pretrained_dir=...)`` load it.
 
-        Collective: every rank calls, rank 0 writes ``adapter_config.json`` and ``adapter_model.bin`` (or
+        Collective: every rank calls it, and rank 0 writes ``adapter_config.json`` and ``adapter_model.bin`` (or
         ``.safetensors``) into the directory ``checkpoint``. Base weights are not read.
 
         Raises:
             ValueError: the model has no adapter.
-            CheckpointError: on every rank, when rank 0 could not write; what was there still is.
+            CheckpointError: on every rank, if rank 0 could not write; earlier files are unchanged.
         """
         write = adapter_writer(unwrap_model(model), Path(checkpoint), use_safetensors)
         self._runs.wait_for_saves()
         self._files.save_model(self._runs.of_model(model), write, f"save the adapter to {checkpoint}")
 
-    # -- checkpoints
+    # ---- checkpoints
 
     def save_model(
         self,
@@ -285,31 +289,31 @@ class Booster:
         use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
-        """Write the full model. Collective: every rank calls, rank 0 writes what it gathers a piece at a time.
+        """Write the full model. Collective: every rank calls it, and rank 0 gathers and writes one block at a time.
 
         Args:
             model: a boosted model, or a plain one.
             checkpoint: a file, of torch if it ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise of
-                safetensors; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one move,
-                so a failure leaves what was there.
+                safetensors; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one step,
+                so after a failure the earlier one is unchanged.
             shard: several files with an index.
             gather_dtensor: only True.
-            prefix: put before every name; with ``shard`` into the files' names, as Hugging Face's ``variant``.
-            size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
-            use_safetensors: of shards: False gives ColossalAI's torch files (``pytorch_model-00001.bin``), True and
-                ``None`` safetensors. Of a file the ending decides; True requires ``.safetensors``.
-            use_async: copy to host memory and return; a thread gathers and writes. A failure is raised by the next
-                ``save_model``, by any load, or by :meth:`wait`. A checkpoint that is being written is waited for.
+            prefix: prefix of every name; with ``shard`` part of the files' names, like Hugging Face's ``variant``.
+            size_per_shard: largest size of a shard in MB of 2**20 bytes; only a shard of a single tensor may be larger.
+            use_safetensors: format of shards: False writes ColossalAI's torch files (``pytorch_model-00001.bin``), True
+                and ``None`` safetensors. For a file the suffix decides; True requires ``.safetensors``.
+            use_async: copy to host memory and return; a thread gathers and writes. An error is raised by the next
+                ``save_model``, by any load, or by :meth:`wait`. An unfinished save is waited for first.
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
-            ValueError: the path has another ending, or a size is not positive.
-            CheckpointError: on every rank, when one failed; what was there still is.
+            ValueError: the path has another suffix, or a size is not positive.
+            CheckpointError: on every rank, if one failed; earlier files are unchanged.
         """
         write = model_writer(
             unwrap_model(model), checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors
         )
-        self._runs.wait_for_saves()  # a checkpoint that is being written may be in the directory that is replaced
+        self._runs.wait_for_saves()  # an unfinished save may write into the directory that is replaced
         self._files.save_model(self._runs.of_model(model), write, f"save the model to {checkpoint}", use_async)
 
     def load_model(
@@ -323,15 +327,16 @@ class Booster:
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> nn.Module:
-        """Load a model of any format into a boosted one (or a plain one). Collective; each rank reads what it needs.
+        """Load a model of any format into a boosted one (or a plain one). Collective; each rank reads only what it
+        needs.
 
         Args:
             model: a boosted model.
             checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
                 ``weights_only=True``.
-            strict: refuse missing and unexpected names. False loads what fits, and warns (rank 0) where no name does. A
-                shape that differs is always refused.
-            low_cpu_mem_mode: no effect, False warns: each rank reads what it needs, straight into its place.
+            strict: missing and unexpected names are errors. False loads what fits, and warns (rank 0) if no name fits.
+                Different shapes are always errors.
+            low_cpu_mem_mode: no effect (False warns): each rank reads only what it needs, directly into its shards.
             num_threads: no effect; another number than 1 warns.
             rename, rows: names and numbers of rows that differ; see :meth:`Checkpointer.load`.
 
@@ -339,9 +344,9 @@ class Booster:
             ``model``.
 
         Raises:
-            ValueError: it does not fit; lists every name that does not. Nothing was loaded then, on any rank.
-            FileNotFoundError: nothing there.
-            CheckpointError: it is damaged or cannot be read, on every rank.
+            ValueError: names or shapes do not fit; all are listed. Nothing was loaded on any rank.
+            FileNotFoundError: there is no checkpoint.
+            CheckpointError: on every rank, if it is damaged or cannot be read.
         """
         path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
         self._files.load_model(self._runs.of_model(model), path, strict, Fit(rename, rows))
@@ -365,14 +370,14 @@ class Booster:
                 otherwise of safetensors; with ``shard`` a directory in ColossalAI's layout (torch files).
             shard: several files with an index; names of parameters and loss scale are in the index.
             gather_dtensor: only True.
-            prefix: in the files' names, with ``shard`` only.
+            prefix: part of the files' names, with ``shard`` only.
             size_per_shard: MB of 2**20 bytes.
             use_async: as in :meth:`save_model`.
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
-            ValueError: the path has another ending, a size is not positive, or a prefix is given without ``shard``.
-            CheckpointError: on every rank, when one failed; what was there still is.
+            ValueError: the path has another suffix, a size is not positive, or there is a prefix without ``shard``.
+            CheckpointError: on every rank, if one failed; earlier files are unchanged.
         """
         write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
         run, index = self._runs.of_optimizer(optimizer)
@@ -390,27 +395,27 @@ class Booster:
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> torch.optim.Optimizer:
-        """Load an optimizer's state of any format. Collective; each rank reads what it needs.
+        """Load an optimizer's state of any format. Collective; each rank reads only what it needs.
 
-        Parameters are matched by name where the checkpoint has names, otherwise by their order in the groups.
+        Parameters are matched by name if the checkpoint has names, otherwise by their order in the groups.
 
         Args:
             optimizer: a boosted optimizer.
             checkpoint: a file, a directory, or an index.
             low_cpu_mem_mode: no effect, as in :meth:`load_model`.
             num_threads: no effect; another number than 1 warns.
-            strict: other groups, and the state of another class, are errors. False loads by name what fits,
-                resets the rest, and warns on rank 0; where there are no names the groups must be equal.
-            rename, rows: as in :meth:`load_model`; rows that are new have a state of zero.
+            strict: other groups, and the state of another class, are errors. False loads by name what fits, resets
+                other state, and warns on rank 0; without names the groups must be equal.
+            rename, rows: as in :meth:`load_model`; new rows have a state of zero.
 
         Returns:
             ``optimizer``.
 
         Raises:
-            ValueError: other groups, names or shapes than the optimizer has, or the state of another class. Nothing was
-                loaded then, on any rank.
-            FileNotFoundError: nothing there.
-            CheckpointError: it is damaged or cannot be read, on every rank.
+            ValueError: groups, names or shapes differ from the optimizer's, or the state is of another class. Nothing
+                was loaded on any rank.
+            FileNotFoundError: there is no checkpoint.
+            CheckpointError: on every rank, if it is damaged or cannot be read.
         """
         path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
         run, _ = self._runs.of_optimizer(optimizer)
@@ -418,12 +423,13 @@ class Booster:
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Write the scheduler's state: as a torch file if the path ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``,
-        otherwise as JSON. Collective: every rank calls, rank 0 writes.
+        """Write the scheduler's state. Collective: every rank calls it, and rank 0 writes.
+
+        The file is a torch file if the path ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise JSON.
 
         Raises:
-            ValueError: the path has another ending.
-            CheckpointError: on every rank, when rank 0 could not write; what was there still is.
+            ValueError: the path has another suffix.
+            CheckpointError: on every rank, if rank 0 could not write; an earlier file is unchanged.
         """
         path = target(checkpoint, ".json")
         what = f"save the lr_scheduler to {path}"
@@ -431,18 +437,18 @@ class Booster:
         self._files.on_rank_zero(run, lambda: write_lr_scheduler(lr_scheduler, path), what)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Load what ``save_lr_scheduler`` wrote (or a torch file of a scheduler's state). Collective.
+        """Load a file of ``save_lr_scheduler`` (or a torch file of a scheduler's state). Collective.
 
         Raises:
-            FileNotFoundError: nothing there.
-            CheckpointError: the file is damaged or cannot be read, on every rank.
+            FileNotFoundError: there is no file.
+            CheckpointError: on every rank, if the file is damaged or cannot be read.
             ValueError: it is the state of another class of scheduler, or one for another number of param groups.
         """
         what = f"load the lr_scheduler from {checkpoint}"
         run = self._runs.of_scheduler(lr_scheduler)
         lr_scheduler.load_state_dict(self._files.everywhere(run, lambda: fitting_state(lr_scheduler, checkpoint), what))
 
-    # -- everything at once
+    # ---- complete runs
 
     def save_checkpoint(
         self,
@@ -452,13 +458,15 @@ class Booster:
         lr_scheduler: Any = None,
         **options: Unpack[SaveOptions],
     ) -> str:
-        """Save everything of a run as ``directory/<tag>``: weights, masters, optimizer state, loss scale, schedulers,
-        every rank's random number generators and place in its data, and what you add. Collective; all ranks write.
+        """Save all state of a run as ``directory/<tag>``. Collective; all ranks write.
+
+        The checkpoint has weights, masters, optimizer state, loss scale, schedulers, every rank's random number
+        generators and position in its data, and ``user_state``.
 
         Args:
-            directory: of checkpoints.
-            model: what boost returned.
-            optimizer: what boost returned with it. Its state is saved in any case.
+            directory: a directory of checkpoints.
+            model: the boosted model.
+            optimizer: the optimizer boosted with it. Its state is saved in any case.
             lr_scheduler: one, or a list of them.
             options: see :class:`SaveOptions`.
 
@@ -466,8 +474,8 @@ class Booster:
             The checkpoint's path.
 
         Raises:
-            ValueError: model and optimizer were not boosted together, or something that a checkpoint cannot hold.
-            CheckpointError: on every rank, when one failed; earlier checkpoints are as they were.
+            ValueError: model and optimizer were not boosted together, or a value that a checkpoint cannot hold.
+            CheckpointError: on every rank, if one failed; earlier checkpoints are unchanged.
         """
         self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
@@ -485,26 +493,27 @@ class Booster:
         strict: bool = True,
         **fit: Unpack[FitOptions],
     ) -> Restored | None:
-        """Restore what :meth:`save_checkpoint` saved, under any plugin and number of ranks. Collective.
+        """Restore a checkpoint of :meth:`save_checkpoint` under any plugin and number of ranks. Collective.
 
         Args:
-            directory: of checkpoints; or one checkpoint, of any format.
-            model: what boost returned.
-            optimizer: what boost returned with it.
-            lr_scheduler: one, or a list of them, as when saving; ``None`` leaves them.
-            tag: which; the newest if not given.
-            resume: ``"auto"``: the newest whole one; damaged ones are skipped with a notice, and ``None`` is returned
-                where there is none, so that one command starts and resumes a run.
-            strict: names that are missing or unexpected are errors. Shapes always are.
+            directory: a directory of checkpoints; or one checkpoint, of any format.
+            model: the boosted model.
+            optimizer: the optimizer boosted with it.
+            lr_scheduler: one, or a list of them, as in the save; ``None`` does not restore schedulers.
+            tag: name of the checkpoint; the newest by default.
+            resume: ``"auto"``: the newest complete one; damaged ones are skipped with a notice, and ``None`` is
+                returned if there is none, so that the same command starts and resumes a run.
+            strict: missing or unexpected names are errors. Different shapes always are.
             fit: see :class:`FitOptions`.
 
         Returns:
-            Where training was: step, user state and this rank's data position.
+            The position in training: step, user state and this rank's data position.
 
         Raises:
-            ValueError: it does not fit (nothing was changed), or ``tag`` and ``resume`` are both given.
+            ValueError: names or shapes do not fit (nothing was changed), or both ``tag`` and ``resume``.
             FileNotFoundError: there is no such checkpoint.
-            CheckpointDamage: bytes are missing or wrong, on every rank; where values were replaced already, it says so.
+            CheckpointDamage: on every rank, if bytes are missing or wrong; the message says if values were already
+                replaced.
         """
         if resume not in (None, "auto") or (resume is not None and tag is not None):
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")
@@ -514,10 +523,10 @@ class Booster:
         return saver.load(directory, resume or tag, strict=strict, lr_schedulers=given, **fit)
 
     def wait(self) -> None:
-        """Return when nothing that this Booster saves asynchronously is being written any more.
+        """Wait until all asynchronous saves of this Booster are written.
 
         Raises:
-            CheckpointError: one of the saves failed, on every rank.
+            CheckpointError: on every rank, if one of the saves failed.
         """
         try:
             self._files.wait_for_saves()
@@ -525,9 +534,10 @@ class Booster:
             self._runs.wait_for_saves()
 
     def close(self) -> None:
-        """Give back what boosted models share with other ranks and hold on disks, after waiting for saves; ranks need
-        not call it together. Save first: the models and optimizers are not to be used any more. Calling it again does
-        nothing. Without it the same goes with the last reference to model and optimizer.
+        """Wait for saves, and release the communicators and files of boosted models. Idempotent; not collective.
+
+        Save first: the models and optimizers cannot be used afterwards. Without this call, the last reference to model
+        and optimizer releases them.
 
         Raises:
             CheckpointError: an asynchronous save failed; everything is closed.
@@ -551,18 +561,18 @@ def _pipeline_step(
     optimizer: torch.optim.Optimizer | None,
     wanted: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
-    """See :meth:`shardwise.booster.Booster.execute_pipeline`.
+    """Run one step of a pipeline; see :meth:`shardwise.booster.Booster.execute_pipeline`.
 
     Args:
-        steps: of the model's session.
-        data_iter, criterion, optimizer: as there.
-        wanted: the loss, the outputs, the loss on every rank.
+        steps: the pipeline steps of the model's session.
+        data_iter, criterion, optimizer: as in ``execute_pipeline``.
+        wanted: whether to return the loss, the outputs, the loss on every rank.
 
     Raises:
         ValueError: gradients are enabled and there is no optimizer.
-        TypeError: ``data_iter`` is no iterator.
-        StopIteration: it is at its end.
-        PeerError: another rank's is at its end, or failed.
+        TypeError: ``data_iter`` is not an iterator.
+        StopIteration: it is exhausted.
+        PeerError: that of another rank is exhausted, or another rank failed.
     """
     wants_loss, wants_outputs, broadcast_loss = wanted
     train = torch.is_grad_enabled()
@@ -575,7 +585,7 @@ def _pipeline_step(
         raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
     try:
         batch = next(data_iter)
-    except Exception as error:  # the others would wait for this rank
+    except Exception as error:  # other ranks would wait for this rank
         steps.without_batch(error)
         raise
     outcome = steps.step(batch, criterion, train, wants_outputs)

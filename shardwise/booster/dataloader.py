@@ -16,13 +16,15 @@ __all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is
 
 
 def is_dataloader(value: object) -> bool:
-    """Whether it is one, or anything of the user's own that gives batches; a loss function is not."""
+    """Return True for a data loader, or any object of the user that yields batches; a loss function is not one."""
     return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
 def check_numbers(batch_size: Any, seed: Any, num_workers: Any, **switches: Any) -> None:
-    """Raises:
-    TypeError, ValueError: one is no number, or out of range; one of ``switches`` is neither True nor False.
+    """Check the arguments of a data loader.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number or out of range, or one of ``switches`` is not a bool.
     """
     if batch_size is not None:
         integer("batch_size", batch_size, 1, what="a number of samples")
@@ -41,15 +43,15 @@ def distributed_sampler(
     drop_last: bool,
     cls: type[Any] | None = None,
 ) -> Any:
-    """A sampler of class ``cls`` (default ``DistributedSampler``) for one rank.
+    """Return a sampler of class ``cls`` (default ``DistributedSampler``) for one rank.
 
     Args:
-        dataset: with a length.
+        dataset: a dataset with a length.
         replicas: (this rank's index among the data-parallel ranks, their number).
-        shuffle: another order every epoch (``sampler.set_epoch``), derived from ``seed``.
-        seed: of the order; the same on every rank.
+        shuffle: use another order in every epoch (``sampler.set_epoch``), derived from ``seed``.
+        seed: seed of the order; the same on every rank.
         drop_last: drop the tail so that every rank has the same number of samples, instead of repeating some.
-        cls: called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` where its
+        cls: called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
             signature has them; a warning names those that it does not have.
     """
     rank, size = replicas
@@ -74,13 +76,13 @@ def distributed_dataloader(
     sampler: Any,
     options: dict[str, Any],
 ) -> DataLoader[Any]:
-    """A ``DataLoader`` over ``sampler``. ``batch_size`` is this rank's.
+    """Return a ``DataLoader`` over ``sampler``. ``batch_size`` is that of this rank.
 
-    Workers draw from a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs
-    and a run repeats itself. ``options`` are further arguments of ``DataLoader``.
+    Workers use a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs and a run
+    is reproducible. ``options`` are further arguments of ``DataLoader``.
 
     Raises:
-        ValueError: ``options`` holds something that the sampler decides.
+        ValueError: ``options`` has an argument that the sampler defines.
     """
     clash = sorted({"sampler", "batch_sampler"} & options.keys())
     if clash:
@@ -94,8 +96,10 @@ def distributed_dataloader(
 
 
 def require_map_style(dataset: Dataset[Any]) -> None:
-    """Raises:
-    TypeError: the dataset is iterable-style, which no sampler can divide over ranks.
+    """Check that a dataset is map-style.
+
+    Raises:
+        TypeError: the dataset is iterable-style, which no sampler can divide over ranks.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(

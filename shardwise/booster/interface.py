@@ -1,4 +1,4 @@
-"""The objects that ``boost`` returns: wrappers for torch's own sharding, and the engine's objects with further names.
+"""The objects that ``boost`` returns: wrappers for torch's own sharding, and the engine's objects with more methods.
 
 A boosted model has ``unwrap()``, ``module`` and a full, collective ``state_dict``/``load_state_dict``; a boosted
 optimizer has ``backward``, ``backward_by_grad``, ``clip_grad_by_norm``, ``clip_grad_by_value`` and ``get_grad_norm``.
@@ -34,25 +34,25 @@ __all__ = [
 
 
 class ModelWrapper(ModeOfModule):
-    """A module around ``module``. Attributes that it does not have are the user's module's."""
+    """A wrapper of ``module``. Other attributes are those of the user's module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The user's own module, through every wrapper; one of peft's stays one, whatever ``unwrap_peft`` is."""
+        """Return the user's module without any wrapper; a module of peft is not unwrapped for any ``unwrap_peft``."""
         return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside do not exchange gradients. Nothing to suppress here unless a wrapper says so."""
+        """Return a context in which backward passes do not reduce gradients; subclasses override it."""
         return self.module.no_sync() if isinstance(self.module, ModelWrapper) else nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's state under its own names."""
+        """Return the state of the user's module under its own names."""
         inner = self.module if isinstance(self.module, ModelWrapper) else self.unwrap()
         return inner.state_dict(*args, **kwargs)
 
@@ -71,30 +71,30 @@ class ModelWrapper(ModeOfModule):
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every parameter of every group, in order."""
+    """Return the parameters of all groups in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's own module, of a boosted model or of a plain one."""
+    """Return the user's module of a boosted model, or a plain model itself."""
     unwrap = getattr(model, "unwrap", None)
     plain: nn.Module = model if unwrap is None else unwrap()
     return plain
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own optimizer, through every wrapper of this module."""
+    """Return the user's optimizer without the wrappers of this module."""
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.optim
     return optimizer
 
 
 # [Note: Shards away from their mesh]
-# Offloaded parameters, gradients and state are on the host, their mesh is one of GPUs, and a group with NCCL alone does
-# not carry CPU tensors. So what is exchanged is moved to the mesh's device before, and nothing is left to torch that
-# exchanges on the way: the norm of several shards reduces, and so does a move of a single one's norm.
+# Offloaded parameters, gradients and state are on the host, but their mesh is one of GPUs, and an NCCL group cannot
+# communicate CPU tensors. Therefore tensors are moved to the mesh's device before any communication. Torch functions
+# that communicate implicitly are avoided: the norm of several shards, and moving the norm of a single one.
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    # Sharded and whole gradients cannot be mixed in one torch call, so each kind gives one norm.
+    # Sharded and full gradients cannot be mixed in one torch call, so each kind has its own norm.
     kinds: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         kind: Any = isinstance(gradient, DTensor)
@@ -111,10 +111,10 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
 
 
 def _norms_on_mesh(gradients: Sequence[Any], norm_type: float) -> DTensor:
-    """``[ranks' shards]``, the norms of gradients that are with the same placement, on the device of their mesh."""
+    """Return ``[ranks' shards]``, the norms of gradients with the same placement, on the mesh's device."""
     mesh, placements = gradients[0].device_mesh, gradients[0].placements
     shards = [gradient.to_local() for gradient in gradients]
-    # The largest number of none is an error.
+    # torch raises an error for the infinity norm of an empty tensor.
     norms = [torch.linalg.vector_norm(x, norm_type) if x.numel() else x.new_zeros(()) for x in shards]
     along = [place if place.is_replicate() else Shard(0) for place in placements]
     return DTensor.from_local(torch.stack(norms).to(mesh.device_type), mesh, along)
@@ -124,10 +124,10 @@ def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> No
     """Check that ``optimizer`` can load a ``state_dict()``.
 
     Raises:
-        ValueError: it has groups of other sizes, or another class made it.
+        ValueError: it has groups of other sizes, or is the state of another class.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        return  # it checks by itself
+        return  # it has its own checks
     theirs, own = full["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in own]:
         raise ValueError(
@@ -146,21 +146,21 @@ class OptimizerWrapper(OptimizerFacade):
         self._norm_type = 2.0
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The user's own optimizer."""
+        """Return the user's optimizer."""
         return unwrap_optimizer(self)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Every parameter of every group, in order."""
+        """Return the parameters of all groups in order."""
         return parameters_of(self.optim)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """``loss.backward()``, with the loss scale where there is one."""
+        """Run ``loss.backward()``, with the loss scale if there is one."""
         check_tensor("loss", loss, "the scalar that the model's forward pass led to")
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Backward from ``tensor`` with the gradient ``grad`` of its shape."""
+        """Run the backward pass from ``tensor`` with the gradient ``grad`` of its shape."""
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -170,7 +170,7 @@ class OptimizerWrapper(OptimizerFacade):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their global p-norm is at most ``max_norm``; returns the norm before that."""
+        """Scale all gradients so that their global p-norm is at most ``max_norm``; return the norm before clipping."""
         gradients = self._gradients()
         norm = _total_norm(gradients, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -181,10 +181,10 @@ class OptimizerWrapper(OptimizerFacade):
         return norm
 
     def get_grad_norm(self, norm_type: float | None = None) -> float | None:
-        """The true (unscaled) norm found by the last ``clip_grad_by_norm``; ``None`` before the first.
+        """Return the unscaled norm of the last ``clip_grad_by_norm``; ``None`` before the first.
 
         Raises:
-            ValueError: ``norm_type`` is given, and not that of the last ``clip_grad_by_norm``.
+            ValueError: ``norm_type`` is not that of the last ``clip_grad_by_norm``.
         """
         if self._grad_norm is not None and norm_type not in (None, self._norm_type):
             raise ValueError(
@@ -199,14 +199,14 @@ class OptimizerWrapper(OptimizerFacade):
         return [parameter.grad for parameter in parameters_of(self.optim) if parameter.grad is not None]
 
     def _all_zero(self) -> bool:
-        """Whether all gradients are zero, or there are none. Collective where gradients are ``DTensor``."""
+        """Return True if all gradients are zero, or there are none. Collective if gradients are ``DTensor``."""
         return bool(_total_norm(self._gradients(), math.inf, error_if_nonfinite=False) == 0)  # NaN is not zero
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another class made the state, or its groups have other sizes.
+            ValueError: it is the state of another class, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
         super().load_state_dict(state_dict)
@@ -216,11 +216,13 @@ class BoostedModule(ShardedModule):
     """A sharded model that a Booster returned."""
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""
+        """Return the user's module; a module of peft is not unwrapped for any ``unwrap_peft``."""
         return super().unwrap()
 
     def _force_wait_all_gather(self) -> None:
-        """See :meth:`ShardedModule.wait_for_gathers`; programs call it before ``unwrap().state_dict()``."""
+        """Wait for gathers; programs call this before ``unwrap().state_dict()``. See
+        :meth:`ShardedModule.wait_for_gathers`.
+        """
         self.wait_for_gathers()
 
 
@@ -229,12 +231,12 @@ class BoostedOptimizer(ShardedOptimizer):
 
     @property
     def optim(self) -> torch.optim.Optimizer:
-        """The user's own optimizer."""
+        """Return the user's optimizer."""
         return self.optimizer
 
 
 def give_names(session: Session) -> None:
-    """Give these names to the model and the optimizers of a session, which stay the same objects."""
+    """Add these methods to the model and the optimizers of a session, which stay the same objects."""
     session.module.__class__ = BoostedModule
     for optimizer in session.optimizers:
         optimizer.__class__ = BoostedOptimizer

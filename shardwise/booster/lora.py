@@ -28,7 +28,7 @@ from shardwise.session import ShardedModule, ShardedOptimizer
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
 
 ENABLED = "_shardwise_lora"
-"""Marks a model of :func:`with_adapter`, so that boost completes its optimizer."""
+"""Attribute of a model of :func:`with_adapter`; boost completes its optimizer."""
 
 _ADAPTED = re.compile(r"(?P<module>.*)\.lora_[A-Za-z_]+\.[^.]+(\..*)?")
 _KEPT = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\.(?P<rest>.*)")
@@ -46,12 +46,12 @@ def _peft() -> Any:
 def with_adapter(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any, quantize: bool
 ) -> nn.Module:
-    """``model`` with a trainable adapter: a new one, or one that was saved. Its base is packed where that is asked for.
+    """Return ``model`` with a trainable adapter, a new or a saved one. Base weights are packed if requested.
 
     Raises:
-        ImportError: peft is not installed, or what packs.
-        ValueError: neither is given, the model was boosted already, or there is nothing to pack.
-        TypeError: ``lora_config`` is something else than a ``peft.LoraConfig``; see :func:`_packing`.
+        ImportError: peft or the packing library is not installed.
+        ValueError: neither is given, the model was boosted already, or there are no values to pack.
+        TypeError: ``lora_config`` is not a ``peft.LoraConfig``; see :func:`_packing`.
     """
     peft = _peft()
     if isinstance(model, ModelWrapper | ShardedModule):
@@ -75,7 +75,7 @@ def with_adapter(
 
 
 def _adapts(name: str) -> list[str]:
-    """Names that the parameter may have which parameter ``name`` of an adapter changes or replaces."""
+    """Return possible names of the parameter that parameter ``name`` of an adapter changes or replaces."""
     kept = _KEPT.fullmatch(name)
     if kept is not None:
         return [f"{kept['module']}.original_module.{kept['rest']}"]
@@ -84,10 +84,10 @@ def _adapts(name: str) -> list[str]:
 
 
 def add_lora_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Append each trainable parameter of an adapter to the group that has the parameter which it adapts.
+    """Append each trainable parameter of an adapter to the group of the parameter that it adapts.
 
-    A parameter that is in a group already stays there; one whose base parameter is in no group is left out, with a
-    warning. Base parameters stay in their groups: they are frozen, and get neither gradients nor state.
+    Parameters that are in a group already stay there; if the base parameter is in no group, the parameter is left out
+    with a warning. Base parameters stay in their groups: they are frozen, and have neither gradients nor state.
 
     Raises:
         ValueError: the model has no adapter, or the optimizer was boosted already.
@@ -117,7 +117,8 @@ def add_lora_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Callable[[CheckpointSource], None]:
-    """Writes every adapter of ``model`` as ``PeftModel.save_pretrained`` does: ``default`` into ``path``, others below.
+    """Return a writer of all adapters of ``model`` as in ``PeftModel.save_pretrained``: ``default`` into ``path``,
+    others into subdirectories.
 
     Raises:
         ValueError: the model has no adapter.
@@ -138,11 +139,11 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
 
 
 def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
-    """The configuration by which base weights are to be packed; ``None``: they are not.
+    """Return the configuration for packing base weights; ``None``: they are not packed.
 
     Raises:
         ImportError: bitsandbytes or accelerate is not installed.
-        TypeError: ``quantize`` is no switch, or the configuration another thing.
+        TypeError: ``quantize`` is not a bool, or the configuration has another type.
     """
     check_type("quantize", quantize, bool, "True or False")
     if not quantize:
@@ -166,12 +167,14 @@ def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
 
 
 def _pack(model: nn.Module, config: Any) -> nn.Module:
-    """Pack the weights of all linear layers, in place, but for the head, what is tied to it, and those that the
-    configuration leaves out. Their biases and all other parameters stay as they are.
+    """Pack the weights of all linear layers in place.
+
+    The head, parameters tied to it, and layers that the configuration excludes are not packed. Biases and other
+    parameters are unchanged.
 
     Args:
-        model: with its values.
-        config: of :func:`_packing`.
+        model: a model with values.
+        config: result of :func:`_packing`.
 
     Raises:
         ValueError: there are no values to pack yet, or no linear layer.
@@ -185,19 +188,20 @@ def _pack(model: nn.Module, config: Any) -> nn.Module:
     left = [*(whole if config.skip_modules is None else config.skip_modules), *(config.keep_in_fp32_modules or ())]
     device, packed = default_device(), 0
     for path, layer in list(model.named_modules()):
-        # One of a derived class may read its weight elsewhere, as torch's attention does.
+        # A derived class may read its weight in other code, as torch's attention does.
         if type(layer) is nn.Linear and not any(f"{name}." in f"{path}." for name in left):
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, _packed(layer, config).to(device))
             packed += 1
     if not packed:
         raise ValueError(f"quantize=True: {type(model).__name__} has no linear layer to pack, apart from {left}")
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit  # peft asks for them
+    # peft reads these attributes
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit
     return model
 
 
 def _packed(layer: nn.Linear, config: Any) -> Any:
-    """The layer that takes its place: its weight is packed on its way to a device."""
+    """Return the packed layer that replaces ``layer``; its weight is packed when it is moved to a device."""
     kinds: Any = import_module("bitsandbytes.nn")
     common = {"bias": layer.bias is not None, "device": "meta"}
     if config.load_in_4bit:

@@ -1,4 +1,4 @@
-"""Autocast and the loss scale, for runs whose plugin leaves precision to the Booster (DDP, or no plugin)."""
+"""Autocast and the loss scale, for plugins without their own precision (DDP, or no plugin)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Criterion = Callable[..., Any]
 
 
 class MixedPrecision(ABC):
-    """How model, optimizer and criterion are changed for a lower precision."""
+    """Changes model, optimizer and criterion for a lower precision."""
 
     @abstractmethod
     def configure(
@@ -28,7 +28,7 @@ class MixedPrecision(ABC):
         optimizer: torch.optim.Optimizer | None = None,
         criterion: Criterion | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
-        """The same three, wrapped."""
+        """Return wrapped model, optimizer and criterion."""
 
 
 def _device_type(module: nn.Module) -> str:
@@ -37,7 +37,7 @@ def _device_type(module: nn.Module) -> str:
 
 
 class AutocastModel(ModelWrapper):
-    """Runs its module's forward under ``torch.autocast``; parameters keep their own dtype."""
+    """Run the module's forward under ``torch.autocast``; parameters keep their own dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)
@@ -49,7 +49,7 @@ class AutocastModel(ModelWrapper):
 
 
 class AutocastCriterion:
-    """Calls the criterion under ``torch.autocast``, which computes losses in fp32 where that matters."""
+    """Call the criterion under ``torch.autocast``, which computes losses in fp32 if they need it."""
 
     def __init__(self, criterion: Criterion, device_type: str, dtype: torch.dtype) -> None:
         self.criterion = criterion
@@ -68,8 +68,8 @@ class AutocastCriterion:
 class ScaledOptimizer(OptimizerWrapper):
     """Multiplies the loss by a dynamic scale and divides gradients by it before they are used.
 
-    Gradients are unscaled with the scale that they were computed under; only then does the scale change.
-    ``state_dict`` holds the scaler's state under ``"scaler"``.
+    Gradients are unscaled with the scale of their backward pass; the scale changes afterwards. ``state_dict`` has the
+    scaler's state under ``"scaler"``.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -79,21 +79,21 @@ class ScaledOptimizer(OptimizerWrapper):
         self._unscaled = False
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """``loss.backward()``, with the loss scale.
+        """Run ``loss.backward()``, with the loss scale.
 
         Raises:
-            RuntimeError: it would add to gradients that clipping has unscaled.
+            RuntimeError: it would accumulate into gradients that clipping has unscaled.
         """
         self._check_scaled("backward")
         super().backward(self.scaler.scale(loss), *args, **kwargs)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """As :meth:`backward`, from ``tensor`` with the gradient ``grad`` of its shape."""
+        """Run :meth:`backward` from ``tensor`` with the gradient ``grad`` of its shape."""
         self._check_scaled("backward_by_grad")
         super().backward_by_grad(tensor, self.scaler.scale(grad))
 
     def _check_scaled(self, what: str) -> None:
-        # model.zero_grad(set_to_none=False) leaves zeros, which are the same under any scale.
+        # model.zero_grad(set_to_none=False) leaves zeros, which are the same for every scale.
         if self._unscaled and not self._all_zero():
             raise RuntimeError(
                 f"{what}() after clipping, which has divided the gradients by the loss scale "
@@ -103,13 +103,13 @@ class ScaledOptimizer(OptimizerWrapper):
         self._leave_unscaled()
 
     def _leave_unscaled(self) -> None:
-        """The gradients that were unscaled are gone: the scale moves by what was found in them, as in a step."""
+        """Update the scale for unscaled gradients that were dropped, as a step would."""
         if self._unscaled:
             self.scaler.update()
             self._unscaled = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's zero_grad. Gradients that clipping found to be not finite lower the scale."""
+        """Call the optimizer's ``zero_grad``. Non-finite gradients that clipping has detected lower the scale."""
         super().zero_grad(set_to_none)
         self._leave_unscaled()
 
@@ -129,10 +129,10 @@ class ScaledOptimizer(OptimizerWrapper):
         super().clip_grad_by_value(clip_value)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """The optimizer's step, skipped when a gradient is not finite.
+        """Run the optimizer's step, which is skipped if a gradient is not finite.
 
         Raises:
-            ValueError: a closure is given, since a skipped step would have to run it again.
+            ValueError: there is a closure, because a skipped step would have to run it again.
         """
         if closure is not None:
             raise ValueError(f"closure={closure!r}: an fp16 step cannot take a closure; call backward, then step()")
@@ -149,7 +149,7 @@ class ScaledOptimizer(OptimizerWrapper):
         return {**super().state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load optimizer and scaler; a state without ``"scaler"`` leaves the scale as it is."""
+        """Load optimizer and scaler; a state without ``"scaler"`` does not change the scale."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "scaler"})
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -222,10 +222,10 @@ _REPLACED = {
 
 
 def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
-    """The mixed precision of that name: ``"fp16"`` or ``"bf16"``.
+    """Return the mixed precision of that name: ``"fp16"`` or ``"bf16"``.
 
     Raises:
-        NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``, naming what to use.
+        NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``; the message says what to use.
         ValueError: any other name.
     """
     if mixed_precision_type == "fp16":

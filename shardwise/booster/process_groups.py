@@ -1,4 +1,4 @@
-"""Ranks as a grid of any number of axes, with a process group along any of them; and groups by name."""
+"""Ranks as a grid with any number of axes and process groups along them; process groups by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Coordinate = tuple[int, ...]
 
 
 class ProcessGroupMesh:
-    """All ranks as a grid, the last axis fastest. A group is made at its first use, on all ranks.
+    """All ranks as a grid in row-major order. A group is created at its first use, which is collective over all ranks.
 
     Args:
-        size: of each axis.
+        size: size of each axis.
 
     Raises:
-        RuntimeError: the processes have not met.
-        ValueError: the product of the sizes is not their number.
+        RuntimeError: there is no process group.
+        ValueError: the product of the sizes is not the number of ranks.
     """
 
     def __init__(self, *size: int) -> None:
@@ -38,26 +38,26 @@ class ProcessGroupMesh:
 
     @property
     def shape(self) -> Coordinate:
-        """Ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return self._shape
 
     @property
     def rank(self) -> int:
-        """This process' among all."""
+        """Return the rank of this process."""
         return self._rank
 
     def size(self, dim: int | None = None) -> int | Coordinate:
-        """Ranks along an axis; ``None``: along each."""
+        """Return the number of ranks along an axis; ``None``: along each."""
         return self._shape if dim is None else self._shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """This rank's place along an axis; ``None``: along each."""
+        """Return this rank's coordinate along an axis; ``None``: along each."""
         place = self.unravel(self._rank, self._shape)
         return place if dim is None else place[dim]
 
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
-        """The place of a rank in a grid.
+        """Return the coordinates of a rank in a grid.
 
         Raises:
             ValueError: the grid has no such rank.
@@ -72,15 +72,15 @@ class ProcessGroupMesh:
 
     @staticmethod
     def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
-        """The rank at a place in a grid.
+        """Return the rank at coordinates in a grid.
 
         Args:
-            coord: one number an axis.
-            shape: of the grid.
-            mode: of a place outside: ``"raise"``, ``"wrap"`` around, or ``"clip"`` to the edge.
+            coord: one number per axis.
+            shape: shape of the grid.
+            mode: for coordinates outside: ``"raise"``, ``"wrap"`` around, or ``"clip"`` to the edge.
 
         Raises:
-            ValueError: there is no such place, or another mode.
+            ValueError: the coordinates are outside, or the mode is unknown.
         """
         if mode not in ("raise", "wrap", "clip"):
             raise ValueError(f"mode={mode!r}: give 'raise', 'wrap' or 'clip'")
@@ -95,7 +95,7 @@ class ProcessGroupMesh:
     def get_coords_along_axis(
         base_coord: Coordinate, axis: int | Sequence[int], indices_at_axis: Sequence[int] | Sequence[Sequence[int]]
     ) -> list[Coordinate]:
-        """The places that differ from ``base_coord`` along the axes alone, the last of these fastest."""
+        """Return the coordinates that differ from ``base_coord`` only along the axes, the last axis fastest."""
         axes, choices = _axes(axis, indices_at_axis)
         found = []
         for chosen in itertools.product(*choices):
@@ -111,15 +111,15 @@ class ProcessGroupMesh:
         indices_at_axis: Sequence[int] | Sequence[Sequence[int]] | None = None,
         backend: str | None = None,
     ) -> dist.ProcessGroup | None:
-        """Make every group along the axes. Collective over all ranks.
+        """Create all groups along the axes. Collective over all ranks.
 
         Args:
             axis: one, or several.
-            indices_at_axis: the places along it (of several, along each) that belong to a group; ``None``: all.
-            backend: of the groups; ``None``: of the default one.
+            indices_at_axis: coordinates along it (for several, along each) that belong to a group; ``None``: all.
+            backend: backend of the groups; ``None``: that of the default group.
 
         Returns:
-            This rank's; ``None`` where its place is in none.
+            This rank's group; ``None`` if the rank is in no group.
         """
         axes, choices = _axes(axis, self._all_along(axis) if indices_at_axis is None else indices_at_axis)
         others = [range(1) if each in axes else range(size) for each, size in enumerate(self._shape)]
@@ -139,7 +139,7 @@ class ProcessGroupMesh:
         indices_at_axis: Sequence[int] | Sequence[Sequence[int]] | None = None,
         backend: str | None = None,
     ) -> dist.ProcessGroup | None:
-        """This rank's group along the axes; where there is none yet as :meth:`create_group_along_axis`."""
+        """Return this rank's group along the axes; created by :meth:`create_group_along_axis` if there is none."""
         indices = self._all_along(axis) if indices_at_axis is None else indices_at_axis
         places = self.get_coords_along_axis(self.unravel(self._rank, self._shape), axis, indices)
         ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
@@ -148,10 +148,10 @@ class ProcessGroupMesh:
         return self.create_group_along_axis(axis, indices, backend)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        """The ranks of a group that this grid made.
+        """Return the ranks of a group that this grid created.
 
         Raises:
-            ValueError: it made no such group.
+            ValueError: it did not create this group.
         """
         for ranks, each in self._groups.items():
             if each is group:
@@ -159,7 +159,7 @@ class ProcessGroupMesh:
         raise ValueError(f"{group!r} is no group of this ProcessGroupMesh{self._shape}: give one that it returned")
 
     def destroy_mesh_process_groups(self) -> None:
-        """Leave every group that this grid made."""
+        """Destroy all groups that this grid created."""
         for ranks, group in self._groups.items():
             if self._rank in ranks:
                 dist.destroy_process_group(group)
@@ -174,7 +174,7 @@ class ProcessGroupMesh:
 def _axes(
     axis: int | Sequence[int], indices: Sequence[int] | Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Axes, and for each the places along it."""
+    """Return axes, and the coordinates along each."""
     if isinstance(axis, int):
         return [axis], [[int(each) for each in indices]]  # type: ignore[arg-type]
     choices = [[int(each) for each in places] for places in indices]  # type: ignore[union-attr]
@@ -190,10 +190,10 @@ class ProcessGroupManager:
         self.pg_store: dict[str, dist.ProcessGroup] = {}
 
     def create_process_group(self, name: str, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Make a group of ``ranks``. Collective over all ranks.
+        """Create a group of ``ranks``. Collective over all ranks.
 
         Raises:
-            ValueError: there is one of that name.
+            ValueError: a group of that name exists.
         """
         if name in self.pg_store:
             raise ValueError(f"there is a process group {name!r} already: give another name, or destroy it")
@@ -201,23 +201,23 @@ class ProcessGroupManager:
         return self.pg_store[name]
 
     def get(self, name: str) -> dist.ProcessGroup:
-        """The group of that name.
+        """Return the group of that name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no group of that name.
         """
         if name not in self.pg_store:
             raise ValueError(f"there is no process group {name!r}, but {sorted(self.pg_store)}")
         return self.pg_store[name]
 
     def destroy(self, name: str) -> None:
-        """Leave the group of that name."""
+        """Destroy the group of that name."""
         group = self.get(name)
-        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
+        if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member
             dist.destroy_process_group(group)
         del self.pg_store[name]
 
     def destroy_all(self) -> None:
-        """Leave all of them."""
+        """Destroy all groups."""
         for name in list(self.pg_store):
             self.destroy(name)

@@ -1,4 +1,4 @@
-"""Finds the run of a boosted model or optimizer, for checkpoints."""
+"""Finds the run of a boosted model or optimizer for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SESSION = "_shardwise_session"
 
 
 def remember_session(session: Any) -> None:
-    """Let a session of our engine be found from its module and its optimizers."""
+    """Register a session of our engine by its module and its optimizers."""
     for each in (session.module, *session.optimizers):
         vars(each)[SESSION] = session
 
 
 def _session(boosted: object) -> Any:
-    """The session of what our engine made; ``None`` for what torch runs.
+    """Return the session of an object of our engine; ``None`` for objects of torch.
 
     Raises:
-        ValueError: it was not made by a Booster.
+        ValueError: it was not boosted.
     """
     if not isinstance(boosted, nn.Module | torch.optim.Optimizer):
         raise TypeError(f"{short_repr(boosted)} is neither a model nor an optimizer: give what boost returned")
@@ -53,7 +53,7 @@ class Runs:
         self._beside: Ranks | None = None
 
     def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, together: bool) -> None:
-        """What boost returns. ``together``: on every rank, which is collective."""
+        """Add the result of boost. ``together``: on every rank, which is collective."""
         session = _session(model)
         if session is not None:
             self._all.add(session.checkpoints)
@@ -63,19 +63,23 @@ class Runs:
         if optimizer is not None:
             self._modules[unwrap_optimizer(optimizer)] = weakref.ref(module)
         if together and (self._beside is None or self._beside.outdated):
-            # Made while all ranks are here. A rank that saves alone then times out in this group, not in the program's.
+            # Created while all ranks are here. If a rank saves alone, it times out in this group and not in the
+            # program's.
             self._beside = Ranks(own=True)
-        self._savers[module] = Checkpointer(self._torch_run(module, optimizer))  # from the start: it counts the updates
+        # created early, because it counts the updates
+        self._savers[module] = Checkpointer(self._torch_run(module, optimizer))
         self._all.add(self._savers[module])
 
     def of_model(self, model: nn.Module) -> Run:
-        """The run of a boosted model, or of a plain one."""
+        """Return the run of a boosted model, or of a plain one."""
         session = _session(model)
         return self._torch_run(unwrap_model(model), None) if session is None else EngineRun(session)
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[Run, int]:
-        """The run of a boosted optimizer (or of a plain one, whose parameters are then known by number), and which of
-        the run's optimizers it is."""
+        """Return the run of a boosted optimizer and the optimizer's index in it.
+
+        A plain optimizer has a run whose parameters are known by number.
+        """
         session = _session(optimizer)
         if session is not None:
             return EngineRun(session), session.optimizers.index(optimizer)
@@ -83,7 +87,7 @@ class Runs:
         return self._torch_run(None if found is None else found(), optimizer), 0
 
     def of_scheduler(self, scheduler: Any) -> Run:
-        """The run of the optimizer that ``scheduler`` is for; of all ranks, where no boosted model has it."""
+        """Return the run of the scheduler's optimizer; a run of all ranks if no boosted model has that optimizer."""
         optimizer = getattr(scheduler, "optimizer", None)
         for session in map(_session, self._sharded):
             if any(optimizer is each or optimizer is each.optimizer for each in session.optimizers):
@@ -91,10 +95,10 @@ class Runs:
         return self._torch_run(None, None)
 
     def pipeline(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: str) -> Any:
-        """What makes the passes of a boosted model in stages.
+        """Return the pipeline steps of a boosted model.
 
         Raises:
-            NotImplementedError: the model is in one piece.
+            NotImplementedError: the model has no pipeline stages.
             ValueError: the optimizer was not boosted with this model.
         """
         session = _session(model)
@@ -107,7 +111,7 @@ class Runs:
         return session.pipeline
 
     def saver(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpointer:
-        """What saves and restores everything of a boosted model's run.
+        """Return the checkpointer of a boosted model's run.
 
         Raises:
             ValueError: the optimizer was not boosted with this model.
@@ -136,10 +140,10 @@ class Runs:
         return self._savers[module]
 
     def wait_for_saves(self) -> None:
-        """Return when no run's checkpoint is being written any more.
+        """Wait until no run's checkpoint is being written.
 
         Raises:
-            CheckpointError: the last asynchronous save of one failed.
+            CheckpointError: the last asynchronous save of a run failed.
         """
         failures = []
         for saver in list(self._all):
@@ -151,7 +155,7 @@ class Runs:
             raise failures[0]
 
     def close(self) -> None:
-        """Close every session that is still there, and what saves under torch's own sharding.
+        """Close every session that still exists, and the checkpointers under torch's own sharding.
 
         Raises:
             CheckpointError: the last asynchronous save of one failed; all are closed.

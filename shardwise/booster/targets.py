@@ -1,4 +1,4 @@
-"""Checks of the Booster's arguments of saving and loading, and the functions that write a checkpoint source."""
+"""Checks of the Booster's arguments for saving and loading, and functions that write a checkpoint source."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Write = Callable[[CheckpointSource], object]
 
 
 def target(path: str | Path, suffix: str) -> Path:
-    """The file to write: one of torch's endings, or ``suffix``, which is also what is written under a name without one.
+    """Return the file to write. It has ``suffix``, a suffix of torch files, or none, which means ``suffix``.
 
     Raises:
-        ValueError: its ending is another one.
+        ValueError: the name has another suffix.
     """
     wanted = Path(as_path("checkpoint", path, "a file or directory"))
     if wanted.suffix not in ("", suffix, *TORCH_SUFFIXES):
@@ -65,7 +65,7 @@ def model_writer(
     """Return the function with which ``save_model`` writes a source.
 
     Raises:
-        NotImplementedError, ValueError: an argument that cannot be carried out.
+        NotImplementedError, ValueError: an unsupported or invalid argument.
     """
     _check(shard, gather_dtensor, size_per_shard, prefix)
     if use_safetensors is not None:
@@ -96,7 +96,7 @@ def optimizer_writer(
     """Return the function with which ``save_optimizer`` writes a source.
 
     Raises:
-        NotImplementedError, ValueError: an argument that cannot be carried out.
+        NotImplementedError, ValueError: an unsupported or invalid argument.
     """
     _check(shard, gather_dtensor, size_per_shard, prefix)
     if shard:
@@ -108,10 +108,10 @@ def optimizer_writer(
 
 
 def checked_loading(checkpoint: str | Path, low_cpu_mem_mode: bool, num_threads: int) -> str:
-    """The path to read; warns of arguments that mean nothing here.
+    """Return the path to read, and warn about arguments without effect.
 
     Raises:
-        TypeError: ``checkpoint`` is no path.
+        TypeError: ``checkpoint`` is not a path.
     """
     path = as_path("checkpoint", checkpoint, "a file or directory")
     boolean("low_cpu_mem_mode", low_cpu_mem_mode)

@@ -1,7 +1,7 @@
-"""``python -m shardwise.cli.as_world deepspeed script.py ...``: a program in which ``import deepspeed`` means ours.
+"""``python -m shardwise.cli.as_world deepspeed script.py ...``: run a program in which ``import deepspeed`` means ours.
 
-What ``shardwise run --as deepspeed`` starts on every rank; other launchers (torchrun, ``accelerate launch``) can start
-it as a module. The name is ours in Python processes that the program starts, too.
+``shardwise run --as deepspeed`` starts it on every rank; other launchers (torchrun, ``accelerate launch``) can start it
+as a module. Python processes that the program starts use our package under that name, too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["MODULE", "main"]
 
 MODULE = "shardwise.cli.as_world"
 CHILDREN = Path(__file__).parent / "children"
-"""Where the ``sitecustomize`` is that Python processes import before anything else."""
+"""Folder of the ``sitecustomize`` that Python processes import before anything else."""
 LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with ``-m`` a module, as its launcher would, in a world.
+    """Run a script, or with ``-m`` a module, with a foreign library's name for our package.
 
     Args:
-        arguments: the library's name, perhaps ``-m``, the script, and what it is given.
+        arguments: the library's name, optionally ``-m``, the script, and its arguments.
 
     Raises:
-        SystemExit: too few of them, another library, or no such script or module.
+        SystemExit: missing arguments, another library, or no such script or module.
     """
     if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
         sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _check(rest: Sequence[str]) -> None:
-    """One line, as Python's, where :mod:`runpy` has a traceback."""
+    """Print one line, as Python does, for errors for which :mod:`runpy` would print a traceback."""
     if rest[0] != "-m":
         there = Path(rest[0]).exists()
     else:
@@ -70,10 +70,10 @@ def _tell_children(library: str) -> None:
 
 
 def _give_local_rank() -> None:
-    """A command line is parsed as if ``--local_rank=N`` came first, by parsers that know this option.
+    """Make parsers with an option ``--local_rank`` parse the command line as if ``--local_rank=N`` came first.
 
-    DeepSpeed's launcher puts it there (torchrun does not), and programs that ask for it train each rank alone without.
-    Others would refuse it, so that only those that ask are given it.
+    DeepSpeed's launcher adds it (torchrun does not); without it, programs with this option train each rank alone.
+    Parsers without this option would reject it, so they do not get it.
     """
     parse = argparse.ArgumentParser.parse_known_args
 

@@ -1,4 +1,4 @@
-"""``shardwise checkpoint inspect | convert | verify | diff``: checkpoints of every known format, on one process."""
+"""``shardwise checkpoint inspect | convert | verify | diff``: checkpoints of every known format, in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 LAYOUTS = {"dcp": "fsdp2", "torchtitan": "torchtitan"}
-"""Of DCP."""
+"""Layouts of DCP by format name."""
 TAKEN_BY = {
     "max_shard_size": ("huggingface", "colossalai"),
     "safetensors": ("colossalai",),
@@ -41,11 +41,11 @@ TAKEN_BY = {
     "lora_alpha": ("peft",),
     "base": ("peft",),
 }
-"""Options that only some formats take."""
+"""Options that only some formats have."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that only some formats have."""
+    """Add the options that only some formats have."""
     parser.add_argument("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
     parser.add_argument(
         "--config",
@@ -73,7 +73,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     """Write ``source`` as the options say.
 
     Raises:
-        CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is half-done.
+        CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is left half-written.
     """
     from shardwise.core.checkpoint.formats import write_checkpoint
 
@@ -103,7 +103,7 @@ def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
 
 
 def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
-    """Which one is written, and its configuration."""
+    """Return which adapter to write, and its configuration."""
     from shardwise.core.checkpoint.formats.peft import deduced_config, the_adapter
 
     if options.lora_alpha is not None and not 0 < options.lora_alpha < float("inf"):
@@ -147,12 +147,12 @@ def _config_beside(path: Path, name: str) -> Any:
 
 
 def _says(value: Any) -> bool:
-    """Ranks without a place in the data have None each."""
+    """Return True if a value has any content; ranks without a data position have None each."""
     return any(each is not None for each in value) if isinstance(value, list) else bool(value)
 
 
 def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]:
-    """What was left out, and what the target lacks."""
+    """Return notes about values that were left out or that the target format cannot hold."""
     state = source.state()
     lost = []
     if options.to in ("huggingface", "single", "peft") and state.get("optimizers"):
@@ -274,7 +274,7 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
         _say(f"note: {note}", sys.stderr)
     try:
         yield source
-    except BrokenPipeError:  # of what is printed
+    except BrokenPipeError:  # standard output was closed
         raise
     except (OSError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
@@ -305,12 +305,12 @@ def _rule(text: str) -> tuple[str, str]:
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:
-    """A line; what files say in it may not steer a terminal."""
+    """Print a line with control characters escaped, because text of files must not control a terminal."""
     print(printable(text), file=stream or sys.stdout)
 
 
 class _Bar:
-    """One line on standard error, rewritten in place; nothing where that is no terminal."""
+    """A progress bar on standard error, rewritten in place; nothing if that is not a terminal."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, max(total, 1), 0
@@ -331,7 +331,7 @@ class _Bar:
 
 
 class _Watched:
-    """A source that tells a bar what was read from it."""
+    """A source that reports its reads to a progress bar."""
 
     def __init__(self, source: CheckpointSource, what: str) -> None:
         self._source = source
@@ -361,7 +361,7 @@ def _kind(name: str) -> str:
     return name.split("/", 1)[0] if "/" in name else "other"
 
 
-# -- inspect
+# ---- inspect
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -397,7 +397,7 @@ def _format_of(source: CheckpointSource) -> str:
 
 
 def _place_of(source: CheckpointSource, path: Path) -> str:
-    """The checkpoint that is meant where ``path`` is a directory of several."""
+    """Return the checkpoint that is read if ``path`` is a directory of several."""
     return str(getattr(source, "directory", path) if _format_of(source) == "native" else path)
 
 
@@ -405,7 +405,7 @@ def _dtype_text(fact: TensorInfo) -> str:
     return str(fact.dtype).removeprefix("torch.")
 
 
-# -- convert
+# ---- convert
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -424,7 +424,7 @@ def _convert(options: argparse.Namespace) -> int:
         try:
             write(watched, options, dtype, megabytes)
         except (CheckpointError, CheckpointDamage, OSError, ValueError, TypeError) as problem:
-            if not existed:  # a format of several directories may have written the first of them
+            if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
             raise BadInput(str(problem)) from None
         finally:
@@ -442,7 +442,7 @@ def _megabytes(text: str) -> float:
         raise BadInput(f"--max-shard-size: {problem}") from None
 
 
-# -- verify
+# ---- verify
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -495,7 +495,7 @@ def _read_through(source: CheckpointSource, path: Path) -> list[str]:
     return problems
 
 
-# -- diff
+# ---- diff
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -522,7 +522,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _named(source: CheckpointSource, model_only: bool) -> dict[str, str]:
-    """Names to compare, with the tensors that they stand for: other names of tied tensors are names as well."""
+    """Return names to compare with their tensors, including the other names of tied tensors."""
     names = {name: name for name in source.tensors() if not model_only or name.startswith("model/")}
     for other, kept in source.state().get("aliases", {}).items():
         if f"model/{kept}" in names:
@@ -533,7 +533,7 @@ def _named(source: CheckpointSource, model_only: bool) -> dict[str, str]:
 def _compare(
     first: CheckpointSource, name: str, second: CheckpointSource, other: str, options: argparse.Namespace
 ) -> str:
-    """What differs, in words; empty if nothing does."""
+    """Return a description of the difference; empty if there is none."""
     import torch
 
     from shardwise.core.checkpoint.formats.lazy import blocks
@@ -553,11 +553,11 @@ def _compare(
                 continue
             wide = torch.complex128 if a.is_complex() else torch.float64
             x, y = a.to(wide), b.to(wide)
-            # Equal infinities, and NaN in the same place, are the same value.
+            # Equal infinities, and NaN at the same index, are equal.
             same = (x == y) | (x.isnan() & y.isnan())
             apart = torch.where(same, 0.0, (x - y).abs())
             scale = torch.maximum(x.abs(), y.abs())
-            # A NaN or an infinity on one side only is outside of every tolerance.
+            # A NaN or an infinity on one side only exceeds every tolerance.
             allowed = apart.isfinite() & (apart <= options.atol + options.rtol * scale)
             outside += int((~same & ~allowed).sum())
             absolute = max(absolute, _most(apart))

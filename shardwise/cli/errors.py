@@ -11,14 +11,14 @@ __all__ = ["BadInput", "check_writable", "option", "writing"]
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be used; the text says what and what to do. Exit status 2, no traceback."""
+    """The user's input is invalid; the text says what is wrong and what to do. Exit status 2, no traceback."""
 
 
 def option(flag: str, check: Callable[..., Any], value: object, *bounds: Any, **more: Any) -> Any:
-    """``check(flag, value, ...)`` of :mod:`shardwise.core.base.validate`, for an option of the command line.
+    """Return ``check(flag, value, ...)`` of :mod:`shardwise.core.base.validate` for a command-line option.
 
     Raises:
-        BadInput: what it says, with the option as it is typed.
+        BadInput: the check failed; the message has the option as it is typed.
     """
     try:
         return check(flag, value, *bounds, **more)
@@ -27,10 +27,10 @@ def option(flag: str, check: Callable[..., Any], value: object, *bounds: Any, **
 
 
 def check_writable(path: Path) -> None:
-    """Before the work whose result is to be written there.
+    """Check before long work that its result can be written.
 
     Raises:
-        BadInput: it is a folder, or in none that exists.
+        BadInput: it is a folder, or its folder does not exist.
     """
     with writing(path):
         if path.is_dir() or not path.parent.is_dir():
@@ -39,7 +39,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of the system name the file that was asked for, not one beside it, or none.
+    """Turn errors of the system inside into errors that name ``path`` and no temporary file.
 
     Raises:
         BadInput: it cannot be written.

@@ -1,6 +1,6 @@
 """The entry point of the ``shardwise`` command.
 
-Nothing here imports torch: ``--help`` and complaints about arguments come at once.
+Nothing here imports torch, so ``--help`` and errors about arguments are immediate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.core.base.validate import printable
 __all__ = ["main"]
 
 NOBODY_READS = 141
-"""As where SIGPIPE ends a program."""
+"""Exit status after a closed pipe, as for a program that SIGPIPE ends."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """What a command does not know is its own error, not that of the parser above it."""
+        """Report unknown arguments of a command as its own error, not as that of the parent parser."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -52,12 +52,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for bad input and files that cannot be read or written, 130
-    and 143 after Ctrl-C and SIGTERM, 141 where nobody reads on what it prints."""
+    """Run the command line and return its exit status.
+
+    The status is 2 for bad input and files that cannot be read or written, 130 and 143 after Ctrl-C and SIGTERM, and
+    141 if standard output was closed.
+    """
     options = _parser().parse_args(arguments)
     status, told = _ended(options)
     lost = _written_out()
-    if isinstance(lost, BrokenPipeError):  # `| head` has seen enough
+    if isinstance(lost, BrokenPipeError):  # for example, `| head` has exited
         return NOBODY_READS
     if lost is not None:
         status, told = 2, f"standard output: {lost.strerror or lost}"
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ended(options: argparse.Namespace) -> tuple[int, str]:
-    """The exit status of a command, and what it stopped at."""
+    """Return the exit status of a command, and its error."""
     try:
         return int(options.main(options)), ""
     except BadInput as problem:
@@ -82,7 +85,9 @@ def _ended(options: argparse.Namespace) -> tuple[int, str]:
 
 
 def _written_out() -> OSError | None:
-    """What prevents that all that was printed is written now. It is dropped then: Python would try again at its end."""
+    """Write all buffered output, and return the error if that fails. Output is then dropped, so that Python does not
+    retry.
+    """
     try:
         print(end="", flush=True)
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""``shardwise port``: programs written for other libraries, with our imports, and what becomes of each name."""
+"""``shardwise port``: rewrite imports of programs for other libraries, and report each foreign name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print, and write if asked to; 0, 1 where something is missing, 2 for bad input."""
+    """Print, and write if requested; return 0, 1 if a name is missing, 2 for bad input."""
     from shardwise.compat import alias_table, alias_tables
     from shardwise.compat.port import findings, markdown, rewritten
     from shardwise.compat.table import HOMES
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     tables = alias_tables()
     unread: list[str] = []
     programs: dict[Path, tuple[str, str, list[Finding]]] = {}
-    for path in _programs(options.files):  # all are read before any is written
+    for path in _programs(options.files):  # read all programs before any is written
         try:
             text = _text(path)
             programs[path] = (text, rewritten(text, tables), findings(text, tables))
@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
             unread.append(f"{path}: not Python ({in_a_line(str(problem))})")
     changed = {path for path, (old, new, _) in programs.items() if new != old}
     if options.write:
-        for path in changed:  # all of them, also where nobody reads what is printed to its end
+        for path in changed:  # write all of them, even if standard output was closed
             _write(path, programs[path][1])
     total: Counter[str] = Counter()
     for path, (old, new, found) in programs.items():
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _programs(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files that are named, and those of folders: neither hidden ones nor installed libraries."""
+    """Iterate over the given files, and those of folders except hidden ones and installed libraries."""
     for given in paths:
         if not given.is_dir():
             yield given
@@ -107,7 +107,7 @@ def _programs(paths: Iterable[Path]) -> Iterator[Path]:
 def _text(path: Path) -> str:
     with path.open("rb") as raw:
         encoding, _ = tokenize.detect_encoding(raw.readline)
-    return path.read_bytes().decode(encoding)  # line ends stay as they are
+    return path.read_bytes().decode(encoding)  # decoded without changes of line ends
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """``shardwise run --nproc N script.py ...``: start a script on every rank with torch's elastic launcher.
 
-torchrun runs inside this process. It starts every rank in a session of its own, so Ctrl-C reaches only the launcher,
-which passes the signal on, waits up to 30 seconds for the ranks to end, and then kills them. Where the launcher itself
-is killed, the system kills the ranks (:mod:`shardwise.cli.follow`).
+torchrun runs inside this process. It starts every rank in its own session, so Ctrl-C reaches only the launcher, which
+passes the signal on, waits up to 30 seconds for the ranks to end, and then kills them. If the launcher itself is
+killed, the system kills the ranks (:mod:`shardwise.cli.follow`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def status_of(exit_code: int) -> int:
-    """A process's exit code as a shell reports it: ``-9`` (killed by signal 9) is 137."""
+    """Return a process's exit code as a shell reports it: ``-9`` (killed by signal 9) is 137."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def threads_per_rank(ranks: int) -> int:
-    """The cores that this process may use, divided by ``ranks``, and at least 1."""
+    """Return the number of usable cores divided by ``ranks``, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, ranks))
 
@@ -56,12 +56,12 @@ def threads_per_rank(ranks: int) -> int:
 def launch(arguments: Sequence[str], script: Sequence[str], ranks: int) -> int:
     """Run torchrun with ``arguments`` (its own) on ``script`` (its name, then its arguments).
 
-    Returns the exit status: that of the first rank that failed, 128 plus the number of a signal that ended the run,
+    Return the exit status: that of the first rank that failed, 128 plus the number of a signal that ended the run,
     or 0.
 
-    Each rank gets its share of the cores as OpenMP threads, unless the user has set OMP_NUM_THREADS.
+    Each rank gets an equal part of the cores as OpenMP threads, unless the user has set OMP_NUM_THREADS.
     """
-    # A signal that comes while torch is being imported must not be lost or print a traceback.
+    # A signal during the import of torch must not be lost or print a traceback.
     earlier = {number: signal.signal(number, _stop) for number in _ENDING}
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     try:
@@ -78,10 +78,10 @@ def _stop(number: int, _frame: object) -> None:
 
 @contextmanager
 def _heard_at_once() -> Iterator[None]:
-    """A signal ends this process also while torch waits for other hosts, where no Python code can run for minutes.
+    """Let a signal end this process even if torch waits for other hosts and runs no Python code for minutes.
 
-    The system writes each signal's number into a pipe. If :func:`_stop` still is its handler a moment later, no rank
-    was started, and nothing needs to be tidied up.
+    The system writes each signal's number into a pipe. If :func:`_stop` is still its handler a moment later, no rank
+    was started, and no cleanup is needed.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -112,14 +112,14 @@ def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     torchrun: Any = importlib.import_module("torch.distributed.run")  # untyped
-    # What the elastic launcher logs about an end says less than the exit status and the ranks themselves.
+    # The elastic launcher's log of a failure has less information than the exit status and the ranks' own output.
     for name in ("torch.distributed.run", "torch.distributed.elastic", "torch.distributed.launcher.api"):
         for known in [n for n in logging.root.manager.loggerDict if n == name or n.startswith(name + ".")]:
             logging.getLogger(known).setLevel(logging.CRITICAL)
     try:
         options = torchrun.parse_args([*arguments, script[0]])
         command = [sys.executable, "-u", *(["-m"] if options.module else []), *script]
-        # Not parsed with the rest: torchrun would take `--nproc 9` of the script for an ambiguous option of its own.
+        # Not parsed together: torchrun would treat `--nproc 9` of the script as an ambiguous option of its own.
         options.training_script, *options.training_script_args = command_that_follows(command)
         options.no_python, options.module = True, False
         torchrun.run(options)
@@ -141,7 +141,7 @@ two hosts:    shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint h
               shardwise run --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint host0:29500 train.py    (on host1)
 """
 RESOLVE_S = 10.0
-"""How long a name may be unknown: where hosts start together, name service may lag behind."""
+"""Seconds until an unknown host name is an error; name service may be late if hosts start together."""
 
 
 def add_parser(commands: Any) -> None:
@@ -152,7 +152,7 @@ def add_parser(commands: Any) -> None:
         description="Start a script once a rank, with torch's elastic launcher. The exit status is the script's.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an option of the script must not be taken for a short form of ours
+        allow_abbrev=False,  # an option of the script must not match a prefix of our options
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (default 1)")
     parser.add_argument("--nnodes", default="1", metavar="N[:M]", help="hosts, or the fewest and most of them")
@@ -169,15 +169,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
     parser.add_argument("script", help="a Python file")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    rest.required = False  # there may be none, and the complaint that no script was given should not name them
+    rest.required = False  # may be empty; the error about a missing script should not mention these arguments
     parser.set_defaults(main=main)
 
 
 def launcher_arguments(options: argparse.Namespace) -> list[str]:
-    """The options as torchrun's arguments, without the script.
+    """Return the options as torchrun's arguments, without the script.
 
     Raises:
-        BadInput: a number out of range, hosts without a meeting place, or no such script.
+        BadInput: a number out of range, several hosts without a rendezvous endpoint, or no such script.
     """
     option("--nproc", integer, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
     option("--max-restarts", integer, options.max_restarts, 0)
@@ -190,7 +190,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={options.nproc}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
-        # By address: the name of this host, which torch would tell the ranks, need not be known anywhere.
+        # By address, because the name of this host, which torch would use, may not be resolvable.
         arguments += ["--standalone", "--local-addr=127.0.0.1"]
     elif not options.rdzv_endpoint:
         raise BadInput(f"--nnodes {options.nnodes}: give --rdzv-endpoint HOST:PORT, the same on every host")
@@ -199,7 +199,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--rdzv-id={options.rdzv_id or 'shardwise'}")
         if options.node_rank is not None:
             arguments.append(f"--node-rank={options.node_rank}")
-            # The first host opens the meeting place; torch would otherwise guess it from host names.
+            # The first host opens the rendezvous; torch would guess the host from names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
     if options.world:
         from shardwise.compat.impersonation import WHOLE
@@ -212,10 +212,10 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _most_hosts(text: str) -> int:
-    """Of ``N`` or ``N:M``.
+    """Return the largest number of hosts in ``N`` or ``N:M``.
 
     Raises:
-        BadInput: something else, or more than the most.
+        BadInput: the text has another form, or the number is too large.
     """
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -225,7 +225,7 @@ def _most_hosts(text: str) -> int:
 
 
 def program(options: argparse.Namespace) -> list[str]:
-    """What every rank runs: its name, then its arguments."""
+    """Return the command of every rank: the program, then its arguments."""
     own = [options.script, *options.arguments]
     if not options.world:
         return own
@@ -235,17 +235,17 @@ def program(options: argparse.Namespace) -> list[str]:
 
 
 def check_hosts(options: argparse.Namespace) -> None:
-    """The meeting place can be found, and the first host under its own name; torch would wait for them for minutes.
+    """Check that the rendezvous endpoint and the first host's name can be resolved; torch would wait for minutes.
 
     Raises:
-        BadInput: no number of a port, or a name that is not known within :data:`RESOLVE_S`.
+        BadInput: an invalid port, or a name that is unknown for :data:`RESOLVE_S`.
     """
     endpoint = options.rdzv_endpoint
     if not endpoint:
         return
     host, colon, port = endpoint.rpartition(":")
     if not colon or "]" in port:
-        host, port = endpoint, "29400"  # torch's
+        host, port = endpoint, "29400"  # torch's default port
     if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
         raise BadInput(f"--rdzv-endpoint {endpoint}: {port!r} is no port; give HOST:PORT, the same on every host")
     _resolve(host.strip("[]"), f"--rdzv-endpoint {endpoint}", "give a name or address that every host knows")
@@ -269,7 +269,7 @@ def _resolve(host: str, what: str, advice: str) -> None:
 
 
 def _look_up(host: str) -> str:
-    """What is wrong with a host's name. In a thread: the look-up may take long, and signals should not wait for it."""
+    """Return the error of a host name's look-up. A slow look-up runs in a thread, so that signals do not wait."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask() -> None:

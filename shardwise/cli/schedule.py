@@ -1,4 +1,4 @@
-"""``shardwise schedule``: a step of a pipeline as a picture, with its bubble."""
+"""``shardwise schedule``: draw one step of a pipeline and its bubble."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["add_parser", "main"]
 
 STYLES = ("1f1b", "interleaved", "zbv")
 MOST = 4096
-"""Ranks, stages a rank and micro-batches together."""
+"""Largest product of ranks, stages per rank and micro-batches."""
 MOST_TIMES = 1000.0
-"""The shortest of the times in the longest: the shortest is a column of the text."""
+"""Largest ratio of times: the shortest time is one column of the text."""
 
 EXAMPLES = """
   shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print and write; 0, or 2 for bad input."""
+    """Print and write; return 0, or 2 for bad input."""
     chunks = options.chunks if options.chunks is not None else (1 if options.style == "1f1b" else 2)
     for name, value in (("--pp", options.pp), ("--microbatches", options.microbatches), ("--chunks", chunks)):
         if value < 1:
@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _times(given: Sequence[float]) -> tuple[float, float, float]:
-    """In multiples of the shortest: a picture shows no others, and sums of them have no end."""
+    """Return times in multiples of the shortest, so that sums of them are short numbers."""
     shown, shortest = " ".join(map(str, given)), min(given)
     if not all(math.isfinite(time) and time > 0 for time in given):
         raise BadInput(f"--times {shown}: give three numbers above 0")

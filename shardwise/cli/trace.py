@@ -1,4 +1,4 @@
-"""``shardwise trace``: what one training step of a model holds, as a picture."""
+"""``shardwise trace``: draw the memory of one training step of a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def add_parser(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Trace or load, write the files, print; 0, or 2 for bad input. Under a launcher only rank 0 writes and prints."""
+    """Trace or load, write the files, print; return 0, or 2 for bad input. Under a launcher only rank 0 writes and
+    prints.
+    """
     from shardwise.core.base.sizes import parse_size
 
     if (options.target is None) == (options.stats is None):
@@ -172,7 +174,7 @@ def _load(source: str) -> ModuleType:
             raise BadInput(f"importing {source}: it needs {missing}, which is not installed") from None
     if not path.is_file():
         raise BadInput(f"{source}: no such file; give a Python file or a module name")
-    # As when the file is run: what lies beside it can be imported.
+    # As in a normal run, modules in the script's folder can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -194,7 +196,7 @@ def _call(module: ModuleType, name: str, shown: str) -> Any:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        parameters = []  # not written in Python
+        parameters = []  # not implemented in Python
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
     if needed:
@@ -203,7 +205,7 @@ def _call(module: ModuleType, name: str, shown: str) -> Any:
 
 
 def _guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
-    """Errors of the user's code in one line that says where they come from."""
+    """Turn errors of the user's code into one line that says where they come from."""
     try:
         return action()
     except through:

@@ -1,6 +1,7 @@
 """ColossalAI's names: ``sed s/colossalai/shardwise.colossalai/`` ports a program.
 
-Modules below are made from the table ``shardwise/compat/colossalai.toml``; what is not there says what to do instead.
+Submodules are created from the table ``shardwise/compat/colossalai.toml``; errors about unsupported names say what to
+do instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``PipelineGraph``: programs compute a schedule for ``pp_style="zbv"`` with it; the plugin has its own."""
+"""``PipelineGraph``, with which programs compute a schedule for ``pp_style="zbv"``; the plugin has its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PipelineGraph"]
 
 
 class PipelineGraph:
-    """The arguments of a schedule without bubbles, which HybridParallelPlugin's ``"zbv"`` does not need.
+    """The arguments of a zero-bubble schedule, which HybridParallelPlugin's ``"zbv"`` does not need.
 
     Args:
         n_stage: ranks of the pipeline.

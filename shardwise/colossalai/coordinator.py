@@ -1,4 +1,4 @@
-"""``DistCoordinator``: the rank of this process, and work that one rank does alone."""
+"""``DistCoordinator``: the rank of this process, and code that only one rank executes."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class DistCoordinator:
 
     @property
     def rank(self) -> int:
-        """This process' among all."""
+        """Return the rank of this process."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return dist.get_world_size()
 
     @property
     def local_rank(self) -> int:
-        """This process' among those of its host, as the launcher says; -1 where it does not."""
+        """Return the rank of this process on its host by the launcher's variables; -1 without them."""
         return int(read_variable("LOCAL_RANK") or -1)
 
-    # As programs read them.
+    # The private names that programs read.
     _rank, _world_size, _local_rank = rank, world_size, local_rank
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this is rank 0 (of the group)."""
+        """Return True for rank 0 (of the group)."""
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Whether this is the first process of its host.
+        """Return True for the first process of its host.
 
         Raises:
-            RuntimeError: the launcher does not say.
+            RuntimeError: the launcher's variables do not have the local rank.
         """
         if self.local_rank < 0:
             raise RuntimeError(
@@ -61,7 +61,7 @@ class DistCoordinator:
         return self.local_rank == 0
 
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this is the last rank (of the group)."""
+        """Return True for the last rank (of the group)."""
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
@@ -78,9 +78,10 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """One rank (of the group) executes the block, then all others do: for downloads. Collective over the group.
+        """Execute the block on one rank (of the group) first, then on all others: for downloads. Collective over the
+        group.
 
-        Where it fails on that rank, the others go on and find what it left.
+        If it fails on that rank, the others continue with the files that it left.
         """
         first = dist.get_rank(process_group) == executor_rank
         if not first:
@@ -92,17 +93,17 @@ class DistCoordinator:
                 self.block_all(process_group)
 
     def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Wait until every rank (of the group) is here."""
+        """Wait until every rank (of the group) calls this."""
         dist.barrier(process_group)
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Leave the group; ``None``: the default one."""
+        """Destroy the group; ``None``: the default one."""
         dist.destroy_process_group(process_group)
 
     def on_master_only(
         self, process_group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator: the function runs on rank 0 (of the group), and gives ``None`` elsewhere."""
+        """Return a decorator: the function runs on rank 0 (of the group), and returns ``None`` elsewhere."""
         master = self.is_master(process_group)
 
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:

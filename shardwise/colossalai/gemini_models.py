@@ -28,7 +28,7 @@ PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 
 
 def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> int:
-    """Return the number of replicas of the model that the process groups of a program mean.
+    """Return the number of replicas of the model that a program's process groups define.
 
     Args:
         shard: the ranks that the model is sharded over; ``None``: all.
@@ -52,13 +52,13 @@ def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup |
 
 
 class GeminiDDP(ModelFront):
-    """A model in chunks, as :class:`shardwise.booster.plugin.GeminiPlugin` makes it; the arguments are its own.
+    """A model in chunks with the arguments of :class:`shardwise.booster.plugin.GeminiPlugin`.
 
-    For training it goes with :class:`GeminiOptimizer`, made before the first forward pass. A model that is used before,
-    or without one, is sharded then.
+    For training create a :class:`GeminiOptimizer` before the first forward pass. A model that is used before or without
+    an optimizer is sharded at that point.
 
     Args:
-        module: the plain model, real or described lazily.
+        module: the plain model, with values or under lazy initialization.
         chunk_init_device: no effect: chunks are allocated where the placement keeps them.
         scatter_after_inference: False has no effect, and warns: ``shard_param_frac`` decides what stays gathered.
         mixed_precision: ``torch.float16``, ``torch.bfloat16`` or (an extension) ``torch.float32``.
@@ -126,10 +126,10 @@ class GeminiDDP(ModelFront):
 
         Args:
             optimizer: a plain one.
-            arguments: GeminiPlugin's of the loss scale, clipping, and ``gpu_margin_mem_ratio``.
+            arguments: GeminiPlugin's arguments of the loss scale and clipping, and ``gpu_margin_mem_ratio``.
 
         Raises:
-            RuntimeError: it has one already.
+            RuntimeError: it has an optimizer already.
         """
         plugin = dataclasses.replace(self.plugin, **arguments)
         self._drop_session()
@@ -147,7 +147,7 @@ class GeminiDDP(ModelFront):
     # ---- state
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The user's module."""
+        """Return the user's module."""
         return self.module
 
     def state_dict(  # type: ignore[override]
@@ -157,31 +157,31 @@ class GeminiDDP(ModelFront):
         keep_vars: bool = False,
         only_rank_0: bool = True,
     ) -> dict[str, Any]:
-        """The full state on the host, under the module's own names; fp32 where there are masters. Collective.
+        """Return the full state on the host under the module's own names, in fp32 if there are masters. Collective.
 
         Args:
             destination: entries are added to it.
-            prefix: put before every name.
+            prefix: prefix of every name.
             keep_vars: only False.
-            only_rank_0: the other ranks get nothing.
+            only_rank_0: return an empty state on other ranks.
         """
         return super().state_dict(destination, prefix, keep_vars, only_rank_0)
 
 
 class GeminiOptimizer(OptimizerFront):
-    """The optimizer of a :class:`GeminiDDP`: an ordinary one, whose parameters and state are divided with the model.
+    """The optimizer of a :class:`GeminiDDP`: a plain optimizer whose parameters and state are sharded with the model.
 
     Args:
         optim: any element-wise torch optimizer over the model's parameters.
         module: the model.
         gpu_margin_mem_ratio: as GeminiPlugin's, for ``placement_policy="auto"`` only.
-        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
-            2**32 given explicitly is used.
+        initial_scale: first loss scale (fp16 only, as the next six). The default means 2**16; an explicit 2**32 is
+            used.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: of that norm.
+        norm_type: p of the norm.
         tp_group: only ``None``.
         params_info: only ``None``.
-        verbose: say when a step is skipped, and why.
+        verbose: report skipped steps with the reason.
         defaults: none; options of ``optim`` belong to ``optim``.
 
     Raises:

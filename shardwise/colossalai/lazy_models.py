@@ -16,12 +16,14 @@ __all__ = ["LazyInitContext"]
 
 
 class LazyInitContext:
-    """Modules built inside have no memory for their parameters; boost, or :meth:`materialize`, makes the values of an
-    ordinary construction. A context may be entered again after it was left.
+    """Build modules without memory for their parameters inside.
+
+    Boost, or :meth:`materialize`, creates the values of an ordinary construction. A context may be entered again after
+    its end.
 
     Args:
         tensor_cls: only ``None``.
-        default_device: where the construction draws random numbers; ``None``: the CPU.
+        default_device: device of the random numbers of the construction; ``None``: the CPU.
 
     Raises:
         NotImplementedError: ``tensor_cls`` is given.
@@ -46,10 +48,10 @@ class LazyInitContext:
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Give the parameters and buffers of ``module`` the values that they have without this context.
+        """Give the parameters and buffers of ``module`` the values of an ordinary construction.
 
         Args:
-            module: built inside a context, which has been left.
+            module: built inside a context that has ended.
             verbose: print the number of tensors.
         """
         count = 0

@@ -1,4 +1,4 @@
-"""A logger that knows its rank: ``get_dist_logger().info(message, ranks=[0])``."""
+"""A logger for distributed programs: ``get_dist_logger().info(message, ranks=[0])``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class _Printer(logging.Handler):
-    """To what standard error is when it is written to, as a program may have put another in its place."""
+    """A handler that writes to the current ``sys.stderr``, which a program may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 class DistributedLogger:
-    """One for each name; :func:`get_dist_logger` gives it.
+    """A logger; :func:`get_dist_logger` returns the only one of each name.
 
     Raises:
-        ValueError: there is one of that name.
+        ValueError: a logger of that name exists.
     """
 
     _made: ClassVar[dict[str, DistributedLogger]] = {}
@@ -46,19 +46,19 @@ class DistributedLogger:
 
     @classmethod
     def get_instance(cls, name: str) -> DistributedLogger:
-        """Return the logger of that name; it is made if there is none yet."""
+        """Return the logger of that name; create it if it does not exist."""
         return cls._made[name] if name in cls._made else cls(name)
 
     @property
     def rank(self) -> int:
-        """This process' among all; 0 before they meet."""
+        """Return the rank of this process; 0 without a process group."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def set_level(self, level: str) -> None:
-        """What is below ``level`` is not logged.
+        """Do not log messages below ``level``.
 
         Raises:
-            ValueError: it is none of ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
+            ValueError: it is not one of ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
         """
         self._logger.setLevel(_checked(level))
 
@@ -66,9 +66,9 @@ class DistributedLogger:
         """Also write to ``path/rank_<rank>.log``, or ``path/rank_<rank>_<suffix>.log``.
 
         Args:
-            path: a directory, made if it does not exist.
-            mode: ``"a"`` adds to the file, ``"w"`` replaces it.
-            level: what is below it is not written.
+            path: a directory, created if it does not exist.
+            mode: ``"a"`` appends to the file, ``"w"`` replaces it.
+            level: the lowest level that is written.
             suffix: part of the file's name.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -106,16 +106,16 @@ def _checked(level: str) -> int:
 
 
 def get_dist_logger(name: str = NAME) -> DistributedLogger:
-    """The logger of that name, the same each time."""
+    """Return the logger of that name, which is the same in each call."""
     return DistributedLogger.get_instance(name)
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = (NAME,)) -> None:
-    """Loggers that exist now log nothing below a warning.
+    """Make existing loggers log only warnings and errors.
 
     Args:
-        include: these.
-        exclude: where ``include`` is ``None``: all but these.
+        include: names of the loggers.
+        exclude: if ``include`` is ``None``: all loggers except these.
     """
     for name in list(logging.Logger.manager.loggerDict):
         if name in include if include is not None else name not in exclude:

@@ -1,4 +1,4 @@
-"""``LowLevelZeroOptimizer``: ZeRO-1 and ZeRO-2 of what an optimizer has; and the wrappers of all stages."""
+"""``LowLevelZeroOptimizer``: ZeRO-1 and ZeRO-2 for the parameters of an optimizer; and the wrappers of all stages."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class LowLevelZeroOptimizer(OptimizerFront):
     Args:
         optimizer: any element-wise torch optimizer; all its parameters have one dtype.
         pg_to_param_list: only ``None``.
-        initial_scale: first loss scale (fp16 only, as the six after it).
+        initial_scale: first loss scale (fp16 only, as the next six).
         clip_grad_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        verbose: say when a step is skipped, and why.
+        verbose: report skipped steps with the reason.
         reduce_bucket_size: elements reduced together.
-        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
-        overlap_communication: reduce gradients while backward still runs.
+        communication_dtype: dtype of gradient communication; ``None``: the parameters' dtype.
+        overlap_communication: reduce gradients during backward.
         partition_grad: stage 2 instead of 1.
-        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
+        cpu_offload: keep masters, optimizer state and reduced gradients on the host, and update them there.
         dp_process_group: ``None``, or the consecutive ranks that the state is sharded over.
         extra_dp_group: ``None``, or the ranks with the same shard of it.
         forced_dtype: parameters are cast to it first.
         master_weights: keep fp32 copies of 16-bit parameters.
-        overlap_allgather: True has no effect, and warns: nothing tells when a parameter is used next.
-        fp8_communication: gradients and updated parameters travel in 8 bits.
+        overlap_allgather: True has no effect, and warns: the next use of a parameter cannot be detected.
+        fp8_communication: communicate gradients and updated parameters in 8 bits.
         backward_context: only ``None``.
 
     Raises:
@@ -104,7 +104,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
             stage=2 if partition_grad else 1,
             precision=_precision(parameters, forced_dtype),
             max_norm=clip_grad_norm,
-            reduce_bucket_size_in_m=cast(int, reduce_bucket_size / 2**20),  # parts of it are taken as well
+            reduce_bucket_size_in_m=cast(int, reduce_bucket_size / 2**20),  # fractions are accepted, too
             extra_dp_size=check_groups(dp_process_group, extra_dp_group),
             **{name: value for name, value in given.items() if name in names},
         )
@@ -115,7 +115,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
         self._divides = partition_grad
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside are not reduced. At stage 2 there is nothing that could be left out.
+        """Skip reductions of backward passes inside (stage 1).
 
         Raises:
             RuntimeError: at stage 2.
@@ -159,13 +159,13 @@ def zero_model_wrapper(
     gemini_config: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> nn.Module:
-    """The model for :func:`zero_optim_wrapper`: at stage 3 a :class:`GeminiDDP`, else the model itself.
+    """Return the model for :func:`zero_optim_wrapper`: at stage 3 a :class:`GeminiDDP`, else the model itself.
 
     Args:
         model: a plain one.
         zero_stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
         gemini_config: arguments of GeminiDDP, for stage 3.
-        verbose: of GeminiDDP.
+        verbose: argument of GeminiDDP.
 
     Raises:
         ValueError: another stage.
@@ -179,7 +179,7 @@ def zero_model_wrapper(
         wrapped = model
     else:
         config = dict(gemini_config or {})
-        config.pop("device", None)  # of an older release: the plugin chooses the rank's own
+        config.pop("device", None)  # an argument of an older release: the plugin chooses the rank's own device
         wrapped = GeminiDDP(model, **{"verbose": verbose, **config})
     vars(wrapped)[STAGE] = zero_stage
     return wrapped
@@ -200,16 +200,16 @@ def zero_optim_wrapper(
     optim_config: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> OptimizerFront:
-    """The optimizer of a model of :func:`zero_model_wrapper`, sharded by its stage.
+    """Return the sharded optimizer of a model of :func:`zero_model_wrapper`.
 
     Args:
         model: the wrapped model.
         optimizer: a plain one over its parameters.
-        initial_scale: first loss scale (fp16 only, as the six after it).
+        initial_scale: first loss scale (fp16 only, as the next six).
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         norm_type: only 2.0 at stages 1 and 2.
         optim_config: further arguments of LowLevelZeroOptimizer, or at stage 3 of GeminiOptimizer.
-        verbose: say when a step is skipped, and why.
+        verbose: report skipped steps with the reason.
 
     Raises:
         ValueError: the model was not wrapped, or another norm.

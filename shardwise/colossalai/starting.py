@@ -1,4 +1,4 @@
-"""``launch`` and what programs call first: the process group, random seeds and the rank's device."""
+"""``launch`` and related functions: the process group, random seeds and the rank's device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's random number generators, those of every GPU included.
+    """Seed the random number generators of Python, NumPy and torch, including those of every GPU.
 
     Raises:
         TypeError: ``seed`` is not an integer.
@@ -37,12 +37,12 @@ def set_seed(seed: int) -> None:
 
 
 def get_accelerator() -> Accelerator:
-    """The interface to the device that this process trains on: its own GPU if there is one, else the CPU."""
+    """Return the interface to the device of this process: its own GPU if there is one, else the CPU."""
     return Accelerator(own_device(default_device()))
 
 
 def get_current_device() -> torch.device:
-    """This process's GPU, or the CPU."""
+    """Return this process's GPU, or the CPU."""
     return get_accelerator().get_current_device()
 
 
@@ -56,24 +56,24 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Join the other processes as ``rank`` of ``world_size``.
+    """Create the process group with ``rank`` of ``world_size``.
 
     If torch.distributed is initialized already, only the seed is set.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of processes.
-        host: where rank 0 runs.
-        port: where it listens.
-        backend: of the process group; the default is NCCL on GPUs and gloo on CPUs.
-        local_rank: of this process on its host: which GPU it takes. ``None``: the environment's, or ``rank``.
-        seed: of Python's, NumPy's and torch's random numbers, the same on every rank.
+        host: host of rank 0.
+        port: port on which rank 0 listens.
+        backend: backend of the process group; the default is NCCL on GPUs and gloo on CPUs.
+        local_rank: rank of this process on its host, which selects its GPU. ``None``: the environment's, or ``rank``.
+        seed: seed of the random numbers of Python, NumPy and torch, the same on every rank.
         verbose: rank 0 prints the number of ranks.
 
     Raises:
         ValueError: a number out of range.
         RuntimeError: torch.distributed is initialized with other ranks.
-        PeerError: not all came in time.
+        PeerError: not all ranks arrived in time.
     """
     launched_as(rank, world_size, host, port, local_rank)
     init_distributed(backend=None if backend == "nccl" else backend)
@@ -83,10 +83,10 @@ def launch(
 
 
 def launch_from_torch(backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
-    """:func:`launch` with torchrun's variables.
+    """Call :func:`launch` with torchrun's variables.
 
     Raises:
-        RuntimeError: one is missing.
+        RuntimeError: a variable is missing.
     """
     rank, local_rank, world_size = (_number(name, "torchrun") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     host, port = _text("MASTER_ADDR", "torchrun"), _number("MASTER_PORT", "torchrun")
@@ -94,10 +94,10 @@ def launch_from_torch(backend: str = "nccl", seed: int = 1024, verbose: bool = T
 
 
 def launch_from_slurm(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
-    """:func:`launch` with the variables of ``srun``.
+    """Call :func:`launch` with the variables of ``srun``.
 
     Raises:
-        RuntimeError: one is missing.
+        RuntimeError: a variable is missing.
     """
     rank, world_size = (_number(name, "srun") for name in ("SLURM_PROCID", "SLURM_NPROCS"))
     local = read_variable("SLURM_LOCALID")
@@ -105,10 +105,10 @@ def launch_from_slurm(host: str, port: int, backend: str = "nccl", seed: int = 1
 
 
 def launch_from_openmpi(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
-    """:func:`launch` with the variables of OpenMPI's ``mpirun``.
+    """Call :func:`launch` with the variables of OpenMPI's ``mpirun``.
 
     Raises:
-        RuntimeError: one is missing.
+        RuntimeError: a variable is missing.
     """
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
     rank, local_rank, world_size = (_number(name, "mpirun") for name in names)

@@ -1,4 +1,4 @@
-"""``ModelWrapper`` and ``OptimizerWrapper``: base classes of programs, and the types of what boost returns."""
+"""``ModelWrapper`` and ``OptimizerWrapper``: base classes for programs, and the types of boosted objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
 
 class _Widened(type):
-    """Instances of ``also`` count as instances of the class, and not as those of its subclasses."""
+    """Metaclass: instances of ``also`` count as instances of the class, but not of its subclasses."""
 
     also: tuple[type, ...] = ()
 
@@ -20,12 +20,12 @@ class _Widened(type):
 
 
 class ModelWrapper(interface.ModelWrapper, metaclass=_Widened):
-    """A module around ``module``; every boosted model is an instance, too."""
+    """A wrapper of ``module``; every boosted model is an instance, too."""
 
     also = (ShardedModule, interface.ModelWrapper, GeminiDDP)
 
 
 class OptimizerWrapper(interface.OptimizerWrapper, metaclass=_Widened):
-    """An optimizer around ``optim``; every boosted optimizer is an instance, too."""
+    """A wrapper of ``optim``; every boosted optimizer is an instance, too."""
 
     also = (ShardedOptimizer, interface.OptimizerWrapper, OptimizerFront)

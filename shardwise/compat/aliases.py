@@ -20,7 +20,7 @@ __all__ = ["AliasFinder", "UnsupportedName", "install_aliases", "lookup"]
 class UnsupportedName(NotImplementedError, AttributeError):
     """An unsupported foreign name was used; the message says what to do instead.
 
-    It is an ``AttributeError`` too, for programs that call ``hasattr``.
+    It is also an ``AttributeError``, for programs that call ``hasattr``.
     """
 
 
@@ -28,7 +28,7 @@ class _UnsupportedClass(ABCMeta):
     """Metaclass of classes that stand for unsupported names.
 
     Programs import names that they use on some paths only, and use them in ``isinstance``, annotations and base
-    classes. ``ABCMeta``, because another base may have it as its metaclass.
+    classes. It derives from ``ABCMeta``, because another base may have it as its metaclass.
     """
 
     __refusal__: str

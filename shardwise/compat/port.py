@@ -1,7 +1,7 @@
-"""``shardwise port``: what becomes of each foreign name of a program, its text with our imports, and pages of names.
+"""``shardwise port``: report each foreign name of a program, rewrite its imports, and list names on a page.
 
-Names are followed from imports, through ``as`` and attributes; arguments are the keyword arguments of calls of a name.
-Names that a program makes at run time (``getattr``, ``import_module``, ``**settings``) are not seen.
+Names are tracked from imports through ``as`` and attributes; arguments are the keyword arguments of calls of a name.
+Names that a program creates at run time (``getattr``, ``import_module``, ``**settings``) are not detected.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Reader(ast.NodeVisitor):
         shown = table.full_name(module, name)
         entry = table.find(module, name)
         for verdict, arguments in (("ignored", table.ignored), ("missing", table.refused)):
-            for place, reasons in arguments.items():  # of any module that has the name
+            for place, reasons in arguments.items():  # for every module that has the name
                 path, _, other = place.partition(":")
                 if argument in reasons and other == name and table.find(path, other) == entry:
                     self._add(f"{shown}({argument}=)", verdict, reasons[argument], value.lineno)

@@ -1,4 +1,4 @@
-"""Published arguments that are the fields of a dataclass: their names, and which of them were given."""
+"""Published arguments as the fields of a dataclass: their names, and which of them were changed."""
 
 from __future__ import annotations
 

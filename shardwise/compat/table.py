@@ -26,7 +26,7 @@ from typing import Any
 __all__ = ["HOMES", "REST", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
 
 REST = "*"
-"""The name that stands for all other names of a module."""
+"""The entry that stands for all other names of a module."""
 HOMES: Mapping[str, str] = {
     "colossalai": "shardwise.colossalai",
     "deepspeed": "shardwise.deepspeed",
@@ -103,7 +103,7 @@ class AliasTable:
     partial: bool
 
     def has_module(self, path: str) -> bool:
-        """Whether ``path`` is a module of the table, a parent of one, or below an unsupported module."""
+        """Return True if ``path`` is a module of the table, a parent of one, or below an unsupported module."""
         return self._has(path) or self.gone(path) is not None
 
     def gone(self, path: str) -> Entry | None:

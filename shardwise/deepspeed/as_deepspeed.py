@@ -1,7 +1,8 @@
-"""``import shardwise.deepspeed.as_deepspeed``: from here on ``import deepspeed`` means ``shardwise.deepspeed``.
+"""Make ``import deepspeed`` mean ``shardwise.deepspeed`` in this process when this module is imported.
 
-One line at the top of a program, before anything imports DeepSpeed or asks whether it is there (transformers and
-accelerate do when they are imported). ``shardwise run --as deepspeed`` does the same for a program without that line.
+Import it at the top of a program, before other libraries import DeepSpeed or check whether it is installed
+(transformers and accelerate check when they are imported). ``shardwise run --as deepspeed`` does the same without a
+change of the program.
 """
 
 from __future__ import annotations

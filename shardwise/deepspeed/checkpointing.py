@@ -1,4 +1,4 @@
-"""``deepspeed.checkpointing``: ``checkpoint(function, *args)`` computes ``function`` again in backward, by torch."""
+"""``deepspeed.checkpointing``: activation checkpointing by ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """No effect: what :func:`checkpoint` keeps are the arguments of each call, whole, where they are. A warning names
-    what was asked for."""
+    """Do nothing, and warn about options that were set: :func:`checkpoint` saves the full arguments of each call in
+    place.
+    """
     asked = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
@@ -44,19 +45,19 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called."""
+    """Return True if :func:`configure` was called."""
     return bool(_configured)
 
 
 def reset() -> None:
-    """Nothing: no buffers are kept."""
+    """Do nothing, because there are no buffers."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, computed again in backward: ``torch.utils.checkpoint`` without reentrance."""
+    """Return ``function(*args)``, which backward recomputes with the non-reentrant ``torch.utils.checkpoint``."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 def __getattr__(name: str) -> Any:
-    """What DeepSpeed has there and this file does not."""
+    """Return DeepSpeed's other names of this module."""
     return lookup(alias_table("deepspeed"), "runtime.activation_checkpointing.checkpointing", name)

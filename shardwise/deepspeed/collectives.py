@@ -1,7 +1,7 @@
-"""``deepspeed.comm``: which ranks there are. Collectives under its names are those of ``torch.distributed``, but for
-three whose tensors DeepSpeed names otherwise; arguments of its log of collectives have no effect in these.
+"""``deepspeed.comm``: ranks and collectives.
 
-Where nothing was initialised this is one process: rank 0 of 1.
+The collectives are those of ``torch.distributed``, except for three that name their tensors differently in DeepSpeed.
+The arguments of DeepSpeed's communication log have no effect. Without a process group this process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the other processes, unless that was done already or there are none.
+    """Initialize the process group, unless that was done already or there is only one process.
 
     Args:
-        dist_backend: of torch's process group; ``None``: NCCL where every rank has a GPU of its own, else gloo.
-        auto_mpi_discovery: no effect; the launcher's variables (torchrun's, Slurm's) say where ranks meet.
+        dist_backend: backend of torch's process group; ``None``: NCCL if every rank has its own GPU, else gloo.
+        auto_mpi_discovery: no effect; the launcher's variables (torchrun's, Slurm's) define the rendezvous.
         distributed_port: no effect, for the same reason.
         verbose: no effect.
         timeout: how long a rank waits for the others.
-        init_method: where to meet instead, a URL as torch takes it, most of which need ``rank`` and ``world_size``.
+        init_method: rendezvous URL as for torch; most URLs need ``rank`` and ``world_size``.
         dist_init_required: ``False``: do nothing.
-        config: no effect: DeepSpeed's log of collectives is not kept.
-        rank: of this process; -1: as ``init_method`` or the launcher says. Another one than the launcher's is torch's
-            affair, which meets at ``MASTER_ADDR`` then.
-        world_size: of all, likewise.
+        config: no effect: there is no log of collectives.
+        rank: rank of this process; -1: as ``init_method`` or the launcher says. With another rank than the launcher's,
+            torch's own rendezvous at ``MASTER_ADDR`` is used.
+        world_size: number of all ranks; -1 as for ``rank``.
 
     Raises:
-        PeerError: not all ranks came in time.
-        ValueError: see ``init_distributed``, and torch's of a place to meet that lacks something.
+        PeerError: not all ranks arrived in time.
+        ValueError: see ``init_distributed``, and torch's error about an incomplete rendezvous.
     """
     if dist_init_required is False or is_initialized():
         return
@@ -69,47 +69,47 @@ def init_distributed(
 
 
 def is_available() -> bool:
-    """Whether torch has ``distributed``."""
+    """Return True if torch has ``distributed``."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Return True if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank(group: Group = None) -> int:
-    """Of this process in the group; 0 where there is none."""
+    """Return the rank of this process in the group; 0 without a group."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
 def get_world_size(group: Group = None) -> int:
-    """Processes of the group; 1 where there is none."""
+    """Return the number of processes in the group; 1 without a group."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """Of this process on its host."""
+    """Return the rank of this process on its host."""
     return LaunchFacts.read().local_rank
 
 
 def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
-    """Among all processes, of one of a group."""
+    """Return the global rank of a rank in a group."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
-    """Their numbers among all processes."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group or get_world_group())
 
 
 def get_world_group() -> Any:
-    """All processes."""
+    """Return the group of all processes."""
     return dist.group.WORLD
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """A group of some. Every process calls it."""
+    """Create a group of some ranks. Every process calls it."""
     return made_together(ranks, None)
 
 
@@ -122,8 +122,8 @@ def all_gather_into_tensor(
     log_name: str = "all_gather_into_tensor",
     debug: str | None = None,
 ) -> Any:
-    """Every rank's ``tensor``, one behind the other."""
-    given = tensor if tensor.dim() else tensor.reshape(1)  # gloo wants it so
+    """Concatenate the ``tensor`` of every rank."""
+    given = tensor if tensor.dim() else tensor.reshape(1)  # gloo requires at least one dimension
     return dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
 
 
@@ -137,7 +137,7 @@ def reduce_scatter_tensor(
     log_name: str = "reduce_scatter_tensor",
     debug: str | None = None,
 ) -> Any:
-    """The sum over the ranks of this rank's part of ``tensor``."""
+    """Sum ``tensor`` over the ranks, and return this rank's part of the sum."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -152,5 +152,5 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: str | None = None,
 ) -> Any:
-    """Part ``i`` of ``tensor`` goes to rank ``i``."""
+    """Send part ``i`` of ``tensor`` to rank ``i``."""
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)

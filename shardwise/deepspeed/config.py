@@ -136,10 +136,10 @@ def load_config(config: Source) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text, or of an Hjson one where the package hjson is installed.
+    """Return the value of a JSON text, or of an Hjson text if the package hjson is installed.
 
     Raises:
-        ValueError: it is neither; a key stands twice in one block.
+        ValueError: it is neither, or a block has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_pairs)
@@ -197,10 +197,8 @@ class _Reader:
     def read(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
             if name.startswith(("_", "//", "#")):
-                continue  # how people comment in JSON
-            if (
-                not section and "." in name
-            ):  # TRL writes sizes of its reference model's buckets so, fractions among them
+                continue  # a comment in JSON
+            if not section and "." in name:  # TRL writes fractions for the bucket sizes of its reference model
                 self.findings.ignore(name, "DeepSpeed reads no key with a dot in it; give it inside of its block")
                 continue
             path = f"{section}.{name}" if section else name
@@ -210,7 +208,8 @@ class _Reader:
             if canonical == "zero_optimization" and isinstance(value, bool):
                 self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
                 value = {"stage": int(value)}
-            if path.startswith("zero_optimization.cpu_offload") and canonical != path:  # a switch, now a block
+            # an older boolean key, which is a block now
+            if path.startswith("zero_optimization.cpu_offload") and canonical != path:
                 self.findings.note(f"Config parameter {path} is deprecated: give {canonical}={{'device': 'cpu'}}")
                 self.findings.use(path)
                 on = value not in (None, AUTO) and _convert(path, Key("bool", False), value)
@@ -290,7 +289,7 @@ class _Reader:
 
 _DERIVED = {
     "scheduler.params.warmup_min_lr": 0.0,
-    "scheduler.params.warmup_max_lr": None,  # the optimizer's own, also where a schedule has a default of its own
+    "scheduler.params.warmup_max_lr": None,  # the optimizer's rate, even if the schedule has its own default
 }
 
 
@@ -327,7 +326,7 @@ def _convert(path: str, key: Key, value: Any) -> Any:
     if key.kind in ("int", "float"):
         number = _number(value)
         if number == math.inf and path == "steps_per_print" and (isinstance(value, float) or value == "inf"):
-            return None  # accelerate's word for never
+            return None  # accelerate's value for "never"
         if number is not None and math.isinf(number):
             raise ValueError(f"{path}={short_repr(value)}: give a finite number")
         if number is None or math.isnan(number) or not (number.is_integer() or key.kind == "float"):
@@ -392,8 +391,8 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
     return Batch(train, micro, accumulation)
 
 
-# ---- Errors of what DeepSpeed asserts.
+# ---- errors that DeepSpeed raises by assert
 
 
 class AssertedError(ValueError, AssertionError):
-    """An error that is an AssertionError in DeepSpeed, and that programs catch as such."""
+    """An error that is an AssertionError in DeepSpeed; programs catch it as such."""

@@ -54,7 +54,7 @@ class Section:
 
     Args:
         settings: the configuration.
-        path: of the block, ``"zero_optimization"``.
+        path: path of the block, such as ``"zero_optimization"``.
     """
 
     def __init__(self, settings: Settings, path: str) -> None:
@@ -110,10 +110,10 @@ class DeepSpeedConfig:
 
 
 def required_batch(settings: Settings, ranks: int) -> Batch:
-    """See :func:`~shardwise.deepspeed.config.batch_of`.
+    """Return the batch sizes; see :func:`~shardwise.deepspeed.config.batch_of`.
 
     Raises:
-        ValueError: there is neither a batch size nor a micro-batch size; or they do not fit.
+        ValueError: there is neither a batch size nor a micro-batch size, or they do not fit.
     """
     batch = batch_of(settings, ranks)
     if batch is None:

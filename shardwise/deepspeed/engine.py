@@ -147,7 +147,7 @@ class DeepSpeedEngine(ModeOfModule):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """:meth:`state_dict`, without parameters that do not require gradients where these are excluded. Collective."""
+        """Return :meth:`state_dict`, optionally without parameters that do not require gradients. Collective."""
         if destination is not None or keep_vars:
             raise NotImplementedError(f"{destination=}, {keep_vars=} is not available: leave them out")
         state = self.state_dict()
@@ -160,10 +160,10 @@ class DeepSpeedEngine(ModeOfModule):
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> Any:
-        """:meth:`load_state_dict` of the entry ``module`` of a checkpoint, or of a model's state itself.
+        """Load the entry ``module`` of a checkpoint, or a model's state itself, with :meth:`load_state_dict`.
 
         Raises:
-            NotImplementedError: ``custom_load_fn`` and the like.
+            NotImplementedError: ``custom_load_fn`` and similar arguments.
         """
         if any(others.values()):
             raise NotImplementedError(f"{others!r:.80} is not available: give strict=False where names are missing")
@@ -192,7 +192,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Raises:
             RuntimeError: there is no optimizer.
-            ValueError: ``loss`` is no scalar that depends on a parameter.
+            ValueError: ``loss`` is not a scalar that depends on a parameter.
         """
         optimizer = self._required("backward")
         self._check_loss("backward", loss)
@@ -211,7 +211,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Raises:
             RuntimeError: there is no optimizer.
-            ValueError: ``loss`` is no scalar that depends on a parameter.
+            ValueError: ``loss`` is not a scalar that depends on a parameter.
         """
         scale = float(self._required("scale").loss_scale)
         self._check_loss("scale", loss)
@@ -432,9 +432,9 @@ class DeepSpeedEngine(ModeOfModule):
     def _start_counting(self, batch: Batch) -> None:
         self._batch = batch
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._passes = 0  # calls of step since the last update
-        self._unmanaged = 0  # backward passes that the gradients held now are made of
-        self._losses: list[Tensor] = []  # of these passes, where a monitor wants them
+        self._passes = 0  # number of step() calls since the last update
+        self._unmanaged = 0  # number of backward passes in the current gradients
+        self._losses: list[Tensor] = []  # losses of these passes, if a monitor needs them
         self._boundary: bool | None = None
         self._applied, self._stepping = False, False
         events = self.session.events
@@ -452,7 +452,7 @@ class DeepSpeedEngine(ModeOfModule):
 
     @contextmanager
     def _held_back(self) -> Iterator[None]:
-        """Where whole gradients are kept (stages 0 and 1) only the last pass of a step exchanges them."""
+        """With full gradients (stages 0 and 1), communicate only in the last pass of a step."""
         managed = self.settings["managed_gradient_accumulation"]
         if managed and self.session.plan.shard.reduce == "last" and not self.is_gradient_accumulation_boundary():
             with self.session.no_sync():
@@ -461,14 +461,14 @@ class DeepSpeedEngine(ModeOfModule):
             yield
 
     def _gradients_dropped(self, optimizer: int | None) -> None:
-        self._unmanaged = 0  # whoever drops them
+        self._unmanaged = 0  # the gradients were dropped
 
     def _passes_lost(self) -> None:
-        self._passes = 0  # the program is told to make all of them again
+        self._passes = 0  # the error tells the program to repeat all passes
         self._losses.clear()
 
     def _lost(self, loss: Tensor) -> None:
-        """A pass was made of ``loss``, which was divided by the number of passes of its step."""
+        """Record the loss of a pass, which was divided by the number of passes of its step."""
         if self.monitor.enabled:
             self._losses.append(loss.detach())
 
@@ -530,9 +530,9 @@ class DeepSpeedEngine(ModeOfModule):
                 with watched_step(optimizer, self.settings):
                     optimizer.step()
             finally:
-                if optimizer.steps_ended > ended:  # whatever was raised behind the update: it counts
+                if optimizer.steps_ended > ended:  # the step counts, even if an error was raised after the update
                     self._count_step(passes)
-                    self.module.zero_grad()  # of .grad nothing is left, as under DeepSpeed
+                    self.module.zero_grad()  # as in DeepSpeed, .grad is empty after a step
                     if self._applied and self.lr_scheduler is not None:
                         self.lr_scheduler.step(**(lr_kwargs or {}))
         finally:
@@ -541,13 +541,13 @@ class DeepSpeedEngine(ModeOfModule):
 
     def _passes_of_step(self) -> int:
         """Return the number of passes of the next step."""
-        if self._boundary is not None:  # who sets it may call step once for all passes, or after each
+        if self._boundary is not None:  # step() may then be called once for all passes, or after each
             return max(self._passes + 1, self._unmanaged)
         return self._passes + 1 if self.settings["managed_gradient_accumulation"] else self._unmanaged
 
     def _count_step(self, passes: int) -> None:
         skipped = bool(self.optimizer.last_step_skipped)
-        self._applied, self._passes = not skipped, 0  # what was accumulated is used up
+        self._applied, self._passes = not skipped, 0  # the step used the accumulated gradients
         self.global_steps += 1
         self.micro_steps += 1
         self.global_samples += self._batch.micro * self.dp_world_size * passes

@@ -1,4 +1,4 @@
-"""``initialize``, which makes the engine of a model and a DeepSpeed configuration, and ``tp_model_init``."""
+"""``initialize``, which creates the engine of a model and a DeepSpeed configuration, and ``tp_model_init``."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def initialize(
 
 def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
-    # Children of leaf modules run in another order from rank to rank.
+    # Children of leaf modules run in a different order on each rank.
     return plan.but(same_order=False) if get_z3_leaf_modules(model) else plan
 
 
@@ -242,7 +242,7 @@ def _end(session: Session) -> None:
         point(param, state[name].to(device, copy=True))
 
 
-# ---- ``tp_model_init``: what a program says of a model's layers before ``initialize`` cuts them.
+# ---- ``tp_model_init``: the tensor-parallel size of a model, which ``initialize`` applies.
 
 
 _ASKED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -268,7 +268,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def with_asked_size(config: Any, model: nn.Module) -> Any:
-    """Return the configuration with the size that :func:`tp_model_init` was given for ``model`` or a part of it.
+    """Return the configuration with the size from :func:`tp_model_init` for ``model`` or a part of it.
 
     Raises:
         ValueError: the configuration has another size, or parts of ``model`` have different ones.

@@ -35,17 +35,17 @@ def get_model_profile(
     ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, MACs (half of them) and parameters of one call of ``model`` in evaluation mode.
+    """Return operations, MACs (half of them) and parameters of one call of ``model`` in evaluation mode.
 
-    They are counted by ``torch.utils.flop_counter``: those of matrix products, convolutions and attention.
+    ``torch.utils.flop_counter`` counts the operations of matrix products, convolutions and attention.
 
     Args:
-        model: its mode is as before afterwards.
+        model: the module to call; its mode is restored afterwards.
         input_shape: call it with one tensor of ones of that shape.
-        args, kwargs: or with these.
+        args, kwargs: or with these arguments.
         print_profile: print the operations of each module, or write them to ``output_file``.
         module_depth: the deepest level that is printed; -1: all.
-        as_string: texts instead of numbers.
+        as_string: return strings instead of numbers.
         output_file: see ``print_profile``.
         mode: ``"generate"`` calls that method.
         detailed, top_modules, warm_up, ignore_modules: no effect.

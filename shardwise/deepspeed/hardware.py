@@ -14,7 +14,7 @@ __all__ = ["Accelerator", "get_accelerator", "see_memory_usage"]
 
 
 class Accelerator:
-    """The GPU of this rank where every rank has one, else the CPU. ``device_index=None`` is this rank's own."""
+    """The GPU of this rank if every rank has one, else the CPU. ``device_index=None`` is this rank's own device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,71 +27,71 @@ class Accelerator:
         )
 
     def device_name(self, device_index: int | None = None) -> str:
-        """``"cpu"``, ``"cuda"`` or, with a number, ``"cuda:1"``."""
+        """Return ``"cpu"``, ``"cuda"`` or, with a number, ``"cuda:1"``."""
         kind = self._device.type
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def set_device(self, device_index: int) -> None:
-        """Make it this process' device."""
+        """Set the device of this process."""
         self._device = torch.device(self.device_name(device_index))
         make_current(self._device)
 
     def current_device(self) -> int | str:
-        """Its number; ``"cpu"`` on one."""
+        """Return the index of the current device; ``"cpu"`` on a CPU."""
         return "cpu" if self._device.type == "cpu" else self._device.index or 0
 
     def current_device_name(self) -> str:
-        """Such as ``"cuda:0"``."""
+        """Return a name such as ``"cuda:0"``."""
         return str(self._device)
 
     def device_count(self) -> int:
-        """GPUs that this process sees; on a CPU the processes of this host, each of which computes on its own."""
+        """Return the number of visible GPUs; on a CPU the number of processes on this host."""
         return LaunchFacts.read().local_world_size if self._device.type == "cpu" else visible_gpus()
 
     def is_available(self) -> bool:
-        """True: there is always a device, and torch computes in 16 bits on each."""
+        """Return True: there is always a device, and torch computes in 16 bits on each."""
         return True
 
     is_bf16_supported = is_fp16_supported = is_available
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on a device of this kind."""
+        """Return True if ``tensor`` is on a device of this kind."""
         return tensor.device.type == self._device.type
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for what runs there."""
+        """Wait for the work on the device."""
         synchronize(self._device if device_index is None else torch.device(self.device_name(device_index)))
 
     def communication_backend_name(self) -> str:
-        """Of ``torch.distributed``."""
+        """Return the backend of ``torch.distributed``."""
         return "gloo" if self._device.type == "cpu" else "nccl"
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """``torch.manual_seed``, which is for every device."""
+        """Call ``torch.manual_seed``, which seeds every device."""
         return torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that the allocator of this rank's device has given out; on a CPU what this process holds."""
+        """Return the bytes allocated on this rank's device; on a CPU the memory of this process."""
         return memory_facts().rss_bytes if self._device.type == "cpu" else allocator_bytes(self._device)[0]
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most of :meth:`memory_allocated` so far."""
+        """Return the maximum of :meth:`memory_allocated` so far."""
         return memory_facts().peak_rss_bytes if self._device.type == "cpu" else allocator_bytes(self._device)[1]
 
     def empty_cache(self) -> None:
-        """Nothing: freed blocks are used again."""
+        """Do nothing: freed blocks are reused."""
 
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """The one of this process."""
+    """Return the accelerator of this process."""
     return Accelerator(default_device())
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print ``message`` and what this process holds, on the first rank, where ``force``."""
+    """Print ``message`` and the memory of this process on rank 0 if ``force``."""
     if force and not LaunchFacts.read().rank:
         device = get_accelerator()
         print(f"{message}: {device.memory_allocated():,} bytes on {device.current_device_name()}", flush=True)

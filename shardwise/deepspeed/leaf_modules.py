@@ -1,5 +1,9 @@
-"""Leaf modules, which DeepSpeed gathers whole since their children run in another order from pass to pass (mixtures of
-experts). Here ranks of a model that has some agree before each gather (``CommPlan.same_order=False``)."""
+"""Leaf modules, which DeepSpeed gathers with all their children, because the children run in another order in each
+pass.
+
+Mixtures of experts are an example. Here, the ranks of a model with leaf modules agree before each gather
+(``CommPlan.same_order=False``).
+"""
 
 from __future__ import annotations
 
@@ -20,32 +24,32 @@ __all__ = [
 ]
 
 FLAG = "_z3_leaf"
-"""DeepSpeed's attribute of such a module."""
+"""DeepSpeed's attribute of a leaf module."""
 Classes = Sequence[type[nn.Module] | str]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether it is flagged."""
+    """Return True if ``model`` is a leaf module."""
     return bool(getattr(model, FLAG, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Those in ``model`` that are flagged."""
+    """Return the leaf modules in ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Flag it, or not."""
+    """Mark ``model`` as a leaf module, or remove the mark."""
     setattr(model, FLAG, flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Flag the modules of these classes, or of classes of these names, and return them.
+    """Mark the modules of these classes, or of classes with these names, as leaf modules and return them.
 
     Raises:
-        ValueError: there is none, and ``raise_if_not_found``.
+        ValueError: there are no such modules, and ``raise_if_not_found``.
     """
     return _flag(_of_classes(model, leaf_module_classes), True, leaf_module_classes, raise_if_not_found)
 
@@ -53,17 +57,17 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The opposite of :func:`set_z3_leaf_modules`."""
+    """Undo :func:`set_z3_leaf_modules`."""
     return _flag(_of_classes(model, leaf_module_classes), False, leaf_module_classes, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Flag the modules of these names in ``named_modules()``; returns them, and the names that there are not.
+    """Mark the modules with these names in ``named_modules()``; return them, and the names without a module.
 
     Raises:
-        ValueError: there is none, and ``raise_if_not_found``.
+        ValueError: there are no such modules, and ``raise_if_not_found``.
     """
     known = dict(model.named_modules())
     found = [known[name] for name in module_names if name in known]
@@ -73,10 +77,10 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Flag the modules whose names end like this; returns them, and the endings that no name has.
+    """Mark the modules whose names have these suffixes; return them, and the suffixes without a module.
 
     Raises:
-        ValueError: there is none, and ``raise_if_not_found``.
+        ValueError: there are no such modules, and ``raise_if_not_found``.
     """
     known = dict(model.named_modules())
     found = [module for name, module in known.items() if name.endswith(tuple(module_name_suffixes))]

@@ -13,7 +13,7 @@ __all__ = ["LOG", "known_level", "log_dist", "set_level"]
 
 
 class _Printer(logging.Handler):
-    """Standard output as it is when a line is written."""
+    """A handler that writes to the current ``sys.stdout``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), flush=True)
@@ -31,7 +31,7 @@ LOG = _make()
 
 
 def known_level(level: int | str) -> int:
-    """Its number.
+    """Return the number of a level.
 
     Raises:
         ValueError: a name that :mod:`logging` does not know.
@@ -45,10 +45,10 @@ def known_level(level: int | str) -> int:
 
 
 def set_level(level: int | str) -> int:
-    """Log what is at least that important: ``logging.INFO`` is the default, ``logging.WARNING`` silences it.
+    """Set the log level: ``logging.INFO`` is the default, ``logging.WARNING`` silences progress.
 
     Returns:
-        The level until now.
+        The previous level.
 
     Raises:
         ValueError: see :func:`known_level`.
@@ -59,7 +59,7 @@ def set_level(level: int | str) -> int:
 
 
 def log_dist(message: Any, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; ``[-1]``, or without ranks: on all."""
+    """Log on these ranks; ``[-1]`` or no ranks: on all."""
     if not ranks or ranks[0] == -1 or get_rank() in ranks:
         LOG.log(level, "[Rank %s] %s", get_rank(), message)
 

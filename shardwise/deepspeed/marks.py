@@ -93,7 +93,7 @@ def _set(units: dict[int, list[nn.Parameter]], status: ZeroParamStatus, unit: in
 
 
 def _none() -> Iterator[tuple[str, nn.Parameter]]:
-    """A module's external parameters, which need no registration."""
+    """Return no external parameters, because they need no registration."""
     return iter(())
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that ``optimizer.type`` names, as a torch optimizer."""
+"""Create the optimizer that ``optimizer.type`` names, as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zeroo
 
 
 def wide_states(settings: Settings) -> bool | None:
-    """Whether Adam's moments are fp32 beside 16-bit masters; ``None``: there are none of these."""
+    """Return whether Adam's moments are fp32 with 16-bit masters; ``None`` if masters are not 16-bit."""
     if settings["fp16.enabled"] and settings["fp16.fp16_master_weights_and_grads"]:
         return True
     if settings["bf16.enabled"] and settings["bf16.bf16_master_weights_and_grads"]:
@@ -55,15 +55,16 @@ def make_optimizer(
     model: nn.Module | None = None,
     wide: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """``Adam``, ``AdamW``, ``Lamb`` and ``Muon`` as DeepSpeed means them, ``Adagrad``, ``Lion``, or any of
+    """Return ``Adam``, ``AdamW``, ``Lamb`` or ``Muon`` as in DeepSpeed, ``Adagrad``, ``Lion``, or any of
     ``torch.optim``.
 
-    ``Adam`` is AdamW unless ``adam_w_mode`` is false. The default ``weight_decay`` is 0, torch's with ``torch_adam``.
-    ``model`` has the names by which parameters without a mark ``use_muon`` get one; ``wide`` is :func:`wide_states`.
+    ``Adam`` is AdamW unless ``adam_w_mode`` is false. The default ``weight_decay`` is 0, with ``torch_adam`` that of
+    torch. The names in ``model`` decide ``use_muon`` for parameters that do not have this attribute; ``wide`` is
+    :func:`wide_states`.
 
     Raises:
-        ValueError: an unknown name or parameter; the nearest one is named.
-        NotImplementedError: an optimizer of DeepSpeed that torch does not have, or an option of Adam that is not.
+        ValueError: an unknown name or parameter; the message names the nearest one.
+        NotImplementedError: an optimizer of DeepSpeed that torch does not have, or an unsupported option of Adam.
     """
     kind, params = name.lower(), dict(params)
     if "max_grad_norm" in params:
@@ -87,7 +88,7 @@ def _by_name(name: str) -> Any:
     known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
     known.pop("Optimizer", None)
     if name not in known:
-        # Those are refused once sharded; these are DeepSpeed's own.
+        # The sharded optimizer rejects LBFGS and SparseAdam; the others are DeepSpeed's own.
         known = {each: cls for each, cls in known.items() if each not in ("LBFGS", "SparseAdam")}
         known |= {"Lamb": FusedLamb, "Lion": Lion}
         near = difflib.get_close_matches(name.lower(), [n.lower() for n in known], 1, 0.4)
@@ -107,28 +108,28 @@ def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any], wide: bo
         if wide is not None or given is not None:
             cls, params["adamw_mode"] = DeepSpeedCPUAdam, decoupled
             params["fp32_optimizer_states"] = False if wide is False else given is not False
-        elif not params.get("bias_correction", True):  # torch's always correct
+        elif not params.get("bias_correction", True):  # torch always corrects the bias
             cls, params["adam_w_mode"] = FusedAdam, decoupled
         else:
             params.pop("bias_correction", None)
-    params.pop("set_grad_none", None)  # gradients are always dropped
+    params.pop("set_grad_none", None)  # gradients are always set to None
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
     check_parameters("optimizer", cls, params)
     return cls(parameters, **params)
 
 
-# ---- Muon: which parameters are matrices, and the param groups of its two halves
+# ---- Muon: which parameters are matrices, and the param groups of its two parts
 
 APART = ("embed", "lm_head")
-"""Texts in names of parameters that Adam updates, whatever their shape."""
+"""Substrings of the names of parameters that Adam updates in any shape."""
 KEYS = {True: ("lr", "momentum", "weight_decay", "ns_method"), False: ("lr", "betas", "eps", "weight_decay")}
-"""Of the configuration, by ``use_muon``."""
+"""Keys of the configuration, by ``use_muon``."""
 OWN_RATES = {True: "muon_lr", False: "adam_lr"}
 
 
 def _mark_matrices(model: nn.Module | None) -> None:
-    """Give parameters that have no mark ``use_muon`` theirs: matrices, but for embeddings and heads by their names."""
+    """Set ``use_muon`` on parameters without it: True for matrices, except embeddings and heads by their names."""
     for name, param in model.named_parameters() if model is not None else ():
         if not hasattr(param, "use_muon"):
             apart = any(text in name.lower() for text in APART)
@@ -136,11 +137,12 @@ def _mark_matrices(model: nn.Module | None) -> None:
 
 
 def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """Groups ``muon-params`` and ``adam-params`` of what is trained, each where it has any.
+    """Return an optimizer with groups ``muon-params`` and ``adam-params`` of the trained parameters; empty ones are
+    omitted.
 
     Raises:
-        ValueError: an unknown option (the nearest one is named); a parameter without a mark, or a group of parameters
-            with options of its own.
+        ValueError: an unknown option (the message names the nearest one), a parameter without ``use_muon``, or a group
+            of parameters with its own options.
     """
     known = [*dict.fromkeys([*KEYS[True], *KEYS[False], *OWN_RATES.values()])]
     for name, value in params.items():
@@ -196,9 +198,9 @@ def _only(cls: type, name: str, value: Any, wanted: Any, instead: str) -> None:
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """AdamW, or Adam with ``adamw_mode=False``. Steps are made in fp32 (fp64 of such parameters) and rounded once.
+    """AdamW, or Adam with ``adamw_mode=False``. Steps are computed in fp32 (fp64 for fp64 parameters) and rounded once.
 
-    Moments are fp32 as well. With ``fp32_optimizer_states=False`` they have the dtype of what is updated: of the
+    Moments are fp32 as well. With ``fp32_optimizer_states=False`` they have the dtype of the updated tensors: of the
     parameters, or of their masters, which are fp32 unless the configuration has 16-bit ones.
 
     Raises:
@@ -223,14 +225,14 @@ class DeepSpeedCPUAdam(CPUAdam):
 
     @property
     def fp32_optimizer_states(self) -> bool:
-        """Whether moments are fp32 whatever is updated."""
+        """Return True if moments are fp32 for parameters of any dtype."""
         return self.wide_moments
 
 
 class FusedAdam(CPUAdam):
-    """As :class:`DeepSpeedCPUAdam`, with the arguments of ``deepspeed.ops.adam.FusedAdam`` in their order.
+    """:class:`DeepSpeedCPUAdam` with the arguments of ``deepspeed.ops.adam.FusedAdam`` in their order.
 
-    ``set_grad_none`` has no effect: gradients are always dropped.
+    ``set_grad_none`` has no effect: gradients are always set to None.
 
     Raises:
         NotImplementedError: ``amsgrad``.
@@ -255,8 +257,7 @@ class FusedAdam(CPUAdam):
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """torch's Adagrad with DeepSpeed's defaults.
 
-    State has the dtype of what is updated, whatever ``fp32_optimizer_states`` says: of fp32 masters, where there are
-    some.
+    State has the dtype of the updated tensors (of fp32 masters if they exist) for any ``fp32_optimizer_states``.
 
     Raises:
         NotImplementedError: ``amsgrad``.
@@ -276,8 +277,9 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class DeepSpeedCPULion(Lion):
-    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; state is as
-    :class:`DeepSpeedCPUAdagrad`'s."""
+    """:class:`~shardwise.core.optim.lion.Lion` with DeepSpeed's arguments; its state has the dtype of the updated
+    tensors.
+    """
 
     def __init__(
         self,
@@ -305,24 +307,24 @@ class FusedLion(Lion):
 
 
 class FusedLamb(BoundedLamb):
-    """LAMB on any device, with DeepSpeed's arguments; sharded, each parameter is whole on one rank.
+    """LAMB on any device with DeepSpeed's arguments. If sharded, one rank has the full parameter.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters or param groups.
         lr: learning rate.
-        bias_correction: of both moments.
-        betas: of the moments.
-        eps: beside the root of the second one, or in it.
-        eps_inside_sqrt: in it.
-        weight_decay: decoupled, but within the ratio of norms.
-        max_grad_norm: 0 only: clip with ``gradient_clipping`` of the configuration.
-        max_coeff: most that the ratio of norms may be.
-        min_coeff: least that it may be.
+        bias_correction: correct the bias of both moments.
+        betas: decay rates of the moments.
+        eps: added to the square root of the second moment, or inside of it.
+        eps_inside_sqrt: add ``eps`` inside of the square root.
+        weight_decay: decoupled, but part of the ratio of norms.
+        max_grad_norm: must be 0: clip with ``gradient_clipping`` of the configuration.
+        max_coeff: largest ratio of norms.
+        min_coeff: smallest ratio of norms.
         amsgrad: not available.
 
     Raises:
         RuntimeError: ``amsgrad``.
-        ValueError: ``max_grad_norm``, or a number that is none.
+        ValueError: ``max_grad_norm``, or an invalid number.
     """
 
     def __init__(
@@ -347,11 +349,11 @@ class FusedLamb(BoundedLamb):
         super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, bounds)
 
 
-# ---- What DeepSpeed's optimizers have beside torch's: the sharded optimizer of an engine, with these names.
+# ---- Additional attributes of DeepSpeed's optimizers, on the sharded optimizer of an engine.
 
 
 class LossScale:
-    """``optimizer.loss_scaler``: the scale that is in use; ``fp16`` of the configuration says how it moves.
+    """``optimizer.loss_scaler``: the current scale; ``fp16`` of the configuration defines its changes.
 
     Attributes:
         raise_error_at_min_scale: whether a step that overflows at the lowest scale is an error. It may be set.
@@ -364,14 +366,14 @@ class LossScale:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Return the factor of losses."""
         return 1.0 if self._scaler is None else float(self._scaler.scale)
 
     cur_scale = loss_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether it ever moves."""
+        """Return True if the scale changes."""
         return self._scaler is not None and bool(self._scaler.dynamic)
 
 
@@ -390,27 +392,29 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        """:attr:`loss_scale`."""
+        """Return :attr:`loss_scale`."""
         return self.loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Return True if the loss scale changes."""
         return self.loss_scaler.dynamic
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, for which accelerate asks."""
+        """Return True if the last step was skipped; accelerate reads it."""
         return self.last_step_skipped
 
     def needs_scaler(self) -> bool:
-        """Whether losses have to be multiplied by a scale."""
+        """Return True if losses have to be multiplied by a scale."""
         return self.scales_losses
 
     @property
     def clip_grad(self) -> float:
-        """What the next step clips the global norm to; 0 is none. May be set, on every rank the same; see
-        :attr:`ShardedOptimizer.max_norm`."""
+        """Return the global norm to which the next step clips; 0 means no clipping.
+
+        It may be set to the same value on every rank; see :attr:`ShardedOptimizer.max_norm`.
+        """
         return self.max_norm
 
     @clip_grad.setter
@@ -419,7 +423,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Backward passes a step; ``engine.set_train_batch_size()`` changes it."""
+        """Return the number of backward passes per step; ``engine.set_train_batch_size()`` changes it."""
         return self._own.gradient_accumulation_steps()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -431,12 +435,11 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self._own.reload_states(*args, **kwargs)
 
     def quantize_nontrainable_params(self) -> None:
-        """Nothing is left to do: ``zero_quantized_nontrainable_weights`` of the configuration counts since
-        ``initialize``."""
+        """Do nothing: ``zero_quantized_nontrainable_weights`` of the configuration takes effect in ``initialize``."""
 
 
 def give_names(engine: DeepSpeedEngine) -> None:
-    """Make the engine's optimizer, the same object, one with these names."""
+    """Add DeepSpeed's names to the engine's optimizer by a change of the object's class."""
     if engine.optimizer is not None:
         engine.optimizer.__class__ = DeepSpeedOptimizer
         engine.optimizer._of = weakref.ref(engine)

@@ -1,4 +1,4 @@
-"""``ds_config -> Plan``: a pure function of the configuration, the number of ranks and the sizes of the parameters."""
+"""Translate a DeepSpeed configuration to a plan, as a pure function of it, the ranks and the parameter sizes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
 AUTOCAST_SCALER = replace(TORCH_SCALER, min_scale=2.0**-60, max_scale=MOST_SCALE)
 """The loss scale of fp16 under ``torch_autocast``: that of ``torch.amp.GradScaler``, which has no bounds."""
 MOST_AHEAD = 8
-"""Units fetched ahead at most: as many idle arrays of the largest unit's size are kept."""
+"""Largest number of param groups that are prefetched; as many idle arrays of the largest group's size are kept."""
 PAGE = 4096
 
 
 def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = None) -> tuple[Plan, Report]:
-    """Return the plan that a DeepSpeed configuration describes, and what became of each of its keys.
+    """Return the plan that a DeepSpeed configuration describes, and a report of each of its keys.
 
     Args:
         config: a dict, which is not changed, or the path of a JSON or Hjson file.
@@ -70,7 +70,7 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
     Raises:
         ValueError, NotImplementedError, TypeError, FileNotFoundError: see
             :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``. ``initialize`` makes, and so checks, the optimizer and the scheduler.
+            ``world_size``. ``initialize`` creates and checks the optimizer and the scheduler.
     """
     settings = read_config(config)
     batch_of(settings, data_ranks(settings, world_size))
@@ -79,7 +79,7 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
 
 
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
-    """:func:`to_plan` for settings that were read; what only some stages use is added to their findings."""
+    """Return :func:`to_plan` of settings that were read; keys that only some stages use are added to their report."""
     s = settings
     _set_aside(s)
     mesh = _mesh(s, data_ranks(s, world_size) * s["sequence_parallel_size"])
@@ -129,7 +129,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
             f"{asked[0]}=True with offloading to 'nvme': what travels in 8 bits or less is rounded behind its update, "
             "which data on a disk is not; give device 'cpu' or 'none', or leave it False"
         )
-    weights, gradients = QUANTIZED  # qwZ and qgZ of ZeRO++, in the numbers that its paper sends
+    weights, gradients = QUANTIZED  # qwZ and qgZ of ZeRO++, in the number formats of its paper
     return replace(
         usual_exchange(),
         overlap=overlap,
@@ -141,7 +141,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
 
 
 def _set_aside(s: Settings) -> None:
-    """Keys that this stage or these values of others make meaningless."""
+    """Report keys that have no effect at this stage or with these values of other keys."""
 
     def ignore(paths: Sequence[str], reason: str) -> None:
         for path in paths:
@@ -186,7 +186,7 @@ def _set_aside(s: Settings) -> None:
 
 
 def parallel_sizes(settings: Settings) -> tuple[int, int]:
-    """Ranks that hold parts of the same layers, and ranks that see parts of the same sequences.
+    """Return the sizes of tensor and sequence parallelism.
 
     Raises:
         ValueError: two sizes of tensor parallelism that differ.
@@ -199,10 +199,10 @@ def parallel_sizes(settings: Settings) -> tuple[int, int]:
 
 
 def data_ranks(settings: Settings, world_size: int) -> int:
-    """How many of ``world_size`` ranks, or sets of them, see different samples.
+    """Return the number of data-parallel ranks among ``world_size`` ranks.
 
     Raises:
-        ValueError: the sizes do not divide them, or ``data_parallel_size`` is another number.
+        ValueError: the other sizes do not divide ``world_size``, or ``data_parallel_size`` is another number.
     """
     (tensor, sequence), named = parallel_sizes(settings), settings["data_parallel_size"]
     if world_size % (tensor * sequence):
@@ -220,7 +220,7 @@ def data_ranks(settings: Settings, world_size: int) -> int:
 
 
 def data_parallel(settings: Settings, rank: int, world_size: int) -> tuple[int, int]:
-    """(index, number) of a rank among those that see different samples; see :meth:`MeshPlan.data_parallel`.
+    """Return a rank's index among the data-parallel ranks and their number; see :meth:`MeshPlan.data_parallel`.
 
     Raises:
         ValueError: see :func:`data_ranks`.
@@ -231,7 +231,7 @@ def data_parallel(settings: Settings, rank: int, world_size: int) -> tuple[int, 
 
 
 def _mesh(s: Settings, world_size: int) -> MeshPlan:
-    """Of ``world_size`` data-parallel ranks."""
+    """Return the mesh of ``world_size`` data-parallel ranks."""
     if s.stage == 0:
         return MeshPlan(dp_shard=1, dp_replicate=-1)
     hpz, mics = (s[path] if s.stage == 3 else 0 for path in (HPZ, MICS))
@@ -247,16 +247,16 @@ def _mesh(s: Settings, world_size: int) -> MeshPlan:
 
 
 def number_format(settings: Settings) -> torch.dtype | None:
-    """The dtype of 16-bit parameters; ``None``: they keep their own."""
+    """Return the dtype of 16-bit parameters; ``None``: parameters keep their own."""
     half = torch.bfloat16 if settings["bf16.enabled"] else None
     return torch.float16 if settings["fp16.enabled"] else half
 
 
 def _autocast(s: Settings) -> torch.dtype | None:
-    """The dtype of ``torch_autocast``.
+    """Return the dtype of ``torch_autocast``.
 
     Raises:
-        ValueError: none or another than a 16-bit one, or not that of the parameters.
+        ValueError: the dtype is missing, is not a 16-bit dtype, or differs from that of the parameters.
     """
     if not s["torch_autocast.enabled"]:
         return None
@@ -281,7 +281,7 @@ def _precision(s: Settings) -> PrecisionPlan:
                 f"bf16.bf16_optimizer_states={s['bf16.bf16_optimizer_states']} without bf16_master_weights_and_grads: "
                 "state has the dtype of the masters; enable both, or neither"
             )
-        by_adam = str(s["optimizer.type"]).lower() in ("adam", "adamw")  # whose moments are fp32 then
+        by_adam = str(s["optimizer.type"]).lower() in ("adam", "adamw")  # their moments are fp32 then
         if half_masters and not s["bf16.bf16_optimizer_states"] and not by_adam:
             s.findings.note("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well")
     return PrecisionPlan(
@@ -303,7 +303,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
     if s["fp16.enabled"]:
         constant = s["fp16.loss_scale"]
     elif s["bf16.enabled"] and s["bf16.check_grad_overflow"]:
-        constant = 1.0  # scales nothing, and a step whose gradients are not finite is skipped
+        constant = 1.0  # no scaling; steps with non-finite gradients are skipped
     else:
         return None
     initial, lowest = 2.0 ** s["fp16.initial_scale_power"], s["fp16.min_loss_scale"]
@@ -320,7 +320,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
         growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
         hysteresis=s["fp16.hysteresis"] if not constant and s.stage > 0 else 1,
         max_scale=constant or MOST_SCALE,
-        growth_delay=0 if constant else 1,  # its first doubling is in the step after a whole window
+        growth_delay=0 if constant else 1,  # the first doubling is in the step after a full window
     )
 
 
@@ -334,7 +334,7 @@ def _shard(s: Settings, precision: PrecisionPlan, numels: Sequence[int] | None) 
             prefetch=0,
             reduce="every" if s.stage == 2 else "last",
         )
-    # Limits may be beyond any model, and then stand for all of it.
+    # A limit that exceeds every model means all of the model.
     persist = min(_persist(s, numels), MOST_NUMEL)
     live = min(MOST_NUMEL, s[f"{ZERO}.stage3_max_live_parameters"], s[f"{ZERO}.stage3_max_reuse_distance"])
     itemsize = (precision.param_dtype or torch.float32).itemsize
@@ -348,7 +348,7 @@ def _shard(s: Settings, precision: PrecisionPlan, numels: Sequence[int] | None) 
 
 
 def _persist(s: Settings, numels: Sequence[int] | None) -> int:
-    """The threshold, lowered until what stays gathered is no more than the model's limit (both in elements)."""
+    """Return the threshold, lowered until the gathered parameters are within the model's limit (in elements)."""
     threshold: int = s[f"{ZERO}.stage3_param_persistence_threshold"]
     limit: int = s[f"{ZERO}.stage3_model_persistence_threshold"]
     if numels is None:
@@ -363,7 +363,7 @@ def _persist(s: Settings, numels: Sequence[int] | None) -> int:
 
 
 def _ahead(limit: int, persist: int, numels: Sequence[int] | None) -> int:
-    """How many units in a row never hold more than ``limit`` elements; at least one unless the limit is 0."""
+    """Return how many consecutive units always have at most ``limit`` elements; at least one unless the limit is 0."""
     if limit == 0 or numels is None:
         return min(limit, 1)
     sizes = [n for n in numels if n > persist]
@@ -377,14 +377,14 @@ def _ahead(limit: int, persist: int, numels: Sequence[int] | None) -> int:
 
 
 def _device(s: Settings, block: str) -> str:
-    """Where a block puts things, once the stage has its say."""
+    """Return the device of an offload block at this stage."""
     if s.stage == 0 or (s.stage < 3 and block == PARAM):
         return "none"
     return str(s[f"{block}.device"])
 
 
 def home_of_parameters(settings: Settings) -> tuple[str, bool]:
-    """``offload_param.device`` once the stage has its say, and whether host memory for parameters is page-locked."""
+    """Return the device of ``offload_param`` at this stage, and whether host memory for parameters is pinned."""
     home = _device(settings, PARAM)
     return home, home != "none" and bool(settings[f"{PARAM}.pin_memory"])
 
@@ -408,7 +408,8 @@ def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierP
         state_disk_fraction=state_disk,
         device_capacity_bytes=None,
         pin_memory=any(pinned),
-        disk=disk if param_disk > 0.0 or state_disk > 0.0 else None,  # ratio, max_in_cpu may leave nothing for it
+        # ratio or max_in_cpu may leave nothing on the disk
+        disk=disk if param_disk > 0.0 or state_disk > 0.0 else None,
         auto=None,
     )
 

@@ -59,7 +59,7 @@ class Saving:
         self._session = session
         self._run = PartRun(session)
         self._latest = LATEST_UNIVERSAL if universal else LATEST
-        self._native = Checkpointer(self._run)  # from the start: it counts the updates
+        self._native = Checkpointer(self._run)  # created early, because it counts the updates
         self._trained: Checkpointer | None = None
         self.doing = self._run.doing
 
@@ -217,14 +217,14 @@ class _Rest:
         self._schedules = SchedulerLoadPlan(match, saved, schedules[: len(saved)], strict)
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
-        native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
+        native = isinstance(match.source, NativeSource)  # only the model of a native checkpoint is loaded here
         self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
             for index, taken in match.taken.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
             with reading(f"the loss scale of {path}"):
                 self._scale = _scale(session, match)
-        if self._schedules and match.wanted == "model":  # rates that a schedule had set are kept with the optimizers
+        if self._schedules and match.wanted == "model":  # rates that a schedule has set are kept with the optimizers
             for index in range(min(len(session.optimizers), len(records))):
                 if len(session.optimizers[index].param_groups) == len(records[index]):
                     self._match_groups(index, records[index], lambda key, own: key == "lr")
@@ -288,7 +288,7 @@ def _found(path: str, match: LoadPlan) -> Found:
     return Found(path, client, counters)
 
 
-# ---- Checkpoints under tensor parallelism: each part of the model has a directory of its own, and all agree on them.
+# ---- Checkpoints under tensor parallelism: each model-parallel rank has its own directory, and all ranks agree.
 
 
 class PartRun(EngineRun):
@@ -296,7 +296,7 @@ class PartRun(EngineRun):
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank warns: rank 0 of the first part."""
+        """Return True if this rank warns: rank 0 of the first part."""
         others = self._session.mesh.joined
         return self.rank == 0 and (others is None or others.rank == 0)
 
@@ -374,7 +374,7 @@ def _place(root: Path, tag: str | None, latest: str) -> str | None:
     return str(found[0].path) if found else None  # if the newest is damaged, loading reports it
 
 
-# ---- Checkpoints without the parameters that nobody trains.
+# ---- Checkpoints without frozen parameters.
 
 
 class WithoutFrozen(PartRun):

@@ -1,8 +1,8 @@
-"""DeepSpeed's learning-rate schedules as torch schedulers, and those of torch by name.
+"""DeepSpeed's learning-rate schedules as torch schedulers, and torch's own schedulers by name.
 
-Each is defined by its value before the first step and after the step with number ``n = 0, 1, ...``, which is what
-``last_batch_iteration`` counts in the state. Source: DeepSpeed's documentation of its schedules; the sequences were
-compared with 0.19.8.
+Each schedule defines its value before the first step and after the step with number ``n = 0, 1, ...``, which is
+``last_batch_iteration`` in the state. Source: DeepSpeed's documentation of its schedules; the sequences were compared
+with 0.19.8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def _each(optimizer: torch.optim.Optimizer, value: float | Sequence[float], name: str) -> list[float]:
-    """One number a param group."""
+    """Return one number for each param group."""
     groups = len(optimizer.param_groups)
     if not isinstance(value, list | tuple):
         return [float(value)] * groups  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def _positive(value: int, name: str) -> int:
 
 
 class _Schedule(LRScheduler):
-    """Its state is DeepSpeed's: the number of the last step, -1 before the first."""
+    """A schedule with DeepSpeed's state: the number of the last step, -1 before the first."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> None:
         for group in optimizer.param_groups:
@@ -55,31 +55,31 @@ class _Schedule(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """Steps so far - 1."""
+        """Return the number of steps so far minus 1."""
         return int(self.last_epoch) - 1
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on to the next step, or to the step with that number: the first is 0, where torch's schedulers count 1."""
+        """Advance to the next step, or to the step with that number: the first is 0, but 1 in torch's schedulers."""
         if last_batch_iteration is not None:
             self.last_epoch = int(last_batch_iteration)
         super().step()
 
     def get_lr(self) -> list[Any]:
-        """After the step with number ``last_batch_iteration``, by param group."""
+        """Return the rates after the step with number ``last_batch_iteration``, by param group."""
         raise NotImplementedError(f"{type(self).__name__}.get_lr()")
 
     def state_dict(self) -> dict[str, Any]:
-        """``last_batch_iteration``, as DeepSpeed keeps it."""
+        """Return ``last_batch_iteration``, as in DeepSpeed."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of a DeepSpeed checkpoint. The optimizer's own state brings its learning rates."""
+        """Load a state, also of a DeepSpeed checkpoint. Learning rates are part of the optimizer's own state."""
         self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def _known_rate(warmup_type: str) -> str:
-    """One that is not known is ``"log"``, with a warning, as under DeepSpeed."""
+    """Return ``warmup_type``; an unknown type becomes ``"log"`` with a warning, as in DeepSpeed."""
     if warmup_type in ("log", "linear"):
         return warmup_type
     warn_user(f"warmup_type={warmup_type!r:.80} is not known, and 'log' is taken: give 'log' or 'linear'")
@@ -87,12 +87,14 @@ def _known_rate(warmup_type: str) -> str:
 
 
 def _warm(iteration: int, steps: int, warmup_type: str) -> float:
-    """How far the warm-up is after step ``iteration < steps``."""
+    """Return the completed fraction of the warm-up after step ``iteration < steps``."""
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
 
 
 class WarmupLR(_Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` (``None``: the optimizer's) in ``warmup_num_steps``; then flat."""
+    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` (``None``: the optimizer's) in ``warmup_num_steps``; then
+    constant.
+    """
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """:class:`WarmupLR`, then a straight line down to ``warmup_min_lr`` at ``total_num_steps``."""
+    """:class:`WarmupLR`, then linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Shares of the optimizer's own rates: up from ``warmup_min_ratio`` to 1, then a cosine to ``cos_min_ratio``."""
+    """Fractions of the optimizer's rates: from ``warmup_min_ratio`` to 1, then a cosine to ``cos_min_ratio``."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class WarmupCosineLR(_Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
 
     def get_lr_ratio(self) -> float:
-        """What the optimizer's own rates are multiplied by after the last step."""
+        """Return the factor of the optimizer's own rates after the last step."""
         return self._ratio(self.last_batch_iteration)
 
     def get_lr(self) -> list[Any]:
@@ -183,7 +185,9 @@ class WarmupCosineLR(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """Grows from ``lr_range_test_min_lr`` by ``step_rate`` of it every ``step_size`` steps (arXiv 1803.09820)."""
+    """Increase the rate from ``lr_range_test_min_lr`` by ``step_rate`` of it every ``step_size`` steps (arXiv
+    1803.09820).
+    """
 
     def __init__(
         self,
@@ -211,8 +215,8 @@ class OneCycle(_Schedule):
     As documented, cycling the momentum sets the second beta to 0.99.
 
     Attributes:
-        total_size: steps of the cycle.
-        step_ratio: the share of them in which the rate grows.
+        total_size: number of steps of the cycle.
+        step_ratio: fraction of the steps in which the rate grows.
     """
 
     def __init__(
@@ -249,7 +253,7 @@ class OneCycle(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def _share(self, count: int) -> float:
-        """How far up the cycle is at its step ``count``."""
+        """Return the position between the minimum (0) and the maximum (1) of the cycle at step ``count``."""
         total = self.total_size
         at = count % total
         rising = at <= self.first
@@ -258,7 +262,7 @@ class OneCycle(_Schedule):
         return math.floor(share * stairs + 1e-9) / stairs if stairs > 0 else share
 
     def _decay(self, rate: float) -> float:
-        """Factor after the cycle: ``1 + rate * intervals``."""
+        """Return the factor after the cycle: ``1 + rate * intervals``."""
         if not self.decay_step_size or not rate:
             return 1.0
         since = self.last_batch_iteration - self.total_size + 1
@@ -276,10 +280,10 @@ class OneCycle(_Schedule):
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Adam's betas after the last step, by param group; ``None`` where they are not cycled.
+        """Return Adam's betas after the last step, by param group; ``None`` if they are not cycled.
 
-        Before the first step it is where the cycle begins, ``cycle_max_mom``, while the optimizer has ``cycle_min_mom``
-        until then, both as under DeepSpeed.
+        Before the first step they are ``cycle_max_mom``, the start of the cycle, while the optimizer has
+        ``cycle_min_mom``, as in DeepSpeed.
         """
         if not self.cycle_momentum:
             return None
@@ -299,14 +303,15 @@ _OWN: dict[str, type[LRScheduler]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(_OWN)
-"""Names of DeepSpeed's own, by which accelerate knows them."""
+"""Names of DeepSpeed's own schedules; accelerate reads this list."""
 
 
 def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> LRScheduler:
-    """The schedule that ``scheduler.type`` names: one of DeepSpeed's, or one of ``torch.optim.lr_scheduler``.
+    """Return the schedule that ``scheduler.type`` names: one of DeepSpeed's, or one of ``torch.optim.lr_scheduler``.
 
     Raises:
-        ValueError: an unknown name or parameter (the nearest one is named), a missing one, or a value out of range.
+        ValueError: an unknown name or parameter (the message names the nearest one), a missing one, or a value out of
+            range.
     """
     torch_ones = {
         n: c for n, c in vars(torch.optim.lr_scheduler).items() if isinstance(c, type) and issubclass(c, LRScheduler)
@@ -321,8 +326,10 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: dict[str,
 
 
 def check_parameters(block: str, cls: type, params: dict[str, Any], first: int = 2) -> None:
-    """Raises:
-    ValueError: ``cls`` has no parameter of that name, or needs one that is missing.
+    """Check the names of ``params``.
+
+    Raises:
+        ValueError: ``cls`` has no parameter of that name, or requires one that is missing.
     """
     signature = list(inspect.signature(cls.__init__).parameters.values())[first:]  # type: ignore[misc]
     names = [parameter.name for parameter in signature]

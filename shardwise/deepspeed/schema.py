@@ -1,6 +1,6 @@
-"""Every key of a DeepSpeed configuration, by its dotted path: what it is, and whether it is used, ignored or refused.
+"""All keys of a DeepSpeed configuration by dotted path, each with its type and whether it is used, ignored or refused.
 
-Source: DeepSpeed's documentation of the configuration JSON, and which keys 0.19.8 reads. Units are DeepSpeed's own:
+Source: DeepSpeed's documentation of the configuration JSON, and the keys that 0.19.8 reads. Units are DeepSpeed's own:
 ``*_size``, ``*_threshold``, ``*_parameters`` and ``max_in_cpu`` count elements, ``aio.block_size`` counts bytes.
 """
 
@@ -20,16 +20,16 @@ Role = Literal["used", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class Key:
-    """One value.
+    """One key of a configuration.
 
     Attributes:
-        kind: what is accepted.
-        default: what an absent key, ``null`` and an unresolved ``"auto"`` mean.
-        role: ``used``; ``ignored`` with ``reason``; ``refused`` where ``reason`` says what to do instead.
+        kind: accepted type.
+        default: value of an absent key, of ``null`` and of an unresolved ``"auto"``.
+        role: ``used``; ``ignored`` with ``reason``; ``refused``, where ``reason`` says what to do instead.
         reason: see ``role``.
-        exact: values for which nothing is lost by not acting on them, so that they are neither listed nor refused.
+        exact: values that ask for the default behaviour, so that the key is neither reported nor refused.
         minimum: smallest accepted number.
-        choices: accepted texts.
+        choices: accepted strings.
         maximum: largest accepted number. Thresholds and limits may be larger than any model.
     """
 
@@ -45,12 +45,12 @@ class Key:
 
 @dataclass(frozen=True)
 class ConfigBlock:
-    """A block of keys that is treated as a whole.
+    """A block of keys with one role.
 
     Attributes:
         role, reason: as for :class:`Key`.
-        switch: the inner key that turns it on; ``None``: any inner value that is not false, null or empty.
-        off: a value of the switch that turns nothing on, besides false, 0 and null.
+        switch: the inner key that enables it; ``None``: any inner value that is not false, null or empty.
+        off: a value of the switch that disables it, in addition to false, 0 and null.
     """
 
     role: Role
@@ -280,7 +280,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "wandb": _WANDB,
     "torch_autocast": _AUTOCAST,
 }
-"""The keys of each block, by its path; ``""`` is the top."""
+"""The keys of each block by its path; ``""`` is the top level."""
 
 KEYS: dict[str, Key] = {
     f"{section}.{name}".lstrip("."): key for section, keys in SECTIONS.items() for name, key in keys.items()
@@ -308,7 +308,7 @@ ALIASES: dict[str, str] = {
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
-"""Other names of keys and sections: short, or from earlier releases."""
+"""Other names of keys and sections: short names, and names of earlier releases."""
 
 BLOCKS: dict[str, ConfigBlock] = {
     "comms_logger": ConfigBlock("ignored", "engine.session.traffic() counts what was sent"),
@@ -343,7 +343,7 @@ BLOCKS: dict[str, ConfigBlock] = {
 
 
 def known_names(section: str) -> list[str]:
-    """Names that may stand in ``section`` (``""``: the top), those of sections and blocks included."""
+    """Return the allowed names in ``section`` (``""``: the top level), including sections and blocks."""
     prefix = f"{section}." if section else ""
     paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES]
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != section]

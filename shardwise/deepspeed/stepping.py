@@ -46,8 +46,10 @@ class PassesApart:
         return session in cls._inside
 
     def check_step(self) -> None:
-        """Raises:
-        NoSyncError: the program is in a block.
+        """Check that the program is not in a block.
+
+        Raises:
+            NoSyncError: the program is in a block.
         """
         if self._open:
             raise NoSyncError(
@@ -56,7 +58,7 @@ class PassesApart:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """``session.no_sync()``.
+        """Run ``session.no_sync()``.
 
         Raises:
             NoSyncError: stages 2 and 3 keep no unsharded gradients; or the program is already in a block.
@@ -123,7 +125,7 @@ def scaled_passes(session: Session) -> None:
 
 @contextmanager
 def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
-    """Around ``optimizer.step()``.
+    """Return a context around ``optimizer.step()`` that checks its loss scale.
 
     Raises:
         RuntimeError: the step was skipped for overflow at the lowest loss scale. As in DeepSpeed, not at stage 0 and

@@ -63,7 +63,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """Return optimizer state such as ``"exp_avg"``; ``None`` before the first step.
 
     Raises:
-        KeyError: the optimizer keeps nothing of that name.
+        KeyError: the optimizer has no state of that name.
     """
     found = _one(param)
     return None if found is None else found.state(optim_state_key)
@@ -74,7 +74,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
     Raises:
         RuntimeError: before the first step.
-        KeyError: the optimizer keeps nothing of that name.
+        KeyError: the optimizer has no state of that name.
     """
     _trained(param, "safe_set_full_optimizer_state()").set_state(optim_state_key, value)
 
@@ -102,7 +102,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace the gradient of each by ``update_func(gradient, parameter)``."""
+    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``."""
     for param in param_list:
         found = safe_get_full_grad(param)
         if found is not None:

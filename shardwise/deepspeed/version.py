@@ -1,4 +1,4 @@
-"""The release of DeepSpeed whose names these are, for programs that ask whether it is new enough."""
+"""The release of DeepSpeed that this interface follows, for programs that check the version."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Init:
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap ``fn``, which makes a tensor, to return floating-point tensors in ``target_fp_dtype``."""
+    """Wrap ``fn``, which creates a tensor, to return floating-point tensors in ``target_fp_dtype``."""
 
     @functools.wraps(fn)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ class GatheredParameters:
     def _spread(self, rank: int) -> None:
         shares = self._shares()
         for session, own in shares:
-            if session.resident:  # of others they were compared on entering
+            if session.resident:  # parameters of other sessions were compared on entering
                 session.compare(own)
             session.take_given()
             for param in own:

@@ -1,7 +1,7 @@
-"""``zero_to_fp32``: the whole model of a checkpoint in fp32, without ranks and without executing what is in files.
+"""``zero_to_fp32``: the full model of a checkpoint in fp32, in one process and without executing content of files.
 
 Checkpoints of DeepSpeed's ``save_checkpoint`` and of shardwise's engines are read, and any other format that
-:func:`~shardwise.core.checkpoint.formats.open_checkpoint` knows.
+:func:`~shardwise.core.checkpoint.formats.open_checkpoint` reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 FROZEN = "frozen"
-"""Of what an engine saves beside the values: names of parameters that nobody trains."""
+"""The entry of an engine's checkpoint with the names of frozen parameters."""
 PROGRAM = '''#!/usr/bin/env python
 """The model of this directory's newest checkpoint in fp32: python zero_to_fp32.py . OUTPUT_DIRECTORY"""
 
@@ -67,18 +67,18 @@ _WEIGHTS = re.compile(r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """The model's state on the CPU, for ``load_state_dict``: masters, and what else floats, in fp32.
+    """Return the model's state on the CPU for ``load_state_dict``: masters and other floating-point tensors in fp32.
 
     Args:
-        checkpoint_dir: what was saved into.
-        tag: which of its checkpoints; ``None``: what ``latest`` names, or the newest.
-        exclude_frozen_parameters: leave out what nobody trained.
+        checkpoint_dir: a directory of checkpoints.
+        tag: name of the checkpoint; ``None``: the one that ``latest`` names, or the newest.
+        exclude_frozen_parameters: leave out parameters that were not trained.
         lazy_mode: no effect: tensors are in memory.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged or of no known format; or frozen parameters are to be left out, and it does not
-            say which these are.
+        CheckpointError: it is damaged or of an unknown format; or frozen parameters are excluded, and it does not name
+            them.
     """
     source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
     with source:
@@ -89,7 +89,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _opened(
     directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> tuple[OpenSource, dict[str, Entry], dict[str, str]]:
-    """A checkpoint, its tensors, and other names of tied ones."""
+    """Return a checkpoint, its tensors, and other names of tied ones."""
     root = Path(as_path("checkpoint_dir", directory, "a directory of checkpoints"))
     tag = tag or read_name(root / LATEST)
     source = open_checkpoint(root / tag if tag else root)
@@ -125,19 +125,19 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the model in files that transformers, and ``torch.load``, read; one of them is in memory at a time.
+    """Write the model in files for transformers and ``torch.load``, with one file at a time in memory.
 
     Args:
         checkpoint_dir, tag, exclude_frozen_parameters: see :func:`get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: gets ``pytorch_model.bin``, or several with an index; other files in it stay. Several ranks may
-            write the same one: each waits for those before it.
-        dtype: of what floats, or its name ("bf16").
-        max_shard_size: of a file, in bytes or as a text; ``None``: one file.
-        safe_serialization: ``model.safetensors`` instead.
+        output_dir: gets ``pytorch_model.bin``, or several files with an index; other files in it stay. Several ranks
+            may write to the same directory: each waits for the previous one.
+        dtype: dtype of floating-point tensors, or its name ("bf16").
+        max_shard_size: size of a file, in bytes or as a string; ``None``: one file.
+        safe_serialization: write ``model.safetensors`` instead.
 
     Raises:
-        ValueError: another dtype, or no size.
-        OSError: the directory cannot be written; earlier files in it are as they were.
+        ValueError: an unsupported dtype, or an invalid size.
+        OSError: the directory cannot be written; earlier files in it are unchanged.
     """
     wanted = DTYPES.get(str(dtype).removeprefix("torch."))
     if wanted is None:
@@ -181,7 +181,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """:func:`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Call :func:`convert_zero_checkpoint_to_state_dict` with fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -190,7 +190,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """``model``, moved to the CPU, with the values of a checkpoint. Names that only one of them has are one warning.
+    """Load a checkpoint into ``model`` on the CPU, and return it. One warning lists names that only one of them has.
 
     Raises:
         CheckpointError: ``checkpoint_dir`` has no checkpoint that can be read.
@@ -210,7 +210,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Files of DeepSpeed's in a directory that hold optimizers' state, in the order of their numbers.
+    """Return DeepSpeed's files of optimizer state in a directory, in the order of their numbers.
 
     Raises:
         FileNotFoundError: there are none.
@@ -219,12 +219,12 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
-    """Those that hold models' state; see :func:`get_optim_files`."""
+    """Return DeepSpeed's files of model state in a directory; see :func:`get_optim_files`."""
     return _numbered(checkpoint_dir, "*_model_states.pt")
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The first rank's of :func:`get_model_state_files`, whose name depends on the stage."""
+    """Return rank 0's file of :func:`get_model_state_files`, whose name depends on the stage."""
     ranks = "zero_pp_rank_0_mp_rank_00" if zero_stage > 2 else "mp_rank_00"
     return _numbered(checkpoint_dir, f"{ranks}_model_states.pt")[0]
 
@@ -239,7 +239,7 @@ def _numbered(folder: str | Path, pattern: str) -> list[str]:
 
 
 def write_program(directory: str | Path) -> None:
-    """Put ``zero_to_fp32.py`` beside the checkpoints, as DeepSpeed does.
+    """Write ``zero_to_fp32.py`` next to the checkpoints, as DeepSpeed does.
 
     Raises:
         OSError: it cannot be written.
@@ -251,7 +251,7 @@ def write_program(directory: str | Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """``python zero_to_fp32.py CHECKPOINTS OUTPUT``, with DeepSpeed's options."""
+    """Run ``python zero_to_fp32.py CHECKPOINTS OUTPUT``, with DeepSpeed's options."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint_dir", help="what was saved into")
     parser.add_argument("output_dir", help="where the model is written")
@@ -280,8 +280,8 @@ if __name__ == "__main__":
     main()
 
 
-# ---- DeepSpeed's universal checkpoints: they are read here as any other, and none is written.
+# ---- DeepSpeed's universal checkpoints, which are read like any other and never written.
 
 
 def enable_universal_checkpoint(param_list: Iterable[Any]) -> None:
-    """Nothing: engines load whatever checkpoint there is, into parameters as they are."""
+    """Do nothing: engines load any checkpoint into parameters as they are."""

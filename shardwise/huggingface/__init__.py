@@ -1,6 +1,6 @@
 """Hugging Face's ``accelerate`` and ``transformers.Trainer`` with a shardwise plan.
 
-Nothing of theirs is imported before it is asked for. ``pip install 'shardwise[hf]'`` brings both.
+Their packages are imported at first use. ``pip install 'shardwise[hf]'`` installs both.
 """
 
 from __future__ import annotations

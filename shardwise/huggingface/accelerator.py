@@ -31,8 +31,8 @@ from shardwise.session import Session, ShardedModule, ShardedOptimizer, build
 __all__ = ["Prepared", "ShardwiseAccelerator", "prepare", "with_precision"]
 
 
-STATE = "shardwise_{}"  # directories in what save_state writes, one a model
-SESSION = "_accelerate_session"  # where a sharded module has its session, which lives as long
+STATE = "shardwise_{}"  # directories in the output of save_state, one per model
+SESSION = "_accelerate_session"  # attribute of a sharded module with its session, which has the same lifetime
 OWN_SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -45,24 +45,24 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, since a gradient was not finite."""
+        """Return True if the last step was skipped because a gradient was not finite."""
         return bool(self.optimizer.last_step_skipped)
 
 
 class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
-    """``Accelerator(plan=...)``: ``prepare`` shards models with their optimizers as the plan says.
+    """``Accelerator(plan=...)``: ``prepare`` shards models and their optimizers as the plan says.
 
     Args:
-        plan: what to do; see :mod:`shardwise.plan`. Gradients of the passes of an update add up (``average="sum"``);
-            accelerate divides the loss by their number.
-        options: those of ``accelerate.Accelerator``, by name. ``mixed_precision`` ``"bf16"`` or ``"fp16"`` gives the
-            plan 16-bit parameters with fp32 masters, in place of autocast; a plan may also say so itself.
+        plan: see :mod:`shardwise.plan`. Gradients of the passes of an update are summed (``average="sum"``); accelerate
+            divides the loss by their number.
+        options: arguments of ``accelerate.Accelerator`` by name. ``mixed_precision`` ``"bf16"`` or ``"fp16"`` gives the
+            plan 16-bit parameters with fp32 masters instead of autocast; the plan itself may also have them.
 
     Raises:
-        ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; FSDP, DeepSpeed,
-            Megatron or XLA beside it.
+        ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; an additional FSDP,
+            DeepSpeed, Megatron or XLA configuration.
         NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
-        RuntimeError: accelerate knows nothing of the other ranks, so each would be given the batches of all.
+        RuntimeError: accelerate does not know the other ranks, so each rank would get all batches.
     """
 
     _models: list[Any]
@@ -98,7 +98,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """accelerate divides the batches by the variables of a launcher, the engine by the ranks that have met."""
+        """Check that the launcher's variables, by which accelerate divides batches, have the ranks of the process
+        group.
+        """
         met = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.num_processes != met:
             raise RuntimeError(
@@ -107,14 +109,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 "before the first use of accelerate (TrainingArguments is one), as torchrun and 'shardwise run' do"
             )
 
-    # ---- preparing
+    # ---- prepare
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As accelerate's. Models come together with their optimizers; one without an optimizer is for inference.
+        """Prepare objects as accelerate does. Pass models with their optimizers; a model without optimizer is for
+        inference.
 
         Args:
-            args: models, optimizers, data loaders, schedulers; anything else is returned as it is.
-            device_placement: for data loaders; models are where the plan has them.
+            args: models, optimizers, data loaders, schedulers; other objects are returned unchanged.
+            device_placement: for data loaders; the plan defines the device of models.
 
         Raises:
             ValueError: an optimizer without its model, or of two models.
@@ -139,13 +142,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 result.append(self.prepare_data_loader(each, device_placement=place))
             else:
                 result.append(each)
-        # Optimizers are known now, wherever they stand among the arguments.
+        # All optimizers are known now, in any order of the arguments.
         result = [self.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in result]
         return tuple(result) if len(result) > 1 else result[0]
 
     def _shard(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, Any]:
-        """Build a session for each model; what became of each object, by its id."""
-        self._check_ranks()  # they may have met since
+        """Build a session for each model; return the prepared objects by id of the original."""
+        self._check_ranks()  # the process group may have been created since
         owners: dict[int, list[Optimizer]] = {id(model): [] for model in models}
         parameters = {id(model): {id(p) for p in model.parameters()} for model in models}
         for optimizer in optimizers:
@@ -185,7 +188,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard ``model`` without an optimizer; with ``evaluation_mode`` leave it whole on every rank."""
+        """Shard ``model`` without an optimizer; with ``evaluation_mode`` keep it unsharded on every rank."""
         session = self.session_of(model)
         if session is not None:
             return self._adopt_again(session)
@@ -196,23 +199,26 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return sharded
 
     def _adopt_again(self, session: Session) -> nn.Module:
-        """accelerate has the model among its own, also where ``free_memory`` had dropped it."""
+        """Add the model to accelerate's list again if ``free_memory`` has removed it."""
         if not any(session.module is each for each in self._models):
             self._models.append(session.module)
         return session.module
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Raises:
-        ValueError: it was not prepared together with its model.
+        """Return the sharded optimizer.
+
+        Raises:
+            ValueError: it was not prepared together with its model.
         """
         if not isinstance(optimizer, PreparedOptimizer):
             raise ValueError(f"prepare() of {type(optimizer).__name__} alone: give it together with its model")
-        if self.session_of(optimizer.session.module) is not None:  # all that Trainer prepares when it trains again
+        # Trainer only prepares the optimizer when it trains again
+        if self.session_of(optimizer.session.module) is not None:
             self._adopt_again(optimizer.session)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """As accelerate's, whether the scheduler was made with the optimizer given to ``prepare`` or returned by it."""
+        """Prepare a scheduler as accelerate does, for the original optimizer or the prepared one."""
         if not getattr(scheduler, "_is_accelerate_prepared", False):
             for each in self._optimizers:
                 layers = (each, each.optimizer, getattr(each.optimizer, "optimizer", None))
@@ -225,34 +231,35 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- sessions
 
     # [Note: Which models are prepared now]
-    # A session belongs to its model and optimizer, as the shards do: while the program holds one of them it can be
-    # used, and prepared again. accelerate's own lists say which are prepared now, and these are saved, loaded and
-    # trained. ``free_memory`` empties the lists between two trainings; what the program lets go of then is freed.
+    # A session belongs to its model and optimizer, as the shards do: while the program has a reference to one of them,
+    # it can be used, and prepared again. accelerate's own lists contain the models that are prepared now, which are
+    # saved, loaded and trained. ``free_memory`` empties the lists between two trainings; objects without other
+    # references are freed then.
     @property
     def _sessions(self) -> list[Session]:
-        """Of all models that were prepared and are held by anybody, in this order."""
+        """Return the sessions of all prepared models that are still alive, in order."""
         return [session for ref in self._made if (session := ref()) is not None and not session.closed]
 
     def _prepared(self) -> list[Session]:
-        """Of the models that are prepared now, as accelerate counts them."""
+        """Return the sessions of the models in accelerate's list."""
         found = {id(session.module): session for session in self._sessions}
         return [found[id(each)] for each in self._models if id(each) in found]
 
     # ---- passes
 
     def session_of(self, model: nn.Module) -> Session | None:
-        """The session of a model that was prepared, given as it was or as it came out; ``None`` for others."""
+        """Return the session of a prepared model (the original or the returned one); ``None`` for others."""
         inner = model.unwrap() if isinstance(model, ShardedModule) else model
         return next((session for session in self._sessions if session.module.unwrap() is inner), None)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward pass of ``loss`` divided by the number of passes of an update, times the loss scale.
+        """Run the backward pass of ``loss`` divided by the number of passes of an update, times the loss scale.
 
         Raises:
-            NotImplementedError: several sharded models with optimizers under a loss scale.
+            NotImplementedError: several sharded models with optimizers and a loss scale.
         """
         loss = loss / self.gradient_accumulation_steps
-        # A program may go on with what free_memory() has dropped, where it has prepared nothing else.
+        # After free_memory() a program may continue with the old models if it has prepared no others.
         trained = [session for session in self._prepared() if session.optimizer is not None]
         trained = trained or [session for session in self._sessions if session.optimizer is not None]
         if len(trained) == 1 and trained[0].optimizer is not None:
@@ -266,14 +273,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Passes inside exchange nothing where the plan keeps whole gradients (DDP, ZeRO-1); elsewhere no effect."""
+        """Skip reductions inside if the plan keeps unsharded gradients (DDP, ZeRO-1); otherwise no effect."""
         session = self.session_of(model)
         keeps_whole = session is not None and session.plan.shard.reduce == "last"
         with session.no_sync() if session is not None and keeps_whole else nullcontext():
             yield
 
     def _owners(self, given: Mapping[int, Tensor]) -> list[Session]:
-        """Of sessions with optimizers, those that have parameters to train among ``given`` (by id)."""
+        """Return the sessions with optimizers that have trained parameters among ``given`` (by id)."""
         return [
             session
             for session in self._sessions
@@ -281,8 +288,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         ]
 
     def _only(self, given: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
-        """The optimizer that alone steps by the gradients of ``given``; ``None``: torch's functions clip them, since
-        ``.grad`` of a sharded parameter answers for all ranks."""
+        """Return the only optimizer that steps by the gradients of ``given``, or ``None``.
+
+        With ``None`` torch's functions clip them, because ``.grad`` of a sharded parameter gives the result for all
+        ranks.
+        """
         if not owners:
             return None
         session = owners[0]
@@ -300,18 +310,18 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the global norm of what the next step applies; returns the true norm before (unscaled, over all ranks).
+        """Clip the global norm of the gradients of the next step; return the unscaled norm before, over all ranks.
 
-        Between the passes of an update (``sync_gradients`` False) nothing is clipped. Every rank calls it.
+        Between the passes of an update (``sync_gradients`` False) nothing is clipped. Collective.
 
         Args:
-            parameters: of one model or several, or of a part of one. Others, which are not sharded, count with the
-                gradient that they have on each rank: it has to be the same on all.
-            max_norm: of all gradients together.
+            parameters: of one model or several, or of a part of one. Parameters that are not sharded count with the
+                gradient of each rank, which must be the same on all ranks.
+            max_norm: largest norm of all gradients together.
             norm_type: p of the p-norm.
 
         Raises:
-            NotImplementedError: another choice than a whole model with one optimizer, under a loss scale.
+            NotImplementedError: with a loss scale, parameters other than those of a complete model with one optimizer.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         given = {id(p): p for p in parameters}
@@ -326,10 +336,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit every element of what the next step applies. Every rank calls it.
+        """Limit every element of the gradients of the next step. Collective.
 
         Args:
-            parameters: as of :meth:`clip_grad_norm_`, with the same error.
+            parameters: as for :meth:`clip_grad_norm_`, with the same error.
             clip_value: the largest absolute value.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -350,7 +360,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # gradients are dropped and the program repeats all its passes, so the step's blocks so far do not count.
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As accelerate's; see [Note: Passes that fail inside of accumulate]."""
+        """Run a pass of an update as accelerate does; see [Note: Passes that fail inside of accumulate]."""
         with super().accumulate(*models):
             self._in_block = True
             try:
@@ -359,7 +369,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 self._in_block = False
 
     def _watch_passes(self, session: Session) -> None:
-        found = weakref.WeakMethod(self._passes_lost)  # a session lives as long as its model, and longer than this
+        found = weakref.WeakMethod(self._passes_lost)  # a session has the lifetime of its model, which may be longer
 
         def lost() -> None:
             tell = found()
@@ -371,7 +381,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def _passes_lost(self) -> None:
         """Uncount the blocks of a step that the program repeats because one of its passes failed."""
         count = self.gradient_accumulation_steps
-        if self.step:  # 0: the last batch of a loader, which is always one of an update
+        if self.step:  # 0 means the last batch of a loader, which always ends an update
             self.step -= (self.step - 1) % count + 1 - self._in_block
             if self._in_block:
                 self.gradient_state._set_sync_gradients(self.step % count == 0)
@@ -379,14 +389,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- models and state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The user's own module. It is still the sharded one: use :meth:`get_state_dict` for its values."""
+        """Return the user's module. It is still sharded: use :meth:`get_state_dict` for its values."""
         if isinstance(model, ShardedModule):
             model = model.unwrap()
         plain: nn.Module = super().unwrap_model(model, *args, **kwargs)
         return plain
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state in host memory on the main process, ``{}`` on the others; fp32 where there are masters.
+        """Return the full state in host memory on the main process, ``{}`` on others, in fp32 if there are masters.
 
         Collective.
         """
@@ -399,15 +409,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         for name, value in session.module.full_state():
             if not self.is_main_process:
                 continue
-            if value is not given:  # a tied parameter comes under all its names in a row
-                # A copy of its own: parameters of one chunk share their memory, which files of tensors do not allow.
+            if value is not given:  # all names of a tied parameter follow each other
+                # Copied, because parameters of one chunk share memory, which files of tensors do not allow.
                 given, copied = value, value.to("cpu", copy=True) if isinstance(value, Tensor) else value
             kept[name] = copied
         return {name: kept[name] for name in session.module.state_layout() if name in kept}
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """accelerate sees no sharded model and optimizer inside."""
+        """Hide sharded models and optimizers from accelerate inside."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if self.session_of(each) is None]
         self._optimizers = [each for each in optimizers if not isinstance(each, PreparedOptimizer)]
@@ -417,23 +427,24 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """As accelerate's; models and optimizers as checkpoints of ours, for any plan and number of ranks. Collective.
+        """Save the state as accelerate does, with models and optimizers as native checkpoints. Collective.
 
-        Once it warns that it has none of them, where ``free_memory`` was called and trained models are still there.
-        Hooks see sharded models as accelerate has them in one process, gathered; see [Note: Hooks of a state].
+        The checkpoints can be loaded with any plan and number of ranks. If ``free_memory`` has removed all trained
+        models, one warning says that none is saved. Hooks get gathered models, as accelerate has them in one process;
+        see [Note: Hooks of a state].
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
+            CheckpointError, ValueError, FileNotFoundError: on every rank, if a hook failed on one.
         """
         prepared = self._prepared()
         self._tell_unprepared(prepared)
         with saving_hooks(self, prepared), self._set_aside():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(prepared):
-            session.checkpoints.latest = len(prepared) == 1  # none of several is the newest
+            session.checkpoints.latest = len(prepared) == 1  # of several models none is the newest
             session.checkpoints.save(written, STATE.format(index))
         return written
 
@@ -450,10 +461,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take over what :meth:`save_state` wrote for the same models; what hooks load then goes before it. Collective.
+        """Load a directory of :meth:`save_state` for the same models, then call the hooks, whose values win.
+        Collective.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
+            CheckpointError, ValueError, FileNotFoundError: on every rank, if a hook failed on one.
         """
         prepared = self._prepared()
 
@@ -465,10 +477,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's; sharded models among ``objects`` are done with, at once.
+        """Free objects as accelerate does; sharded models among ``objects`` are closed immediately.
 
-        All others are prepared no longer, whatever is given: later states are without them. Their memory is freed when
-        the program lets go of model and optimizer; until then they work, and may be prepared again.
+        All other models are no longer prepared, so later states do not contain them. Their memory is freed with the
+        last reference to model and optimizer; until then they work, and may be prepared again.
         """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None
@@ -477,7 +489,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return super().free_memory(*objects)
 
     def close(self) -> None:
-        """Remove the hooks from all models and give back what the ranks share."""
+        """Remove the hooks from all models and release the communicators of the ranks."""
         for session in reversed(self._sessions):
             session.close()
         if self._mesh is not None:
@@ -485,13 +497,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             self._mesh = None
 
     def end_training(self) -> None:
-        """:meth:`close`, then accelerate's, which ends the process group."""
+        """Call :meth:`close`, then accelerate's ``end_training``, which destroys the process group."""
         self.close()
         super().end_training()
 
 
 class Prepared(NamedTuple):
-    """What :func:`prepare` returns."""
+    """Result of :func:`prepare`."""
 
     accelerator: ShardwiseAccelerator
     model: nn.Module
@@ -509,15 +521,15 @@ def prepare(
     plan: Plan,
     **options: Any,
 ) -> Prepared:
-    """A :class:`ShardwiseAccelerator` and what it makes of the rest; what is ``None`` stays ``None``.
+    """Return a :class:`ShardwiseAccelerator` and the prepared objects; ``None`` stays ``None``.
 
     Args:
         model: any module.
-        optimizer: of its parameters.
+        optimizer: an optimizer of its parameters.
         dataloader: its batches are divided over the ranks.
-        scheduler: of the optimizer's learning rate.
-        plan: what to do.
-        options: of the accelerator.
+        scheduler: a scheduler of the optimizer.
+        plan: see :mod:`shardwise.plan`.
+        options: arguments of the accelerator.
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)
     given = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]
@@ -534,9 +546,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def with_precision(plan: Plan, mixed_precision: str | None) -> Plan:
-    """``plan`` with 16-bit parameters, gradients and inputs, fp32 masters and fp32 outputs.
+    """Return ``plan`` with 16-bit parameters, gradients and inputs, fp32 masters and fp32 outputs.
 
-    Buffers keep their dtypes. fp16 has a dynamic loss scale. A plan that is in these numbers already is left alone.
+    Buffers keep their dtypes. fp16 has a dynamic loss scale. A plan that has this dtype already is returned unchanged.
 
     Raises:
         ValueError: the plan has another parameter dtype.

@@ -1,4 +1,4 @@
-"""Hooks that a program has given to accelerate for ``save_state`` and ``load_state``, called with sharded models."""
+"""Call a program's hooks for accelerate's ``save_state`` and ``load_state`` with sharded models."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
 
 
 # [Note: Hooks of a state]
-# accelerate hands a hook its models, their states and the directory. What it takes out of the lists it has saved or
-# loaded itself. Programs for diffusers do so: ``model.save_pretrained(...)``, ``weights.pop()``. They ask the model
-# itself, on one rank or on all, so models are gathered meanwhile, and they are the user's own, as accelerate has them
-# in one process. A checkpoint of ours is written whatever a hook takes out, since optimizers have theirs in it. It is
-# loaded before the hooks: one that loads what it has saved, in the compute dtype, leaves masters as they are (see
-# take_over), and what it loads from elsewhere counts. Each rank keeps its own part of what is loaded, so all of them
-# have to load; one rank alone may save, and the others make the gathers with it.
+# accelerate passes its models, their states and the directory to a hook. The hook removes from the lists what it has
+# saved or loaded itself. Programs for diffusers do so: ``model.save_pretrained(...)``, ``weights.pop()``. They read the
+# model on one rank or on all, so models are gathered during the hooks, and hooks get the user's modules. Our checkpoint
+# is always written, because it has the optimizers' state. It is loaded before the hooks: if a hook loads the same
+# values in the compute dtype, masters are unchanged (see take_over); other values replace them. Each rank keeps its
+# own part of loaded values, so all ranks have to load. A single rank may save; the others take part in its gathers.
 @contextmanager
 def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None]:
-    """Inside, ``save_state`` of accelerate calls the hooks with the models of ``sessions`` among the others.
+    """Make accelerate's ``save_state`` inside call the hooks with the models of ``sessions``, too.
 
-    It has set these aside: what it saves is the others'.
+    accelerate does not see these models, so it saves only the others.
     """
     models = list(accelerator._models)
 
@@ -57,10 +56,10 @@ def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None
 
 @contextmanager
 def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``load_state`` of accelerate calls ``load(directory)``, then the hooks, as :func:`saving_hooks`.
+    """Make accelerate's ``load_state`` inside call ``load(directory)``, then the hooks, as in :func:`saving_hooks`.
 
     Raises:
-        ValueError: there, on every rank, when the ranks have different numbers of hooks; nothing is loaded.
+        ValueError: in ``load_state``, on every rank, if the ranks have different numbers of hooks; nothing is loaded.
     """
     models = list(accelerator._models)
 
@@ -89,7 +88,7 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
 
 @contextmanager
 def _in_place_of(accelerator: Any, name: str, call: Callable[..., None]) -> Iterator[None]:
-    """``call`` is the only hook inside; the others are its first argument."""
+    """Make ``call`` the only hook inside; the other hooks are its first argument."""
     before = getattr(accelerator, name)
     setattr(accelerator, name, OrderedDict({0: partial(call, list(before.values()))}))
     try:
@@ -99,17 +98,17 @@ def _in_place_of(accelerator: Any, name: str, call: Callable[..., None]) -> Iter
 
 
 def _counts(sessions: Sequence[Session], hooks: Sequence[Any]) -> list[int]:
-    """The number of hooks of each rank. Collective where a model is sharded."""
+    """Return the number of hooks of each rank. Collective if a model is sharded."""
     return EngineRun(sessions[0]).gather(len(hooks)) if sessions else [len(hooks)]
 
 
 def _own(sessions: Sequence[Session], model: Any) -> Any:
-    """The user's own module of a sharded one; others as they are."""
+    """Return the user's module of a sharded model; other models are returned unchanged."""
     return next((session.model for session in sessions if session.module is model), model)
 
 
 def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], write_back: bool) -> None:
-    """Run it with the models gathered; what fails on one rank is raised on all."""
+    """Run ``run`` with the models gathered; an error on one rank is raised on all."""
     if not sessions:
         run()
         return
@@ -121,7 +120,7 @@ def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], wri
 
 
 def _leave(given: list[Any], kept: Sequence[Any]) -> None:
-    """Of what accelerate gave the hooks, what they have not taken out."""
+    """Remove from ``given``, accelerate's list, the items that the hooks have removed."""
     left = {id(each) for each in kept}
     given[:] = [each for each in given if id(each) in left]
 
@@ -131,7 +130,7 @@ def _outline(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[Any]) -> None:
-    """What a hook leaves of a sharded model's state is not what is saved, so it must be as it was."""
+    """Check that hooks did not change a sharded model's state, because the changes would not be saved."""
     before = given.get(id(state))
     if before is None and any(state is each for each in whole):
         return

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with a plan: the accelerator is ours, and saving and loading gather or scatter."""
+"""``transformers.Trainer`` with a plan: it uses our accelerator, and gathers and scatters in saving and loading."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
-"""Names that ``save_pretrained`` gives to the weights of a model (an adapter's have one name only)."""
+"""Names that ``save_pretrained`` gives to files of weights (an adapter has only one file)."""
 
 
 class ShardwiseTrainer(Trainer):
     """A ``Trainer`` that shards its model and optimizer as ``plan`` says.
 
-    ``save_model`` writes what ``from_pretrained`` reads. Checkpoints hold that, and a checkpoint of ours for model,
-    optimizer, loss scale and schedule, which any plan and number of ranks resumes; those of a plain ``Trainer`` can be
-    resumed too. ``bf16`` and ``fp16`` of the arguments mean 16-bit parameters with fp32 masters, in place of autocast.
+    ``save_model`` writes files for ``from_pretrained``. Checkpoints also have a native checkpoint of model, optimizer,
+    loss scale and schedule, which any plan and number of ranks can resume; checkpoints of a plain ``Trainer`` can be
+    resumed, too. ``bf16`` and ``fp16`` of the arguments mean 16-bit parameters with fp32 masters instead of autocast.
 
     Args:
         plan: see :mod:`shardwise.plan`.
 
-    The others are those of ``Trainer``.
+    The other arguments are those of ``Trainer``.
 
     Raises:
-        ValueError: arguments that do not go with it: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``,
-            evaluation in full 16 bits, ``save_on_each_node``, several GPUs in one process; a plan that does not keep
-            gradients; TRL's ``use_vllm`` where parameters are not kept gathered.
+        ValueError: unsupported arguments: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``, evaluation in
+            full 16 bits, ``save_on_each_node``, several GPUs in one process; a plan that does not keep gradients; TRL's
+            ``use_vllm`` if parameters are not kept gathered.
     """
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ class ShardwiseTrainer(Trainer):
         return {**options, "mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The base's, with our accelerator in its place."""
+        """Create the accelerator as the base class does, with ours instead."""
         _check(self.args, self.plan)
         super().create_accelerator_and_postprocess()
         self.accelerator = ShardwiseAccelerator(
@@ -80,11 +80,11 @@ class ShardwiseTrainer(Trainer):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Where the model is goes with the plan; evaluation without training moves it in ``prepare_model``."""
+        """Do nothing: the plan defines the device; evaluation without training moves the model in ``prepare_model``."""
 
     @property
     def session(self) -> Session | None:
-        """Of the model, once training has begun."""
+        """Return the session of the model; ``None`` before training."""
         found: Session | None = self.accelerator.session_of(self.model)
         return found
 
@@ -98,14 +98,14 @@ class ShardwiseTrainer(Trainer):
     # ---- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for ``from_pretrained``. Every rank calls it; the main process writes.
+        """Write the model for ``from_pretrained``. Collective; the main process writes.
 
-        A directory that is not there yet appears whole; in one that is there each file is replaced whole, see
+        A new directory appears when it is complete. In an existing directory each file is replaced atomically, see
         :func:`shardwise.core.checkpoint.formats.output.output_files`.
 
         Raises:
-            CheckpointError, ValueError: on every rank, when the main process could not write; every file that was there
-                is still there.
+            CheckpointError, ValueError: on every rank, if the main process could not write; all earlier files are
+                unchanged.
         """
         session = self.session
         if session is None:
@@ -126,7 +126,7 @@ class ShardwiseTrainer(Trainer):
         with output_files(path, lambda name: WEIGHTS.fullmatch(name) is not None) as fresh:
             self._save(str(fresh), state_dict=state)
             if self._own_dtype is not None and (fresh / "config.json").is_file():
-                # The values are the masters', whatever the model computes in.
+                # The values are those of the masters for any compute dtype.
                 config: Any = getattr(self.model, "config", None)
                 config.dtype = str(self._own_dtype).removeprefix("torch.")
                 config.save_pretrained(str(fresh))
@@ -174,10 +174,11 @@ class ShardwiseTrainer(Trainer):
 
 @functools.cache
 def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
-    """A class that is ``base``, such as TRL's ``SFTTrainer``, and takes a ``plan``; see :class:`ShardwiseTrainer`.
+    """Return a subclass of ``base``, such as TRL's ``SFTTrainer``, that takes a ``plan``; see
+    :class:`ShardwiseTrainer`.
 
     Raises:
-        TypeError: ``base`` is no ``Trainer`` of transformers.
+        TypeError: ``base`` is not a ``Trainer`` of transformers.
     """
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         raise TypeError(f"base={base!r:.80}: give a class that derives from transformers.Trainer")
@@ -202,7 +203,7 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         raise ValueError(f"{given} does not go with a plan: leave it out")
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process: start one process a GPU (shardwise run, or torchrun)")
-    served = getattr(args, "use_vllm", False)  # of TRL's arguments
+    served = getattr(args, "use_vllm", False)  # an argument of TRL
     if served and not plan.shard.always_gathered:
         raise ValueError(
             f"use_vllm={served} with parameters that are not there between passes: TRL would send NaN in their "
@@ -214,7 +215,7 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         )
 
 
-# ---- peft's own loading of an adapter into a model that is sharded.
+# ---- peft's own loading of an adapter into a sharded model.
 
 
 def _is_peft(model: nn.Module) -> bool:
@@ -230,21 +231,21 @@ def _has_prompts(model: Any) -> bool:
 
 
 def asks_prompts(session: Session) -> AbstractContextManager[None]:
-    """Around peft's saving, which asks modules of prompts for their values, whatever state it is given."""
+    """Return a context for peft's saving, which reads the prompt modules even if it gets a state."""
     model: Any = session.model
     return session.gathered(model.prompt_encoder.parameters()) if _has_prompts(model) else nullcontext()
 
 
 # [Note: Adapters into shards]
-# peft asks its model for the names of a state, puts an adapter's tensors under them, and has the model load what came
-# of it. Both are answered by the sharded model meanwhile: nothing is gathered, whatever the base model needs, and fp32
-# masters get the file's own values. Two things are otherwise. Prompts are loaded into their own module, which is given
-# them whole. And peft would make 16-bit adapters fp32 afterwards, of which the plan decides here.
+# To load an adapter, peft reads the names of the model's state, replaces the adapter's tensors, and calls the model's
+# load_state_dict. During that, the sharded model handles both calls: nothing is gathered for a base model of any size,
+# and fp32 masters get the exact values of the file. There are two exceptions. Prompts are loaded into their own module,
+# which gets full tensors. And peft would convert 16-bit adapters to fp32 afterwards; here the plan defines the dtype.
 @contextmanager
 def loads_adapters(session: Session) -> Iterator[nn.Module]:
-    """Inside, ``load_adapter`` of the session's model loads into shards and masters. Every rank enters.
+    """Make ``load_adapter`` of the session's model load into shards and masters inside. Every rank enters.
 
-    Gives the module that loads: of peft's models the own one; for others nothing changes.
+    Yields the module that loads: the user's module for a model of peft; for others nothing changes.
     """
     model: Any = session.model
     if not _is_peft(model):
@@ -258,7 +259,7 @@ def loads_adapters(session: Session) -> Iterator[nn.Module]:
     outline, own = session.module.state_layout(), model.state_dict
 
     def state_dict(**how: Any) -> dict[str, Any]:
-        # With arguments it is the sharded model itself that asks.
+        # Calls with arguments come from the sharded model itself.
         found: dict[str, Any] = own(**how) if how else dict(outline)
         return found
 
@@ -269,7 +270,7 @@ def loads_adapters(session: Session) -> Iterator[nn.Module]:
 
 @contextmanager
 def _answered(model: nn.Module, answers: dict[str, Any]) -> Iterator[None]:
-    """The methods of ``model`` are these."""
+    """Replace methods of ``model`` inside."""
     before = {name: model.__dict__[name] for name in answers if name in model.__dict__}
     model.__dict__.update(answers)
     try:
@@ -283,16 +284,17 @@ def _answered(model: nn.Module, answers: dict[str, Any]) -> Iterator[None]:
 # ---- Callbacks of a Trainer that read all parameters of its model.
 
 
-SYNC = "sync_target_model"  # TRL's SyncRefModelCallback calls it of itself, on every rank at the same steps
+SYNC = "sync_target_model"  # the static method that TRL's SyncRefModelCallback calls on every rank at the same steps
 ORIGINAL = "_shardwise_original"
-"""Of what stands in its place: itself. A callback may come to another Trainer, whose models are others."""
+"""Attribute of a replaced function with the original, because a callback may be passed to a Trainer of other models."""
 
 
 # [Note: References that follow]
-# ``sync_ref_model`` of TRL mixes the model into its reference by ``target.data.mul_(...).add_(param.data)``. What
-# stands for an absent parameter is NaN, and nothing sees a read through ``.data``: so models are gathered around it.
+# ``sync_ref_model`` of TRL mixes the model into its reference by ``target.data.mul_(...).add_(param.data)``. A
+# parameter that is not gathered has NaN values, and reads through ``.data`` cannot be detected, so models are gathered
+# around this call.
 def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Module], Session | None]) -> None:
-    """Have callbacks that mix the model into a reference (those with ``sync_target_model``) do so with whole ones."""
+    """Gather models for callbacks that mix the model into a reference (those with ``sync_target_model``)."""
     for each in callbacks:
         sync = getattr(each, SYNC, None)
         if callable(sync):

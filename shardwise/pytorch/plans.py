@@ -66,25 +66,25 @@ def plan_of_fsdp(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> Plan:
-    """What ``FullyShardedDataParallel(model, ...)`` shards, for ``shard(model, optimizer, plan)``.
+    """Return the plan of ``FullyShardedDataParallel(model, ...)`` for ``shard(model, optimizer, plan)``.
 
     Args:
-        model: not wrapped; it stays as it is.
-        process_group, device_mesh: all ranks; a pair of groups, or a mesh of two dimensions, for a hybrid strategy.
-        sharding_strategy: FULL_SHARD is the default; NO_SHARD replicates; SHARD_GRAD_OP keeps gathered what was.
-        cpu_offload: parameters, masters and optimizer state are at home on the host, where the update is.
-        auto_wrap_policy: the units; ``None``: one a block, which needs no policy.
-        backward_prefetch: ``None`` gathers nothing ahead, unless ``forward_prefetch`` asks for it.
-        mixed_precision: fp16 brings a loss scale of its own, in the place of ``ShardedGradScaler``.
+        model: a module that is not wrapped; it is unchanged.
+        process_group, device_mesh: all ranks; for a hybrid strategy a pair of groups, or a mesh of two dimensions.
+        sharding_strategy: FULL_SHARD by default; NO_SHARD replicates; SHARD_GRAD_OP keeps parameters gathered.
+        cpu_offload: keep parameters, masters and optimizer state on the host, and update them there.
+        auto_wrap_policy: selects the units; ``None``: one per block, without a policy.
+        backward_prefetch: ``None`` disables prefetching, unless ``forward_prefetch`` enables it.
+        mixed_precision: fp16 has a loss scale, which replaces ``ShardedGradScaler``.
         ignored_modules, ignored_states: stay gathered on every rank. Trainable ones warn: they are averaged, too.
-        param_init_fn: refused where the model is on the meta device: build it under ``deferred_init()``.
-        device_id: this rank's; a warning if not.
+        param_init_fn: an error if the model is on the meta device: build it under ``deferred_init()``.
+        device_id: the device of this rank; another one warns.
         sync_module_states: start from rank 0's values.
-        forward_prefetch, limit_all_gathers, use_orig_params: need not be said: what comes next is fetched ahead in both
-            passes, one unit (between hosts without GPUs small ones up to 16 MiB), and parameters are the model's own.
+        forward_prefetch, limit_all_gathers, use_orig_params: not needed: the next unit is prefetched in both passes
+            (between hosts without GPUs small units up to 16 MiB), and parameters are the model's own.
 
     Raises:
-        NotImplementedError, ValueError: what no plan says; the argument is named.
+        NotImplementedError, ValueError: unsupported by plans; the message names the argument.
     """
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     name_device("device_id", device_id)
@@ -112,16 +112,16 @@ def plan_of_fsdp(
 
 
 def on_host(plan: Plan, pin: bool) -> Plan:
-    """``plan`` with everything that is not gathered at home on the host."""
+    """Return ``plan`` with everything that is not gathered on the host."""
     tiers = replace(plan.tiers, param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=pin)
     return replace(plan, tiers=tiers)
 
 
 def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Names of parameters that are not to be sharded; warns of trainable ones.
+    """Return names of parameters that are not to be sharded; warn about trainable ones.
 
     Raises:
-        ValueError: one is none of the model's.
+        ValueError: a parameter is not the model's.
     """
     wanted = {id(param): param for param in params}
     wanted |= {id(param): param for module in modules for param in module.parameters()}
@@ -172,23 +172,23 @@ def plan_of_fully_shard(
     *,
     units: Iterable[nn.Module] = (),
 ) -> Plan:
-    """What ``fully_shard`` makes of ``model`` and the ``units`` inside it, for ``shard(model, optimizer, plan)``.
+    """Return the plan of ``fully_shard`` on ``model`` and the ``units`` in it, for ``shard(model, optimizer, plan)``.
 
     Args:
-        model: not sharded yet; it stays as it is.
+        model: a module that is not sharded yet; it is unchanged.
         mesh: all ranks, or (replicas, ranks that shard); ``None``: all ranks.
-        reshard_after_forward: False keeps gathered what was, and so does 1; ``None`` and True do not, the outermost
-            module's included. A number k of ranks: backward gathers from k neighbours, who keep a second copy
+        reshard_after_forward: False and 1 keep parameters gathered; ``None`` and True do not, including those of the
+            root module. With a number k of ranks backward gathers from k neighbours, which keep a second copy
             (:attr:`MeshPlan.secondary`).
-        shard_placement_fn: refused: shards are slices of many parameters one behind the other.
-        mp_policy: dtypes; fp16 brings a loss scale.
-        offload_policy: ``CPUOffloadPolicy`` has parameters, masters and optimizer state at home on the host.
+        shard_placement_fn: an error: shards are slices of many consecutive parameters.
+        mp_policy: dtypes; fp16 has a loss scale.
+        offload_policy: ``CPUOffloadPolicy`` keeps parameters, masters and optimizer state on the host.
         ignored_params: stay gathered on every rank. Trainable ones warn: they are averaged, too.
-        dp_mesh_dims: refused: a mesh has data-parallel dimensions alone.
-        units: the modules that ``fully_shard`` was called on before the model; none: one a block.
+        dp_mesh_dims: an error: a mesh only has data-parallel dimensions.
+        units: the modules on which ``fully_shard`` was called before the model; none: one unit per block.
 
     Raises:
-        NotImplementedError, ValueError: what no plan says; the argument is named.
+        NotImplementedError, ValueError: unsupported by plans; the message names the argument.
     """
     if shard_placement_fn is not None:
         refuse(
@@ -225,7 +225,7 @@ def plan_of_fully_shard(
 
 
 MIB = 2**20
-FLOAT_BYTES = 4  # of the gradients that buckets were meant for
+FLOAT_BYTES = 4  # element size of the gradients in DDP's buckets
 
 
 def plan_of_ddp(
@@ -249,23 +249,24 @@ def plan_of_ddp(
     batched_grad_copy: bool = False,
     forward_sync_buffers: bool | None = None,
 ) -> Plan:
-    """Every rank holds everything, and gradients are averaged over all ranks.
+    """Return the plan of ``DistributedDataParallel``: replicated parameters, gradients averaged over all ranks.
 
     Args:
-        device_ids, output_device: one device, which is this rank's; a warning if not.
+        device_ids, output_device: one device, that of this rank; another one warns.
         dim: 0.
-        broadcast_buffers, forward_sync_buffers: True warns: buffers are sent at the beginning, and not in each pass.
+        broadcast_buffers, forward_sync_buffers: True warns: buffers are broadcast at the beginning, not in each pass.
         init_sync: ranks start from rank 0's values.
         process_group, device_mesh: all ranks.
         bucket_cap_mb: MiB of fp32 gradients that are reduced together; ``None``: 25.
         find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params, batched_grad_copy:
-            need not be said: unused parameters are found without a walk over the graph, and neither reduced nor
-            updated; gradients lie in the array that is reduced.
-        check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: refused.
-        mixed_precision: dtypes, as :func:`~shardwise.pytorch.plan_of_fsdp` has them.
+            not needed: unused parameters are detected without a traversal of the graph, and neither reduced nor
+                updated;
+            gradients are views of the buckets.
+        check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: not supported.
+        mixed_precision: dtypes, as for :func:`~shardwise.pytorch.plan_of_fsdp`.
 
     Raises:
-        NotImplementedError: what is refused.
+        NotImplementedError: an unsupported argument.
     """
     name_device("device_ids", device_ids)
     name_device("output_device", output_device)
@@ -305,12 +306,14 @@ def plan_of_ddp(
     return plan if mixed_precision is None else with_formats(plan, mixed_precision)
 
 
-# ---- Number formats of torch's policies as those of a plan.
+# ---- number formats of torch's policies as those of a plan
 
 
 def with_formats(plan: Plan, policy: Any) -> Plan:
-    """``plan`` in the numbers of a ``MixedPrecision`` or ``MixedPrecisionPolicy``: parameters are computed with in
-    ``param_dtype`` and updated as they are; fp16 has the loss scale of torch's ``GradScaler``.
+    """Return ``plan`` with the number formats of a ``MixedPrecision`` or ``MixedPrecisionPolicy``.
+
+    Computation is in ``param_dtype``, and parameters are updated in their own dtype. fp16 has the loss scale of torch's
+    ``GradScaler``.
 
     Raises:
         NotImplementedError: ``keep_low_precision_grads``.
@@ -334,8 +337,10 @@ def with_formats(plan: Plan, policy: Any) -> Plan:
 
 
 def check_full_precision(model: nn.Module, policy: Any) -> None:
-    """Raises:
-    NotImplementedError: the policy leaves modules of some classes in fp32, and the model has one.
+    """Check that the policy does not keep modules of the model in fp32.
+
+    Raises:
+        NotImplementedError: the policy keeps modules of some classes in fp32, and the model has one.
     """
     classes = tuple(getattr(policy, "_module_classes_to_ignore", ()) or ())
     found = next((name for name, module in model.named_modules() if classes and isinstance(module, classes)), None)
@@ -348,19 +353,21 @@ def check_full_precision(model: nn.Module, policy: Any) -> None:
         )
 
 
-# ---- Process groups, device meshes and devices, which torch's arguments name and a plan only counts.
+# ---- Process groups, device meshes and devices of torch's arguments; a plan only has numbers of ranks.
 
 
 def check_all_ranks(name: str, group: dist.ProcessGroup | None) -> None:
-    """Raises:
-    NotImplementedError: ``group`` has some ranks only.
+    """Check that ``group`` has all ranks.
+
+    Raises:
+        NotImplementedError: ``group`` has only some ranks.
     """
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         refuse(name, f"{dist.get_world_size(group)} of {dist.get_world_size()} ranks", "a plan is for all that run")
 
 
 def mesh_of(mesh: DeviceMesh) -> MeshPlan:
-    """One dimension shards; of two the first holds replicas.
+    """Return the mesh plan: one dimension shards; of two dimensions the first has replicas.
 
     Raises:
         NotImplementedError: three dimensions, or not all ranks.
@@ -374,15 +381,16 @@ def mesh_of(mesh: DeviceMesh) -> MeshPlan:
 
 
 def all_ranks() -> MeshPlan:
-    """Every rank has a shard."""
+    """Return the mesh plan in which every rank has a shard."""
     return MeshPlan(dp_shard=-1, dp_replicate=1)
 
 
 def nodes(pair: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> MeshPlan:
-    """Shards within a group, replicas of it: of a pair (shard group, replicate group), or each node is one.
+    """Return the mesh plan that shards within a group (of a pair: the first; otherwise a node), with replicas of the
+    group.
 
     Raises:
-        ValueError: the launcher did not say how many ranks a node has.
+        ValueError: the launcher's variables do not have the number of ranks per node.
     """
     if pair is not None:
         return MeshPlan(dp_shard=dist.get_world_size(pair[0]), dp_replicate=dist.get_world_size(pair[1]))
@@ -396,7 +404,7 @@ def nodes(pair: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> MeshPlan:
 
 
 def name_device(name: str, value: Any) -> None:
-    """A plan names no device; warns where one was given that is not the current one.
+    """Warn if ``value`` is not the current device, because a plan has no device.
 
     Raises:
         NotImplementedError: several devices in one process.

@@ -1,6 +1,6 @@
-"""ColossalAI's Shardformer, as far as tensor parallelism goes: configurations, policies, and a model cut by them.
+"""Tensor parallelism with ColossalAI's Shardformer interface: configurations, policies, and models sharded by them.
 
-What is published is translated here into cuts of ``tensor``; no layer and no collective is written here.
+Published descriptions are translated into sharding rules of ``tensor``; this package has no layers or collectives.
 """
 
 from shardwise.shardformer.policies import ModulePolicyDescription, Policy, SubModuleReplacementDescription

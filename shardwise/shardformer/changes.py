@@ -1,6 +1,6 @@
-"""What is changed in a Hugging Face model beside its cuts: its kernels, and which layers are computed again.
+"""Changes of a Hugging Face model other than sharding: kernels, and activation checkpointing.
 
-All of it can be put back. transformers is not imported: its models are known by their attributes.
+All changes can be undone. transformers is not imported: its models are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ABSENT: Any = object()
 
 
 RMS_NORMS = ("RMSNorm", "T5LayerNorm")
-"""How the names of transformers' classes end that have ``weight`` and ``variance_epsilon`` and are an RMS norm."""
+"""Suffixes of the names of transformers' RMS norm classes, which have ``weight`` and ``variance_epsilon``."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels that a model is to use.
+    """The kernels of a model.
 
     Attributes:
         flash: torch's kernels for attention.
@@ -46,7 +46,7 @@ class Kernels:
 
 
 def kernels_of(arguments: Any) -> Kernels:
-    """Return what ``enable_...`` arguments of these names mean."""
+    """Return the kernels of the ``enable_...`` arguments."""
     a, every = arguments, arguments.enable_all_optimization
     if a.enable_jit_fused:
         warn_user("enable_jit_fused=True has no effect: call torch.compile on the layers whose activations are slow")
@@ -55,10 +55,10 @@ def kernels_of(arguments: Any) -> Kernels:
 
 @dataclass(frozen=True)
 class StageDivision:
-    """Into how many stages a stack of layers is divided.
+    """The number of stages into which a stack of layers is divided.
 
     Attributes:
-        stages: of the model.
+        stages: number of stages.
         layers: by stage; ``None``: as :func:`~shardwise.core.parallel.pipeline.layers_of_stages` does.
     """
 
@@ -73,16 +73,16 @@ def changed_model(
     checkpointing: GradientCheckpointConfig | None,
     division: StageDivision = StageDivision(),
 ) -> Iterator[None]:
-    """Change ``model``; an error inside of the block puts it back.
+    """Change ``model``; an error inside the block restores it.
 
     Args:
-        model: the user's.
-        kernels: what it computes by; a model that has no such thing keeps its own, with a warning.
-        checkpointing: which layers are computed again in backward; ``None``: as the model has it.
-        division: which layers a stage of it has.
+        model: the user's module.
+        kernels: the kernels to use; a model without support keeps its own, with a warning.
+        checkpointing: layers that are recomputed in backward; ``None``: as the model has it.
+        division: the layers of each stage.
 
     Raises:
-        ValueError: the model has no layers that can be, or not that many.
+        ValueError: the model has no layers that can be checkpointed, or fewer than that.
     """
     before: list[tuple[Any, str, Any]] = []
     try:
@@ -125,7 +125,7 @@ def _checkpoint(
     function = partial(checkpoint, use_reentrant=False)
     for layer, again in wanted:
         before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
-        if not hasattr(layer, FUNCTION):  # a program that switched it on chose how
+        if not hasattr(layer, FUNCTION):  # a program that enabled it has set the function
             setattr(layer, FUNCTION, function)
         setattr(layer, FLAG, again)
 
@@ -170,7 +170,7 @@ def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
 
 
 class _RmsNorm(nn.Module):
-    """The forward of a norm of transformers, in one kernel where weight and input have one dtype."""
+    """The forward of an RMS norm of transformers, in one kernel if weight and input have the same dtype."""
 
     weight: Tensor
     variance_epsilon: float
@@ -186,11 +186,11 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _fused(own: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a norm's class, under its name."""
+    """Return a subclass of a norm's class with the same name."""
     if own in _FUSED:
         return _FUSED[own]
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:  # pickle looks for classes by name
+    def reduce(self: nn.Module, protocol: Any) -> Any:  # pickle finds classes by name
         return (_blank, (own,), vars(self)) if type(self) is _FUSED[own] else object.__reduce_ex__(self, protocol)
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}

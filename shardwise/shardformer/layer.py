@@ -1,4 +1,4 @@
-"""The layers that policies name, under their published names: how a layer is cut where it stands."""
+"""The layers that policies name, under their published names: each defines how a layer is sharded in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "VocabParallelLMHead1D",
 ]
 
-# What policies commonly give, with the value that means nothing here.
+# Arguments that policies commonly pass, with the value that has no effect here.
 USUAL: dict[str, Any] = {
     "seq_parallel_mode": None,
     "skip_bias_add": False,
@@ -41,7 +41,7 @@ USUAL: dict[str, Any] = {
     "sp_partial_derived": False,
 }
 MEANINGLESS = ("seq_parallel_dim", "overlap", "process_group")
-"""Of sequence parallelism, and the ranks: those of the model are taken."""
+"""Arguments of sequence parallelism and the process group: those of the model are used."""
 
 
 ALONE = (
@@ -51,9 +51,9 @@ ALONE = (
 
 
 class ParallelModule:
-    """A way to cut a layer. It is never made: the layer stays the model's own object, with its parameters.
+    """A method of sharding a layer. It has no instances: the layer stays the model's own object with its parameters.
 
-    Derive from it for a way of your own.
+    Derive from it for other methods.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,35 +61,38 @@ class ParallelModule:
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
-        """A single layer, cut: not available, as what is saved, clipped and updated of a model is that of all of it.
+        """Raise an error: a single layer cannot be sharded, because saving, clipping and updates work on the full
+        model.
 
         Raises:
-            TypeError: ``module`` is none.
-            NotImplementedError: what to do instead.
+            TypeError: ``module`` is not a module.
+            NotImplementedError: always; the message says what to do instead.
         """
         check_type("module", module, nn.Module, "the layer, an nn.Module")
         raise NotImplementedError(f"{cls.__name__}.from_native_module({type(module).__name__}) {ALONE}")
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
-        """Say how a layer is cut.
+        """Add the sharding rules of a layer.
 
         Args:
-            site: the module that the layer is in, and what collects cuts. Nothing is changed yet.
-            path: of the layer in that module.
-            kwargs: those of the description.
+            rules: collects the rules of the module that the layer is in. Nothing is changed yet.
+            path: path of the layer in that module.
+            kwargs: arguments of the description.
 
         Raises:
-            TypeError, ValueError: the layer cannot be cut in this way.
+            TypeError, ValueError: the layer cannot be sharded in this way.
             NotImplementedError: an argument is not available.
         """
         raise NotImplementedError(f"{cls.__name__} does not say how a layer is cut: give the class a method collect")
 
 
 def require_usual(arguments: dict[str, Any]) -> None:
-    """Raises:
-    NotImplementedError: an argument has another value than the one that means nothing here.
-    TypeError: an argument has an unknown name.
+    """Check arguments without effect.
+
+    Raises:
+        NotImplementedError: an argument has another value than the one that has no effect.
+        TypeError: an argument has an unknown name.
     """
     for name, value in arguments.items():
         if name in MEANINGLESS:
@@ -101,9 +104,9 @@ def require_usual(arguments: dict[str, Any]) -> None:
 
 
 class FusedLinear1D_Col(ParallelModule):
-    """Several layers side by side in one: each rank makes an equal part of the output of each.
+    """Several concatenated column-parallel layers in one: each rank has an equal part of the output of each.
 
-    ``split_sizes``: their outputs' sizes; or ``n_fused``: their number. ``gather_output``: then all of the output.
+    ``split_sizes``: sizes of their outputs; or ``n_fused``: their number. ``gather_output``: gather the output.
     """
 
     @classmethod
@@ -134,7 +137,7 @@ class FusedLinear1D_Col(ParallelModule):
 
 
 class Linear1D_Col(ParallelModule):
-    """Each rank makes an equal part of the output. ``gather_output``: then all of it."""
+    """A column-parallel layer: each rank computes an equal part of the output. ``gather_output``: gather the output."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, gather_output: bool = False, **kwargs: Any) -> None:
@@ -142,7 +145,7 @@ class Linear1D_Col(ParallelModule):
 
 
 class Linear1D_Row(ParallelModule):
-    """Each rank takes an equal part of the input, and all get the sum."""
+    """A row-parallel layer: each rank has an equal part of the input, and all ranks get the sum."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
@@ -154,20 +157,21 @@ class Linear1D_Row(ParallelModule):
 
 
 class FusedLinear1D_Row(Linear1D_Row):
-    """As :class:`Linear1D_Row`; ``split_sizes`` of the input is not available."""
+    """:class:`Linear1D_Row`; ``split_sizes`` of the input is not available."""
 
 
 class GPT2FusedLinearConv1D_Col(FusedLinear1D_Col):
-    """The same for transformers' ``Conv1D``."""
+    """:class:`FusedLinear1D_Col` for transformers' ``Conv1D``."""
 
 
 class GPT2FusedLinearConv1D_Row(Linear1D_Row):
-    """The same for transformers' ``Conv1D``."""
+    """:class:`Linear1D_Row` for transformers' ``Conv1D``."""
 
 
 class VocabParallelEmbedding1D(ParallelModule):
-    """Each rank has the rows of an equal part of the vocabulary, padded to a multiple of
-    ``make_vocab_size_divisible_by``."""
+    """A vocabulary-parallel embedding: each rank has an equal part of the rows, padded to a multiple of
+    ``make_vocab_size_divisible_by``.
+    """
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, make_vocab_size_divisible_by: int = 64, **kwargs: Any) -> None:
@@ -176,8 +180,10 @@ class VocabParallelEmbedding1D(ParallelModule):
 
 
 class VocabParallelLMHead1D(ParallelModule):
-    """Each rank makes the logits of its part of the vocabulary. They are gathered with ``gather_output``, and where the
-    module's loss is none that is known of parts."""
+    """A vocabulary-parallel head: each rank computes the logits of its part of the vocabulary.
+
+    Logits are gathered with ``gather_output``, or if the loss of the module does not support sharded logits.
+    """
 
     @classmethod
     def collect(
@@ -194,7 +200,7 @@ class VocabParallelLMHead1D(ParallelModule):
 
 
 class PaddingEmbedding(ParallelModule):
-    """A whole embedding with rows that nothing reads, which is refused: they only cost memory."""
+    """A replicated embedding with padding rows; an error, because the rows only use memory."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
@@ -202,18 +208,18 @@ class PaddingEmbedding(ParallelModule):
 
 
 class PaddingLMHead(PaddingEmbedding):
-    """The same of a head."""
+    """A replicated head with padding rows; an error like :class:`PaddingEmbedding`."""
 
 
 class LayerNorm(ParallelModule):
-    """A norm as it is: all ranks have it whole."""
+    """A replicated norm."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
-        """``module`` itself.
+        """Return ``module`` unchanged.
 
         Raises:
-            TypeError: it is none, or an unknown argument.
+            TypeError: it is not a module, or an unknown argument.
             NotImplementedError: an argument is not available.
         """
         check_type("module", module, nn.Module, "the layer, an nn.Module")
@@ -226,11 +232,11 @@ class LayerNorm(ParallelModule):
 
 
 class RMSNorm(LayerNorm):
-    """The same."""
+    """A replicated norm."""
 
 
 class FusedLayerNorm(ParallelModule):
-    """A norm with a kernel of its own: not yet."""
+    """A norm with its own kernel; not available."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
@@ -238,19 +244,22 @@ class FusedLayerNorm(ParallelModule):
 
 
 class FusedRMSNorm(FusedLayerNorm):
-    """The same."""
+    """A norm with its own kernel; not available."""
 
 
 class DropoutForReplicatedInput(LayerNorm):
-    """Dropout as it is: between a layer cut by columns and the next cut by rows each rank draws its own numbers, and
-    elsewhere all draw the same, whatever a policy says."""
+    """Dropout, which is unchanged.
+
+    Between a column-parallel and a row-parallel layer each rank has its own random numbers; in other places all ranks
+    have the same. A policy cannot change that.
+    """
 
 
 class DropoutForParallelInput(DropoutForReplicatedInput):
-    """The same."""
+    """Dropout, which is unchanged; see :class:`DropoutForReplicatedInput`."""
 
 
 def _with_rows(rules: ModuleRules, multiple: int) -> ModuleRules:
-    """The same site, with parts of a vocabulary that are multiples of ``multiple``."""
+    """Return the same rules, with parts of a vocabulary that are multiples of ``multiple``."""
     integer("make_vocab_size_divisible_by", multiple, 1, what="a number of rows")
     return replace(rules, plan=replace(rules.plan, vocabulary_multiple=multiple))

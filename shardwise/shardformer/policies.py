@@ -1,4 +1,4 @@
-"""What a policy says of a model, and how it is carried out: :class:`PolicyArchitecture` is a plan's architecture."""
+"""Policies: descriptions of a model's sharded layers. :class:`PolicyArchitecture` translates one for a plan."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Described = dict[Key, "ModulePolicyDescription"]
 
 @dataclass
 class SubModuleReplacementDescription:
-    """How one layer of a module is cut.
+    """How one layer of a module is sharded.
 
     Attributes:
-        suffix: where the layer is, from the module: ``"self_attn.q_proj"``, ``"layers[0].fc"``.
+        suffix: path of the layer in the module: ``"self_attn.q_proj"``, ``"layers[0].fc"``.
         target_module: one of :mod:`shardwise.shardformer.layer`.
-        kwargs: arguments of it.
-        ignore_if_not_exist: leave it out where the module has no such layer.
+        kwargs: its arguments.
+        ignore_if_not_exist: skip it if the module has no such layer.
     """
 
     suffix: str
@@ -43,13 +43,13 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class ModulePolicyDescription:
-    """What is done to each module of a class.
+    """Changes of each module of a class.
 
     Attributes:
-        attribute_replacement: attributes that are others with the parts, by name, with dots.
-        param_replacement: refused: parameters stay the model's own; cut layers with ``sub_module_replacement``.
-        sub_module_replacement: layers that are cut.
-        method_replacement: functions that take the place of methods, by name.
+        attribute_replacement: attributes with other values in sharded modules, by dotted name.
+        param_replacement: an error: parameters stay the model's own; shard layers with ``sub_module_replacement``.
+        sub_module_replacement: sharded layers.
+        method_replacement: functions that replace methods, by name.
     """
 
     attribute_replacement: dict[str, Any] | None = None
@@ -59,12 +59,11 @@ class ModulePolicyDescription:
 
 
 class Policy(ABC):
-    """Derive from it for a model of your own, and give one to ``HybridParallelPlugin(custom_policy=...)`` or
-    :meth:`ShardFormer.optimize`.
+    """Base class of policies for :meth:`ShardFormer.optimize` or ``HybridParallelPlugin(custom_policy=...)``.
 
     Attributes:
-        model: the one at hand, whole.
-        shard_config: over how many ranks (``tensor_parallel_size``), and what else was asked for.
+        model: the unsharded model.
+        shard_config: number of ranks (``tensor_parallel_size``), and the other options.
         is_causal: for the policy's own use.
     """
 
@@ -77,30 +76,30 @@ class Policy(ABC):
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """It is looked at by :meth:`config_sanity_check` at once."""
+        """Set the configuration, and check it with :meth:`config_sanity_check`."""
         self.shard_config = shard_config
         self.config_sanity_check()
 
     @property
     def pipeline_stage_manager(self) -> None:
-        """There is no pipeline."""
+        """Return None, because there is no pipeline."""
         return None
 
     @abstractmethod
     def config_sanity_check(self) -> None:
-        """Raise where ``shard_config`` does not go with the model."""
+        """Raise an error if ``shard_config`` does not fit the model."""
 
     @abstractmethod
     def preprocess(self) -> nn.Module:
-        """Called first. Returns the model, with the modules and parameters that it had."""
+        """Return the model with the same modules and parameters. Called first."""
 
     @abstractmethod
     def module_policy(self) -> Described:
-        """By class, or by a class's name, what is done to its modules."""
+        """Return the description of modules by class, or by a class's name."""
 
     @abstractmethod
     def postprocess(self) -> nn.Module:
-        """Called last. Returns the model, with the modules and parameters that it had: tied weights stay tied."""
+        """Return the model with the same modules and parameters; tied weights stay tied. Called last."""
 
     def append_or_create_submodule_replacement(
         self,
@@ -108,7 +107,7 @@ class Policy(ABC):
         policy: Described,
         target_key: Key,
     ) -> Described:
-        """Add layers to what ``policy`` says of ``target_key``."""
+        """Add layers to the description of ``target_key`` in ``policy``."""
         added = [description] if isinstance(description, SubModuleReplacementDescription) else list(description)
         entry = policy.setdefault(target_key, ModulePolicyDescription())
         entry.sub_module_replacement = [*(entry.sub_module_replacement or []), *added]
@@ -117,31 +116,31 @@ class Policy(ABC):
     def append_or_create_method_replacement(
         self, description: dict[str, Callable[..., Any]], policy: Described, target_key: Key
     ) -> Described:
-        """Add methods to what ``policy`` says of ``target_key``."""
+        """Add methods to the description of ``target_key`` in ``policy``."""
         entry = policy.setdefault(target_key, ModulePolicyDescription())
         entry.method_replacement = {**(entry.method_replacement or {}), **description}
         return policy
 
     def get_held_layers(self) -> list[nn.Module]:
-        """Of a stage of a pipeline. Nothing asks for it yet."""
+        """Return the layers of a pipeline stage. Not used yet."""
         raise NotImplementedError(f"{type(self).__name__}.get_held_layers: a model is in one piece here; call it never")
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
-        """Parameters that stages share: none."""
+        """Return the parameters that stages share: none."""
         return []
 
     def tie_weight_check(self) -> bool:
-        """Whether the model's input and output embeddings are one parameter."""
+        """Return True if the model's input and output embeddings are one parameter."""
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())  # type: ignore[union-attr, operator]
         return all(end is not None for end in ends) and ends[0].weight is ends[1].weight
 
 
 class PolicyArchitecture:
-    """What a policy says, asked anew for every model. Nothing is changed but what a ``Cutting`` remembers.
+    """The rules of a policy, collected again for every model. All changes of a model are recorded in its ``TPPlan``.
 
     Args:
-        policy: the user's.
-        plan: what the policy is told beside the number of ranks.
+        policy: the user's policy.
+        plan: options for the policy in addition to the number of ranks.
     """
 
     def __init__(self, policy: Policy, plan: TensorPlan) -> None:
@@ -152,12 +151,12 @@ class PolicyArchitecture:
         return f"{type(self).__name__}({type(self.policy).__name__})"
 
     def collect(self, model: nn.Module, tp_plan: TPPlan) -> None:
-        """Tell ``cutting`` what the policy says of ``model``.
+        """Add the rules of the policy for ``model`` to ``tp_plan``.
 
         Raises:
-            ValueError, TypeError: a layer is not there or cannot be cut, or the policy finds none, or it gives another
-                model, other modules or other parameters back.
-            NotImplementedError: it replaces parameters, or names a layer that is none of ours.
+            ValueError, TypeError: a layer does not exist or cannot be sharded, or the policy has no layers, or it
+                returns another model, other modules or other parameters.
+            NotImplementedError: it replaces parameters, or names an unknown layer.
         """
         policy = self.policy
         before = _things(model)
@@ -181,16 +180,16 @@ class PolicyArchitecture:
 
 
 def _things(model: nn.Module) -> dict[str, int]:
-    """The model's modules and parameters, by name."""
+    """Return the ids of the model's modules and parameters by name."""
     found: dict[str, int] = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     return found | {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Module]) -> None:
-    """Call a policy's own step, which may look but not change.
+    """Call a policy's own step, which may read but not change the model.
 
     Raises:
-        ValueError: it did.
+        ValueError: it changed the model.
     """
     given = process()
     step = getattr(process, "__qualname__", repr(process))
@@ -230,10 +229,10 @@ def _describe(rules: ModuleRules, name: str, description: ModulePolicyDescriptio
 
 
 def _at(module: nn.Module, path: str, where: str, missing_is_none: bool = False) -> Any:
-    """What is at ``path`` below ``module``: names with dots, entries of lists in brackets.
+    """Return the object at ``path`` in ``module``: dotted names, with list entries in brackets.
 
     Raises:
-        ValueError: nothing is; says ``where``.
+        ValueError: there is no such object; the message has ``where``.
     """
     found: Any = module
     for step in path.split("."):

@@ -1,4 +1,4 @@
-"""The configuration of a model that is cut without a Booster, and of activation checkpointing."""
+"""The configuration of a model that is sharded without a Booster, and of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SWITCHES = (
 
 @dataclass
 class GradientCheckpointConfig:
-    """A share of the layers of every stack of a model, the first ones; in a pipeline of every stage's.
+    """Activation checkpointing of a fraction of the layers of every stack, or of every pipeline stage; the first ones.
 
     Attributes:
-        gradient_checkpointing_ratio: the share, in [0, 1].
+        gradient_checkpointing_ratio: the fraction, in [0, 1].
     """
 
     gradient_checkpointing_ratio: float = 0.0
@@ -49,17 +49,19 @@ class GradientCheckpointConfig:
         fraction("gradient_checkpointing_ratio", self.gradient_checkpointing_ratio)
 
     def layers_of(self, stages: Sequence[int]) -> list[int]:
-        """How many layers each stage checkpoints, of so many that it has; a model in one piece is one stage."""
+        """Return the number of checkpointed layers of each stage; ``stages`` has their layers. Without a pipeline there
+        is one.
+        """
         return [int(self.gradient_checkpointing_ratio * layers) for layers in stages]
 
 
 @dataclass
 class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
-    """A number of layers for every stage, or a share of each stage's.
+    """Activation checkpointing of a number of layers of every stage, or of a fraction of them.
 
     Attributes:
-        num_ckpt_layers_per_stage: of each stage (of a model in one piece: one number); goes before the
-            ratio. Stage ``s`` of several a rank is on rank ``s % pp_size``.
+        num_ckpt_layers_per_stage: by stage (without a pipeline: one number); replaces the ratio. With several stages
+            per rank, stage ``s`` is on rank ``s % pp_size``.
     """
 
     num_ckpt_layers_per_stage: list[int] | None = None
@@ -77,7 +79,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
             integer(f"num_ckpt_layers_per_stage[{index}]", count, 0, what="a number of layers")
 
     def layers_of(self, stages: Sequence[int]) -> list[int]:
-        """As above.
+        """Return the number of checkpointed layers of each stage.
 
         Raises:
             ValueError: there are not as many numbers as stages, or a stage checkpoints more layers than it has.
@@ -97,25 +99,25 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
 
 @dataclass
 class ShardConfig:
-    """The published arguments, as data.
+    """The published arguments as data.
 
     Attributes:
-        tensor_parallel_process_group: the ranks that layers are cut over; ``None``: all ranks.
-        sequence_parallel_process_group: not yet, as all that no text below says anything else of.
-        enable_tensor_parallelism: False leaves every layer whole.
+        tensor_parallel_process_group: the ranks that layers are sharded over; ``None``: all ranks.
+        sequence_parallel_process_group: not available, like all arguments without another description.
+        enable_tensor_parallelism: False does not shard layers.
         enable_all_optimization: fused normalization and flash attention.
-        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
+        enable_fused_normalization: use torch's kernel for RMS norms of transformers.
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
-            kernel where there is one.
-        enable_sequence_parallelism: between layers that are cut each rank has a part of every sequence, of models that
-            are known by themselves.
+        enable_flash_attention: use torch's ``scaled_dot_product_attention`` for the model's attention, which has flash
+            kernels on some devices.
+        enable_sequence_parallelism: between sharded layers each rank has a part of every sequence, for models with
+            built-in rules.
         sequence_parallelism_mode: ``"split_gather"``, or ``None`` for the same; HybridParallelPlugin has the others.
-        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
+        parallel_output: logits stay sharded by vocabulary if the model's own loss allows it.
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
-        gradient_checkpoint_config: layers that are computed again in backward.
-        fp8_communication: what passes between cut layers, and its gradients, travel in 8 bits.
-        extra_kwargs: nothing is read of it here; for policies.
+        gradient_checkpoint_config: layers that are recomputed in backward.
+        fp8_communication: communicate activations between sharded layers and their gradients in 8 bits.
+        extra_kwargs: for policies; not read here.
     """
 
     tensor_parallel_process_group: ProcessGroup | None = None
@@ -155,22 +157,22 @@ class ShardConfig:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that layers are cut over."""
+        """Return the number of ranks that layers are sharded over."""
         return self._tensor_parallel_size
 
     @property
     def sequence_parallel_size(self) -> int:
-        """1."""
+        """Return 1."""
         return 1
 
     @property
     def expert_parallel_size(self) -> int:
-        """1."""
+        """Return 1."""
         return 1
 
 
 def config_over(ranks: int, plan: TensorPlan) -> ShardConfig:
-    """What a policy is told of layers that are cut over ``ranks`` ranks by a plan; there is no process group."""
+    """Return a configuration for policies with ``ranks`` ranks and the plan's options; it has no process group."""
     config = ShardConfig(
         enable_tensor_parallelism=False,
         parallel_output=plan.parallel_output,

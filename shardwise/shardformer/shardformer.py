@@ -1,4 +1,4 @@
-"""Tensor parallelism without a Booster: a model's layers are cut where they stand, and nothing else is done."""
+"""Tensor parallelism without a Booster: shards a model's layers in place."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAME = "tensor_parallel_process_group"
 
 
 class ShardFormer:
-    """Cuts models over the ranks of a configuration.
+    """Shards models over the ranks of a configuration.
 
     Args:
-        shard_config: over which ranks, and what else.
+        shard_config: the ranks and other options.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -34,18 +34,18 @@ class ShardFormer:
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """``model`` itself, with this rank's parts, and no shared parameters (those of a pipeline's stages).
+        """Return ``model`` with this rank's shards, and an empty list of parameters that pipeline stages share.
 
-        Every rank has the same values before. Build the optimizer after it. Gradients of whole parameters are alike on
-        all ranks; a norm over all parameters is for the program to put together. Collective.
+        Every rank must have the same values before. Build the optimizer afterwards. Gradients of replicated parameters
+        are equal on all ranks; a program has to compute a norm over all parameters itself. Collective.
 
         Args:
-            model: whole, on the device where it runs.
-            policy: what is cut; ``None``: what is known of the model's classes.
+            model: an unsharded model on the device where it runs.
+            policy: defines the sharded layers; ``None``: the built-in rules for the model's classes.
 
         Raises:
-            ValueError, TypeError: the model cannot be cut so; nothing was changed.
-            NotImplementedError: the policy needs what is not there.
+            ValueError, TypeError: the model cannot be sharded; nothing was changed.
+            NotImplementedError: the policy needs something that is not available.
         """
         config = self.shard_config
         with changed_model(model, kernels_of(config), config.gradient_checkpoint_config):
@@ -65,7 +65,7 @@ class ShardFormer:
 
 
 class _OwnAxis(Axis):
-    """With what its group's communicators live as long as."""
+    """An axis with the owner of its group's communicators."""
 
     def __init__(self, maker: GroupMaker, ranks: tuple[int, ...], compress: bool) -> None:
         super().__init__(maker.make("tensor", [list(ranks)]), compress)
@@ -73,10 +73,11 @@ class _OwnAxis(Axis):
 
 
 def _axis_over(config: ShardConfig, device: torch.device) -> Axis:
-    """An axis of the ranks of a configuration. Collective over them; it goes with the last layer that is cut over it.
+    """Return an axis of the ranks of a configuration. Collective over them; it lives as long as the layers sharded over
+    it.
 
     Raises:
-        ValueError: this rank is no member.
+        ValueError: this rank is not a member.
     """
     process_group = config.tensor_parallel_process_group
     ranks = ranks_of(NAME, process_group)

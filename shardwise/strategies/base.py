@@ -120,17 +120,17 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: a checkpoint is loaded into shards."""
+        """Return True: a checkpoint is loaded into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizer states: only from a single file."""
+        """Return True if Lightning restores optimizer states, which is only done from a single file."""
         return self._saving.whole_file
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning decides when to step, including after the last batch of an epoch."""
+        """Return False: Lightning decides when to step, including after the last batch of an epoch."""
         return False
 
     # ---- a run

@@ -36,7 +36,7 @@ SCALER = names_of(ScalerArguments)
 
 @dataclass(frozen=True)
 class _First:
-    """What is published before the loss scale's: the fields of the last base come first."""
+    """Base class with the fields before those of the loss scale, because fields of the last base come first."""
 
     use_chunk: bool = True
     chunk_size: int | None = None
@@ -78,7 +78,7 @@ class ColossalAIArguments(ScalerArguments, _First):
 
 
 def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> dict[str, list[str]]:
-    """Arguments that differ from their defaults and mean nothing beside the others, by reason.
+    """Return arguments that differ from their defaults and have no effect with the others, by reason.
 
     Args:
         arguments: checked by their constructor.
@@ -98,12 +98,12 @@ def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> d
 
 
 def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, master_weights: bool = True) -> Plan:
-    """The plan that the arguments mean, by way of Gemini's own translation.
+    """Return the plan of the arguments, translated by Gemini's own arguments.
 
     Args:
         arguments: checked by their constructor.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        world_size: all ranks.
+        world_size: number of all ranks.
         master_weights: keep fp32 copies of 16-bit parameters.
 
     Raises:
@@ -227,25 +227,25 @@ class ColossalAI(ShardedStrategy):
         if self.is_global_zero:
             report(unused, self.arguments)
 
-    # ---- facts
+    # ---- properties
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes; the CPU before the Trainer has given devices."""
+        """Return the device of this rank; the CPU before the Trainer has set devices."""
         if self.parallel_devices is None:
             return torch.device("cpu")
         device: torch.device = super().root_device
         return device
 
-    # ---- between ranks
+    # ---- collectives
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all ranks, one after the other along dimension 0 (other strategies stack them).
+        """Concatenate the tensors of all ranks along dimension 0 (other strategies stack them).
 
         Args:
             tensor: ``[n, ...]``, of the same shape on every rank; a scalar counts as ``[1]``.
-            group: of torch.distributed; ``None``: all ranks.
-            sync_grads: let gradients flow back to the ranks that the parts came from.
+            group: a group of torch.distributed; ``None``: all ranks.
+            sync_grads: send gradients back to the ranks of the parts.
 
         Returns:
             ``[ranks * n, ...]``.
@@ -255,9 +255,9 @@ class ColossalAI(ShardedStrategy):
         return gathered.flatten(0, 1) if gathered.dim() > part.dim() else gathered
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "sum") -> Any:
-        """The sum over ranks (or their ``"mean"`` and so on), on every rank; ``tensor`` is left as it is.
+        """Return the sum over ranks (or their ``"mean"`` and so on) on every rank; ``tensor`` is unchanged.
 
-        What is no tensor is returned unchanged.
+        A value that is not a tensor is returned unchanged.
         """
         given = tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
         return super().reduce(given, group=group, reduce_op=reduce_op)
@@ -267,7 +267,9 @@ class ColossalAI(ShardedStrategy):
     def optimizer_step(
         self, optimizer: Any, opt_idx: Any = None, closure: Any = None, model: Any = None, **kwargs: Any
     ) -> Any:
-        """One step. Called as in Lightning 1.x, ``(optimizer, opt_idx, closure, model)``, or without the second."""
+        """Run one step. Called as in Lightning 1.x, ``(optimizer, opt_idx, closure, model)``, or without the second
+        argument.
+        """
         if callable(opt_idx):
             closure, model = opt_idx, closure if model is None else model
         if not callable(closure):
@@ -278,10 +280,10 @@ class ColossalAI(ShardedStrategy):
     # ---- state
 
     def lightning_module_state_dict(self, rank_zero_only: bool = False) -> dict[str, Any]:
-        """The full state on the host, fp32 where there are masters. Collective.
+        """Return the full state on the host, in fp32 if there are masters. Collective.
 
         Args:
-            rank_zero_only: the other ranks get the names with empty tensors, and never hold the whole model.
+            rank_zero_only: other ranks get the names with empty tensors, and never hold the full model.
         """
         if not rank_zero_only:
             return super().lightning_module_state_dict()

@@ -47,7 +47,7 @@ from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, out
 __all__ = ["DeepSpeed", "FabricDeepSpeed", "SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
 
 
-STEPS_PER_PRINT = 10  # DeepSpeed's own
+STEPS_PER_PRINT = 10  # DeepSpeed's default
 
 
 class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
@@ -63,15 +63,15 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         accelerator: as in Lightning's ``DDPStrategy``.
         zero_optimization: ``False``: stage 0 without offload.
         stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
-            says so if that is elsewhere.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are created on the device of their shards;
+            a warning says so if that is another one.
         offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
         offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
         nvme_path: a directory on the disk.
         params_buffer_count: CPU buffers for parameters on the disk.
         params_buffer_size: no effect: buffers are as large as the largest shard.
-        max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
+        max_in_cpu: elements of parameters that a rank keeps in CPU memory if the others are on the disk.
         offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
         optimizer_buffer_count: CPU buffers for state on the disk.
         block_size: size of the largest disk request.
@@ -90,7 +90,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
-        logging_level: of what is logged during its runs (``logging.INFO`` shows progress).
+        logging_level: log level during runs of this strategy (``logging.INFO`` shows progress).
         parallel_devices: as in Lightning's ``DDPStrategy``.
         cluster_environment: as in Lightning's ``DDPStrategy``.
         loss_scale: 0 is dynamic (fp16 only, as the next four).
@@ -102,7 +102,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         cpu_checkpointing: no effect, with a warning.
         contiguous_memory_optimization: no effect, with a warning.
         synchronize_checkpoint_boundary: no effect, with a warning.
-        load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
+        load_full_weights: a single file may have only weights: optimizers then start without state, with a warning.
         precision_plugin: as in Lightning's ``DDPStrategy``.
         process_group_backend: as in Lightning's ``DDPStrategy``.
         timeout: timeout of the process group.
@@ -204,8 +204,10 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """See :meth:`ShardedStrategy.model_sharded_context`. ``config`` is complete inside, because modules may use it
-        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``)."""
+        """Build models inside as :meth:`ShardedStrategy.model_sharded_context` does.
+
+        ``config`` is complete inside, because modules may use it (transformers' ``HfDeepSpeedConfig``).
+        """
         self._take_edits()
         self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
@@ -222,7 +224,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     # ---- optimizer and schedule of the configuration
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the configuration's optimizer, or else call ``configure_optimizers``.
+        """Create the configuration's optimizer, or else call ``configure_optimizers``.
 
         The configuration's scheduler is used if the module has none; it steps after every optimizer step.
 
@@ -256,7 +258,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     # ---- passes and steps
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """One step.
+        """Run one optimizer step.
 
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
@@ -289,7 +291,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizer states: only from a single file that has them."""
+        """Return True if Lightning restores optimizer states, which is only done from a single file that has them."""
         if not super().lightning_restore_optimizer:
             return False
         if self.load_full_weights and self._lacks_states:
@@ -337,7 +339,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         if isinstance(self._saving, SavingWithoutFrozen):
             self._saving.wait_for_saves()
         super().teardown()
-        if self._level_outside is not None:  # what else logs in this process is not this run's
+        if self._level_outside is not None:  # other logging of this process is not part of the run
             set_level(self._level_outside)
             self._level_outside = None
 
@@ -346,14 +348,15 @@ def _batch_size(trainer: Any) -> int:
     """Return the batch size of the training data loader, or 1 if it is unknown."""
     loader = trainer.train_dataloader
     if loader is None:
-        loader = trainer.fit_loop._data_source.instance  # the loader itself, or who makes it when training begins
+        # the data loader, or a function that creates it when training begins
+        loader = trainer.fit_loop._data_source.instance
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if size is None and isinstance(loader, DataLoader):
         size = loader.batch_size
     return size if isinstance(size, int) and size > 0 else 1
 
 
-# ---- Checkpoints of ``DeepSpeedStrategy``: those that DeepSpeed wrote, and those without frozen parameters.
+# ---- Checkpoints of ``DeepSpeedStrategy``: those of DeepSpeed, and those without frozen parameters.
 
 
 class SavingWithoutFrozen(Saving):
@@ -400,7 +403,7 @@ def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FabricDeepSpeedArguments(DeepSpeedArguments):
-    """:class:`DeepSpeedArguments` with the one default that Fabric publishes otherwise."""
+    """:class:`DeepSpeedArguments` with the one default that differs in Fabric."""
 
     logging_batch_size_per_gpu: str | int | None = None
 
@@ -442,7 +445,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
-        logging_level: of what is logged during its runs.
+        logging_level: log level during runs of this strategy.
         parallel_devices: as in Lightning's ``DDPStrategy``.
         cluster_environment: as in Lightning's ``DDPStrategy``.
         loss_scale: 0 is dynamic (fp16 only, as the next four).
@@ -541,7 +544,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     # ---- steps
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """One step.
+        """Run one optimizer step.
 
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.

@@ -145,7 +145,7 @@ class DeepSpeedArguments:
         """Check the arguments that become configuration keys.
 
         Raises:
-            ValueError: a value out of range; the key is named.
+            ValueError: a value out of range; the message names the key.
         """
         tree = self.to_config() | {"fp16": self.fp16()}
         plan_of(read_config(tree), 1)
@@ -182,7 +182,7 @@ def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
     return frozenset(path for path, name in places.items() if name not in given)
 
 
-NEW_NAME = "intra_op_parallelism"  # what DeepSpeed calls thread_count since 0.16
+NEW_NAME = "intra_op_parallelism"  # DeepSpeed's name of thread_count since 0.16
 
 
 def chosen_config(
@@ -194,10 +194,10 @@ def chosen_config(
         config: a dict, a path, or ``None``.
         from_environment: the value of ``variable``.
         variable: the environment variable's name, for messages.
-        error: raised where a path does not exist.
+        error: raised if a path does not exist.
 
     Returns:
-        ``None`` where neither is given (an empty dict is a configuration).
+        ``None`` if there is neither (an empty dict is a configuration).
 
     Raises:
         TypeError: ``config`` is something else.
@@ -221,8 +221,8 @@ class TrainerFacts:
     Attributes:
         accumulation: its ``accumulate_grad_batches``.
         micro_batch: samples of a rank's batch.
-        clip: its ``gradient_clip_val``, where it clips by norm.
-        precision: as Lightning writes it, for example ``"16-mixed"``.
+        clip: its ``gradient_clip_val`` if it clips by norm.
+        precision: Lightning's name, for example ``"16-mixed"``.
     """
 
     accumulation: int
@@ -238,9 +238,9 @@ def complete(
 
     Args:
         tree: the configuration.
-        arguments: those of the loss scale are for a configuration without ``fp16``.
+        arguments: their loss scale is used if the configuration has no ``fp16``.
         facts: see :class:`TrainerFacts`.
-        error: raised where the two contradict each other.
+        error: raised if the configuration contradicts the Trainer.
     """
     found = load_config(tree)
     given = found.get(ACCUMULATION)
@@ -289,7 +289,7 @@ def read_given(tree: Source) -> Settings:
     """Read and check a configuration for Lightning.
 
     Raises:
-        NotImplementedError: ``torch_autocast``, whose forward passes the engine would make.
+        NotImplementedError: ``torch_autocast``, which needs the engine's own forward passes.
     """
     settings = read_config(tree)
     if settings["torch_autocast.enabled"]:
@@ -303,8 +303,8 @@ def read_given(tree: Source) -> Settings:
 def read(tree: Mapping[str, Any], world_size: int) -> Settings:
     """Read and check a completed configuration.
 
-    ``train_batch_size`` is no more than a number in the log here, since the data loader decides: one that does not fit
-    is left out, and a note says so.
+    ``train_batch_size`` is only a number in the log here, because the data loader defines the batch. If it does not
+    fit, it is left out with a note.
     """
     settings = read_given(tree)
     together, micro, steps = settings[TOGETHER], settings[MICRO], settings[ACCUMULATION]
@@ -326,10 +326,10 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
     """Return the plan and the report of settings from :func:`read`.
 
     Args:
-        settings: what was read.
-        world_size: all ranks.
+        settings: the settings.
+        world_size: number of all ranks.
         numels: elements of each parameter in the model's order.
-        clip_outside: Trainer clips, so that the step does not.
+        clip_outside: the Trainer clips instead of the step.
     """
     plan = plan_of(settings, world_size, numels)
     half = plan.precision.param_dtype is not None
@@ -339,11 +339,11 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
 def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Return changed arguments without effect, by reason.
 
-    What only the number format or the stage of a configuration makes meaningless is in the report of :func:`to_plan`.
+    Arguments without effect because of the number format or the stage are in the report of :func:`to_plan`.
 
     Args:
         arguments: those of the strategy.
-        config: the DeepSpeed configuration that was given instead of them, if one was.
+        config: the DeepSpeed configuration that replaces them, or ``None``.
     """
     a = arguments
     apart = ("remote_device", *FP16)
@@ -384,19 +384,19 @@ def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, 
     return listed(arguments, changed(arguments, FP16))
 
 
-# ---- What DeepSpeed's configuration says to a strategy, the same under a Trainer and under Fabric.
+# ---- DeepSpeed's configuration of a strategy, shared by Trainer and Fabric.
 
 
 # [Note: Edits of a configuration]
-# Lightning passes `strategy.config` itself to DeepSpeed, so programs change it before the run. It also shows values of
-# the Trainer, which may differ in the next run. So the given configuration is kept separately, and a top-level key of
-# `config` that differs from what was shown counts as given, with its whole block.
+# Programs change `strategy.config` before the run, because Lightning passes it to DeepSpeed. It also contains values of
+# the Trainer, which may differ in the next run. Therefore the user's configuration is kept separately. A top-level key
+# of `config` that differs from the published value counts as the user's, with its whole block.
 class ConfiguredByDeepSpeed:
     """The configuration of a strategy and its plan; see [Note: Edits of a configuration].
 
     Attributes:
-        config: the configuration, with what came from Lightning once it is in use. A program may change it until its
-            model is sharded; what it changes afterwards has no effect, and a warning says so.
+        config: the configuration, with Lightning's values once it is in use. A program may change it until its model is
+            sharded; later changes have no effect, with a warning.
     """
 
     DEEPSPEED_ENV_VAR = "PL_DEEPSPEED_CONFIG_PATH"
@@ -413,7 +413,7 @@ class ConfiguredByDeepSpeed:
         chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
         self._config_given = chosen is not None
         self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
-        read_given(self._given)  # faults show here, not when training begins
+        read_given(self._given)  # raises errors now instead of when training begins
         self._show(self._given)
         self._settings: Settings | None = None
         self._reported: set[str] = set()
@@ -424,12 +424,12 @@ class ConfiguredByDeepSpeed:
         self.config, self._shown = copy.deepcopy(dict(tree)), copy.deepcopy(dict(tree))
 
     def _edits(self) -> dict[str, Any]:
-        """Return what a program has changed in ``config``, by key; ``None``: the key was removed."""
+        """Return the user's changes of ``config`` by key; ``None``: the key was removed."""
         now, shown = load_config(self.config), self._shown
         return {name: now.get(name) for name in [*now, *(shown.keys() - now)] if now.get(name) != shown.get(name)}
 
     def _take_edits(self) -> None:
-        """Take over the changes of ``config`` into the given configuration."""
+        """Apply the changes of ``config`` to the user's configuration."""
         edits = self._edits()
         if edits:
             self._given = {name: value for name, value in {**self._given, **edits}.items() if value is not None}
@@ -447,7 +447,7 @@ class ConfiguredByDeepSpeed:
 
     @property
     def deepspeed_engine(self) -> Any:
-        """Not available.
+        """Raise an error, because there is no DeepSpeed engine.
 
         Raises:
             AttributeError: always; the error names replacements.
@@ -465,26 +465,28 @@ class ConfiguredByDeepSpeed:
 
     @property
     def zero_stage_3(self) -> bool:
-        """Whether the configuration has stage 3."""
+        """Return True if the configuration has stage 3."""
         return read_config(self.config).stage == 3
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of Lightning's ``DistributedSampler``: tensor- and sequence-parallel ranks get the same samples."""
+        """Return arguments of Lightning's ``DistributedSampler``: tensor- and sequence-parallel ranks get the same
+        samples.
+        """
         settings = self._settings or read_config(self.config)
         rank, ranks = data_parallel(settings, self.global_rank, self.world_size)
         return {"num_replicas": ranks, "rank": rank}
 
     @property
     def _clips_in_step(self) -> bool:
-        """Whether the configuration has a clipping norm, which replaces the Trainer's."""
+        """Return True if the configuration has a clipping norm, which replaces the Trainer's."""
         return self._given.get(CLIPPING) not in (None, AUTO)
 
     def _translated(self, settings: Settings, module: Any) -> tuple[Plan, Report]:
         numels = [param.numel() for param in module.parameters()]
         plan, report = to_plan(settings, self.world_size, numels, clip_outside=not self._clips_in_step)
         if get_z3_leaf_modules(module):
-            plan = plan.but(same_order=False)  # their children run in another order from rank to rank
+            plan = plan.but(same_order=False)  # children of leaf modules run in a different order on each rank
         if self.format.dtype is torch.float64:
             if plan.precision.param_dtype is not None:
                 raise self._misconfiguration(

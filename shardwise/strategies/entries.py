@@ -1,9 +1,9 @@
 """Lightning's own entries of a checkpoint as plain data: nothing in a checkpoint is pickled.
 
-Numbers, strings, tensors, lists, tuples and dictionaries stay what they are; the checkpoint's own codec writes them.
-Objects of a few other classes become ``{"(class)": name, "value": data}``. Reading makes the classes that are named
-here and no others, so a checkpoint cannot name code to run. Anything else raises an error, or is left out if it is a
-hyperparameter, before the ranks begin to save together.
+Numbers, strings, tensors, lists, tuples and dictionaries are unchanged; the checkpoint's own codec writes them. Objects
+of a few other classes become ``{"(class)": name, "value": data}``. Reading creates only the classes that this module
+lists, so a checkpoint cannot name code to run. Any other object raises an error, or is left out if it is a
+hyperparameter, before the collective save begins.
 """
 
 from __future__ import annotations

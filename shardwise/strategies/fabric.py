@@ -204,12 +204,12 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         if any(late.module is module for late in self._late):
             raise ValueError(f"{type(module).__name__} was set up before: use what fabric.setup returned then")
         before = live_session(module)
-        if before is not None:  # a Trainer's
+        if before is not None:  # sharded by a Trainer
             before.unshard()
         late = LateSession(module, self._shard, self._undo)
         self._known = [each for each in self._known if each() is not None] + [weakref.ref(late)]
         for name in STATE:
-            # Fabric asks the user's own module for its state.
+            # Fabric reads the state of the user's own module.
             module.__dict__[name] = _OfSession(late, name)
         return late
 
@@ -329,30 +329,30 @@ class _OfSession:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         late = self._late
-        if kwargs.get("keep_vars") or not late.built:  # the engine asks for names so
+        if kwargs.get("keep_vars") or not late.built:  # the engine reads names this way
             return self._own(late.module, *args, **kwargs)
         return getattr(late.session.module, self._name)(*args, **kwargs)
 
 
-# ---- Checkpoints of Fabric programs: the session's own format, with what else the program saves in the same directory.
+# ---- Checkpoints of Fabric programs: the session's own format, with the program's other state in the same directory.
 
 
 Check = Callable[[Mapping[str, Any]], None] | None
 
 
 class FabricSaving:
-    """Of one strategy."""
+    """Saving and loading of one strategy."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     @property
     def one_file(self) -> bool:
-        """Whether checkpoints go, whole, through a ``checkpoint_io`` that somebody chose."""
+        """Return True if checkpoints are single files of a user's ``checkpoint_io``."""
         given = self._strategy._checkpoint_io
         return given is not None and type(given) is not self._strategy.ns.load("plugins.io.torch_io.TorchCheckpointIO")
 
-    # ---- what is what
+    # ---- models and optimizers in a state
 
     def _sessions(self, state: Mapping[str, Any]) -> dict[str, Session]:
         found = {}
@@ -375,7 +375,7 @@ class FabricSaving:
 
     @staticmethod
     def _optimizers(state: Mapping[str, Any], session: Session, call: str) -> list[str]:
-        """Names of the session's optimizers in ``state``, in the session's order: all of them, or none."""
+        """Return the names of the session's optimizers in ``state`` in the session's order: all of them, or none."""
         found = {}
         for name, value in state.items():
             own = value.target if isinstance(value, LateOptimizer) else value
@@ -398,12 +398,12 @@ class FabricSaving:
     def save(
         self, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, whole: Callable[..., None]
     ) -> None:
-        """See :meth:`shardwise.strategies.fabric.FabricStrategy.save_checkpoint`.
+        """Save a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.save_checkpoint`.
 
         Raises:
             TypeError: ``storage_options`` or ``filter`` for a directory.
-            ValueError: not exactly one model, or some of its optimizers.
-            CheckpointError: on every rank, where an entry cannot be saved, or a file not be written.
+            ValueError: not exactly one model, or only some of its optimizers.
+            CheckpointError: on every rank, if an entry cannot be saved, or a file cannot be written.
         """
         if self.one_file or not self._sessions(state):
             whole(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
@@ -440,11 +440,11 @@ class FabricSaving:
     def load(
         self, path: Any, state: Any, strict: bool, weights_only: bool | None, whole: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """See :meth:`shardwise.strategies.fabric.FabricStrategy.load_checkpoint`.
+        """Load a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.load_checkpoint`.
 
         Raises:
-            ValueError: a directory without exactly one model to restore, or with some of its optimizers; entries of
-                the state that the checkpoint lacks, where nothing is changed.
+            ValueError: a directory without exactly one model to restore, or with only some of its optimizers; or the
+                checkpoint lacks entries of the state, and nothing is changed.
         """
         path = os.fspath(self._strategy.broadcast(path))
         if not self._strategy.broadcast(os.path.isdir(path)):
@@ -485,19 +485,19 @@ class FabricSaving:
 
 
 def entries_of(user_state: Any) -> dict[str, Any]:
-    """What a program had beside the model, of a checkpoint that Fabric or a Trainer wrote."""
+    """Return a program's other entries of a checkpoint that Fabric or a Trainer wrote."""
     found = unpack(user_state)
     inner = found.get(FABRIC)
     return dict(inner) if isinstance(inner, Mapping) else found
 
 
 def writer_of(session: Session, whole: bool) -> Checkpointer:
-    """What writes a directory; ``whole``: with the optimizers."""
+    """Return the writer of a directory; ``whole``: with the optimizers."""
     return session.checkpoints if whole else Checkpointer(ModelOnly(session))
 
 
 def restored(session: Session, path: str, strict: bool, whole: bool, check: Check) -> dict[str, Any]:
-    """Restore a session; ``whole``: with its optimizers, loss scale and random numbers. What else there is."""
+    """Restore a session (``whole``: with optimizers, loss scale and random numbers); return the other entries."""
     if whole:
         given = (lambda state: check(entries_of(state))) if check is not None else None
         found = session.checkpoints.load(path, strict=strict, check=given)

@@ -59,18 +59,18 @@ LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 
 
-# The policy of the innermost enable_wrap, in a tuple; empty outside of one.
+# The policy of the innermost enable_wrap in a tuple; an empty tuple outside.
 _ENABLED: ContextVar[tuple[Callable[..., bool] | None, ...]] = ContextVar("enabled", default=())
 
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, :func:`wrap` and :func:`auto_wrap` mark modules. A strategy does so around the model's construction.
+    """Make :func:`wrap` and :func:`auto_wrap` mark modules inside. A strategy uses it around the model's construction.
 
     Args:
-        auto_wrap_policy: what :func:`auto_wrap` asks unless told otherwise.
-        wrapper_kwargs: accepted for models that pass FairScale's (``wrapper_cls`` and its arguments). How a unit is
-            sharded is the strategy's, so they have no effect, and all but ``wrapper_cls`` warn.
+        auto_wrap_policy: default policy of :func:`auto_wrap`.
+        wrapper_kwargs: arguments of FairScale (``wrapper_cls`` and its arguments). They have no effect, because the
+            strategy defines how a unit is sharded; all but ``wrapper_cls`` cause a warning.
     """
     _warn_of(wrapper_kwargs, "enable_wrap")
     token = _ENABLED.set((auto_wrap_policy,))
@@ -81,7 +81,7 @@ def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_k
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module``, which is gathered and reduced as one; outside :func:`enable_wrap` as it is."""
+    """Return ``module``, marked to be gathered and reduced at once; outside :func:`enable_wrap` it is not marked."""
     _warn_of(wrap_overrides, "wrap")
     if _ENABLED.get():
         module.__dict__[_MARK] = True
@@ -89,10 +89,10 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = None, **kwargs: Any) -> nn.Module:
-    """``module`` with those inside marked that the policy chooses, itself included.
+    """Return ``module`` after marking the modules in it (and itself) that the policy chooses.
 
     Args:
-        module: any.
+        module: any module.
         auto_wrap_policy: ``f(module, recurse, unwrapped_params, ...) -> bool``; by default that of the context.
         kwargs: see :func:`wrap`.
     """
@@ -113,17 +113,17 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Units of at least ``min_num_params`` elements.
+    """Return True for units of at least ``min_num_params`` elements.
 
     Args:
-        module: the one in question.
-        recurse: whether the question is "look inside?" and not "is it a unit?".
-        unwrapped_params: its elements that no unit holds yet.
-        module_is_root: whether it is the one that ``auto_wrap`` was called with.
+        module: the module.
+        recurse: return whether to visit the children, instead of whether the module is a unit.
+        unwrapped_params: number of its elements that are not in a unit yet.
+        module_is_root: whether ``auto_wrap`` was called with this module.
         min_num_params: smallest unit, in elements.
-        force_leaf_modules: classes that are not looked into; by default MultiheadAttention.
-        exclude_wrap_modules: classes that are no units; by default ModuleList and ModuleDict.
-        skip_params_check_for_root: the root is a unit whatever its size.
+        force_leaf_modules: classes whose children are not visited; by default MultiheadAttention.
+        exclude_wrap_modules: classes that are not units; by default ModuleList and ModuleDict.
+        skip_params_check_for_root: the root is a unit of any size.
     """
     leaves = tuple(force_leaf_modules) if force_leaf_modules is not None else LEAVES
     excluded = tuple(exclude_wrap_modules) if exclude_wrap_modules is not None else CONTAINERS
@@ -132,14 +132,14 @@ def default_auto_wrap_policy(
 
 
 def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Modules inside ``module``, itself included, that a policy makes units, the innermost first."""
+    """Return the modules in ``module``, itself included, that a policy makes units, innermost first."""
     found: list[nn.Module] = []
     _choose(module, policy, True, found)
     return found
 
 
 def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: list[nn.Module]) -> int:
-    """Elements under ``module`` that are in units now."""
+    """Return the number of elements under ``module`` that are in units now."""
     takes_root = "module_is_root" in inspect.signature(policy).parameters
     ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
     numel = sum(parameter.numel() for parameter in module.parameters())
@@ -153,7 +153,7 @@ def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: l
 
 
 def unit_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the marked modules of ``model`` that hold parameters, in module order."""
+    """Return the names of the marked modules of ``model`` with parameters, in module order."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -178,7 +178,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardedArguments:
-    """The published arguments that say how is sharded, as data; see :class:`FullyShardedStrategy`."""
+    """The published arguments that define sharding, as data; see :class:`FullyShardedStrategy`."""
 
     cpu_offload: bool = False
     flatten_parameters: bool = True
@@ -205,7 +205,7 @@ class FullyShardedArguments:
 
 
 def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units: tuple[str, ...]) -> Plan:
-    """The plan that they mean.
+    """Return the plan of the arguments.
 
     Args:
         arguments: the published ones.
@@ -257,7 +257,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
 
 @contextmanager
 def _wrapping(arguments: FullyShardedArguments) -> Iterator[None]:
-    """Inside, models have no memory yet and :func:`auto_wrap` marks units of ``min_num_params`` elements."""
+    """Build models without memory inside, where :func:`auto_wrap` marks units of ``min_num_params`` elements."""
     policy = functools.partial(default_auto_wrap_policy, min_num_params=arguments.min_num_params)
     with deferred_init(), enable_wrap(auto_wrap_policy=policy):
         yield
@@ -273,7 +273,7 @@ def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[
 
 
 class FullyShardedStrategy(ShardedStrategy):
-    """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
+    """Parameters, gradients and optimizer state are sharded over all ranks; running modules are gathered.
 
     Args:
         accelerator: as in Lightning's ``DDPStrategy``.
@@ -286,7 +286,7 @@ class FullyShardedStrategy(ShardedStrategy):
         compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
         bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap``, in elements.
-        state_dict_to_cpu: :meth:`lightning_module_state_dict` gives tensors on the host; ``False``: on the device.
+        state_dict_to_cpu: :meth:`lightning_module_state_dict` returns tensors on the host; ``False``: on the device.
         parallel_devices: as in Lightning's ``DDPStrategy``.
         cluster_environment: as in Lightning's ``DDPStrategy``.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
@@ -328,7 +328,7 @@ class FullyShardedStrategy(ShardedStrategy):
         return _wrapping(self.arguments)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state on every rank, fp32 where there are masters; see ``state_dict_to_cpu``. Collective."""
+        """Return the full state on every rank, in fp32 if there are masters; see ``state_dict_to_cpu``. Collective."""
         state = super().lightning_module_state_dict()
         if self.arguments.state_dict_to_cpu or self.root_device.type == "cpu":
             return state
@@ -338,7 +338,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
 
 class FabricFullySharded(FabricStrategy):
-    """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
+    """Parameters, gradients and optimizer state are sharded over all ranks; running modules are gathered.
 
     Args:
         accelerator: as in Lightning's ``DDPStrategy``.
@@ -351,7 +351,7 @@ class FabricFullySharded(FabricStrategy):
         compute_dtype: dtype of gathered parameters; ``None``: the dtype of ``precision``.
         bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap`` inside ``fabric.init_module()``, in elements.
-        state_dict_to_cpu: ``model.state_dict()`` gives tensors on the host, where they are in any case.
+        state_dict_to_cpu: no effect: ``model.state_dict()`` always returns tensors on the host.
         parallel_devices: as in Lightning's ``DDPStrategy``.
         cluster_environment: as in Lightning's ``DDPStrategy``.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.

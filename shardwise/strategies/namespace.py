@@ -1,4 +1,4 @@
-"""Lightning's two packages, and the function that makes a class for each of one class body.
+"""Lightning's two packages, and the function that builds one class for each from the same class body.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies without a common class. A strategy is written once
 without a base class, and built on each package's ``DDPStrategy``.
@@ -32,7 +32,7 @@ class Namespace:
 
     @property
     def of_fabric(self) -> bool:
-        """Whether this is one of Fabric's packages."""
+        """Return True if this is one of Fabric's packages."""
         return self.pytorch == self.fabric
 
     def load(self, path: str) -> Any:
@@ -44,7 +44,7 @@ class Namespace:
         return _load(self.fabric, path)
 
     def find(self, path: str) -> Any:
-        """As :meth:`load`, but return ``None`` if this version does not have the name."""
+        """Return :meth:`load` of ``path``, or ``None`` if this version does not have the name."""
         try:
             return _load(self.pytorch, path)
         except (AttributeError, ImportError):
@@ -56,8 +56,10 @@ class Namespace:
         return str(importlib.import_module(self.pytorch).__version__)
 
     def check_version(self) -> None:
-        """Raises:
-        ImportError: the version is not supported.
+        """Check the package's version.
+
+        Raises:
+            ImportError: the version is not supported.
         """
         found = tuple(int(part) for part in self.version.split(".")[:2])
         if not OLDEST <= found < TOO_NEW:

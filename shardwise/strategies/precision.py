@@ -201,7 +201,7 @@ class ColossalAIPrecision(ShardedPrecision):
     """``ColossalAIPrecisionPlugin``, whose default is fp16 with a loss scale.
 
     Args:
-        precision: see :class:`CastingPrecision`; the published one takes ``"16-mixed"`` alone.
+        precision: see :class:`CastingPrecision`; the published class only accepts ``"16-mixed"``.
     """
 
     def __init__(self, precision: Any = "16-mixed") -> None:

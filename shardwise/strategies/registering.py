@@ -87,7 +87,7 @@ def _register_stages(registry: Any, prefix: str, deepspeed: Any) -> None:
 
 
 def take_over_deepspeed_names(namespace: Namespace) -> None:
-    """Make ``"deepspeed"`` and ``"deepspeed_stage_..."`` mean this package's ``DeepSpeedStrategy`` in this process."""
+    """Make ``"deepspeed"`` and ``"deepspeed_stage_..."`` mean our ``DeepSpeedStrategy`` in this process."""
     registry, deepspeed = _registry(namespace), classes(namespace)["DeepSpeedStrategy"]
     registry.register("deepspeed", deepspeed, "ZeRO stage 2 (shardwise)", override=True)
     _register_stages(registry, "deepspeed_", deepspeed)

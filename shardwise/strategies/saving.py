@@ -38,7 +38,7 @@ __all__ = [
 
 
 FABRIC = "fabric"
-"""The entry of a checkpoint with the state of a Fabric program; see :mod:`shardwise.strategies.fabric`."""
+"""The entry with the state of a Fabric program; see :mod:`shardwise.strategies.fabric`."""
 
 FABRIC_NAMES = "fabric_names"
 """The entry with the program's names of its model and its optimizers."""
@@ -89,7 +89,7 @@ class Saving:
         self._strategy = strategy
         self.whole_file = True
         self._dumping = False
-        self._warned: set[str] = set()  # of hyperparameters
+        self._warned: set[str] = set()  # hyperparameters about which a warning was given
 
     # ---- entries of a checkpoint
 
@@ -126,7 +126,7 @@ class Saving:
 
     @property
     def one_file(self) -> bool:
-        """Whether the user's ``checkpoint_io`` writes each checkpoint as one file."""
+        """Return True if the user's ``checkpoint_io`` writes each checkpoint as one file."""
         return self._given_io is not None and not self._asynchronous
 
     def module_state(self) -> dict[str, Any]:
@@ -170,13 +170,14 @@ class Saving:
         packed = self._put_together(checkpoint, path)
         writer = self._writer(session, "optimizer_states" in checkpoint)
         root, tag = place(path)
-        writer.latest = False  # the directory is ModelCheckpoint's
+        writer.latest = False  # ModelCheckpoint manages the directory
         writer.save(
             root,
             tag,
             step=int(checkpoint.get("global_step", 0)),
             user_state=packed,
-            use_async=self._asynchronous and writer is session.checkpoints,  # the other is not waited for
+            # asynchronous saves of other writers are not waited for
+            use_async=self._asynchronous and writer is session.checkpoints,
         )
 
     def _put_together(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any] | None:
@@ -227,9 +228,9 @@ class Saving:
         if restored is None:
             raise FileNotFoundError(f"no checkpoint in {path}")
         state = unpack(restored.user_state)
-        if FABRIC in state:  # what a program of Fabric's had beside its model
+        if FABRIC in state:  # other state of a Fabric program
             state = {}
-        if not state:  # of the Booster, or of another library: values only
+        if not state:  # saved by a Booster or another library: only weights and optimizer state
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:
                 warn_user(f"{path} holds weights only: optimizers and counters start from the beginning")
@@ -260,8 +261,11 @@ class Saving:
 
 @contextmanager
 def saving_to(session: Session, path: Any) -> Iterator[str]:
-    """Around a save: every rank has rank 0's ``path``. They meet in the session's ranks, which tell of one that does
-    something else, and not in the program's default group."""
+    """Run a save inside, in which every rank uses rank 0's ``path``.
+
+    The ranks synchronize in the session's own group, which detects a rank that does something else, and not in the
+    program's default group.
+    """
     path = os.fspath(path)
     with session.mesh.doing(f"saving checkpoint {path}"):
         yield str(session.mesh.mesh_group.exchange_object(path, "what saving needs")[0])
@@ -271,7 +275,7 @@ def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dic
     try:
         return one_file(path) if weights_only is None else one_file(path, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        # Trainer.fit(weights_only=False) of Lightning 2.6 does not reach a strategy that restores after its setup.
+        # In Lightning 2.6, Trainer.fit(weights_only=False) does not reach a strategy that restores after its setup.
         error.add_note(
             f"{path} was read with weights_only={weights_only}, which is all that Lightning says to strategies that "
             "restore after setup: allow the classes by torch.serialization.add_safe_globals, or save the file again "
@@ -316,20 +320,20 @@ def place(path: str) -> tuple[str, str]:
     return root, tag
 
 
-# ---- States of learning-rate schedulers, which Lightning hands from a checkpoint to whatever scheduler there is.
+# ---- States of learning-rate schedulers, which Lightning loads into any scheduler.
 
 
 CLASSES = "lr_scheduler_classes"
-"""The entry beside Lightning's ``lr_schedulers``."""
+"""The entry next to Lightning's ``lr_schedulers`` with the classes of the schedulers."""
 
 
 def scheduler_classes(configs: Sequence[Any]) -> list[str]:
-    """Of Lightning's ``LRSchedulerConfig``."""
+    """Return the classes of the schedulers in Lightning's ``LRSchedulerConfig``."""
     return [scheduler_class(config.scheduler) for config in configs]
 
 
 def _saved(configs: Sequence[Any], found: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:
-    """Number, scheduler, and the state that ``found`` has for it."""
+    """Iterate over number, scheduler, and the state that ``found`` has for it."""
     states = found.get("lr_schedulers") or ()
     kinds = [*(found.get(CLASSES) or ()), *[""] * len(states)]
     for number, (config, state, kind) in enumerate(zip(configs, states, kinds, strict=False)):
@@ -337,7 +341,7 @@ def _saved(configs: Sequence[Any], found: Mapping[str, Any]) -> Iterator[tuple[i
 
 
 def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: bool) -> None:
-    """Whether the states in ``found["lr_schedulers"]`` are those of the schedulers.
+    """Check that the states in ``found["lr_schedulers"]`` are those of the schedulers.
 
     Args:
         configs: Lightning's ``LRSchedulerConfig``.
@@ -345,7 +349,7 @@ def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: b
         strict: a state of another class, or for another number of param groups, is an error.
 
     Raises:
-        ValueError: a state is not; or it holds what none of its class holds.
+        ValueError: a state belongs to another scheduler, or has values that its class never has.
     """
     for number, scheduler, saved in _saved(configs, found):
         reason = saved.misfit(scheduler)
@@ -359,8 +363,11 @@ def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: b
 
 
 def fit_schedulers(configs: Sequence[Any], found: dict[str, Any]) -> None:
-    """States that were checked as loading is not strict: a scheduler whose class another state is of gets its own
-    instead, with a warning; and one of an optimizer with other param groups gets the learning rates of these."""
+    """Adapt states that were checked without ``strict`` to the schedulers.
+
+    A scheduler keeps its own state, with a warning, if the saved state is of another class. If the optimizer has other
+    param groups, the state gets the learning rates of these groups.
+    """
     states = list(found.get("lr_schedulers") or ())
     for number, scheduler, saved in _saved(configs, found):
         reason = saved.misfit(scheduler)

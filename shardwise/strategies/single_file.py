@@ -55,7 +55,7 @@ def to_single_file(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
 ) -> dict[str, Any]:
-    """Lightning's function of that name, for our directories and those of DeepSpeed.
+    """Convert a checkpoint like Lightning's function of that name, for our directories and those of DeepSpeed.
 
     Args:
         checkpoint_dir: a directory that a Trainer or Fabric saved.
@@ -72,7 +72,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
-    """Return what :func:`to_single_file` writes; ``module_alone``: without the entries of a Fabric program."""
+    """Return the content for :func:`to_single_file`; ``module_alone``: without the entries of a Fabric program."""
     source = open_checkpoint(directory)
     try:
         facts, state = source.tensors(), source.state()
@@ -120,11 +120,11 @@ def _read(value: Any) -> Any:
 def read_directories(namespace: Namespace) -> None:
     """Make ``load_from_checkpoint``, and strategies that read single files, read our directories as well.
 
-    Lightning's function that opens files is replaced by one that reads a directory of ours, whole, in this process,
-    and calls Lightning's own for everything else.
+    Lightning's function that opens files is replaced by one that reads our directories completely in this process, and
+    calls Lightning's own for everything else.
     """
     for module, optimizers in (
-        (namespace.find("core.saving"), False),  # of load_from_checkpoint; Fabric has none
+        (namespace.find("core.saving"), False),  # load_from_checkpoint uses it; Fabric has none
         (namespace.load_fabric("plugins.io.torch_io"), True),
     ):
         if module is not None and not isinstance(module.pl_load, _Reader):
@@ -143,7 +143,7 @@ class _Reader:
             return self._files(path_or_url, map_location, *args, **kwargs)
         found = whole(place, self._optimizers, module_alone=not self._optimizers)
         device = map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
-        if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves those of the host
+        if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves CPU storages unchanged
             return found
         return {key: _moved(value, torch.device(device)) for key, value in found.items()}
 

@@ -1,8 +1,8 @@
 """Run functions on real ranks and compare sharded training with plain PyTorch.
 
 ``run_ranks`` runs a function on several processes, ``train_plain`` trains a model without sharding, and
-``assert_close`` compares tensors by name. The oracle shares no code with the engine, so that a mistake in one shows.
-Nothing else in the package may import ``testing``.
+``assert_close`` compares tensors by name. The reference implementation shares no code with the engine, so that a
+mistake in one of them is detected. Nothing else in the package may import ``testing``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a sharded run must equal: the same training in one process, in plain PyTorch and with nothing shared with the
-engine.
+"""The reference for a sharded run: the same training in one process, in plain PyTorch, without code of the engine.
 
-:func:`train_plain` follows the numbers of data-parallel training: the gradient of a step is the mean over ranks of
+:func:`train_plain` computes data-parallel training: the gradient of a step is the mean over ranks of
 the sum over micro-batches. With 16-bit parameters it repeats the mixed-precision arithmetic unsharded
 (Micikevicius et al., arXiv 1710.03740): gradients in 16 bits per rank and micro-batch, summed over ranks in fp32 and
 rounded once, accumulated in 16 bits, and an fp32 copy of the weights for the optimizer. Without that copy the optimizer
@@ -31,15 +30,15 @@ class PlainRecipe:
 
     Attributes:
         max_norm: clip the global gradient norm to it; 0 is off.
-        norm_type: p of the norm, ``math.inf`` included.
-        param_dtype: floating parameters, buffers and inputs are cast to it; ``None`` keeps each as it is.
-        reduce_dtype: of the mean over ranks; ``None``: the parameter's compute dtype.
-        accumulate_dtype: of the sum over micro-batches; ``None``: the reduce dtype.
-        masters: 16-bit parameters have an fp32 copy, which the optimizer updates; otherwise it updates them themselves.
-        loss_scale: constant; divides out in fp32 before the norm.
-        mean_over_micro_batches: divide by their number (``average="mean"`` of a plan); else they are summed.
-        tokens: weight of a rank's batch (``average="tokens"``): the step's gradient is the sum of weighted ones over
-            micro-batches and ranks, divided by the sum of the weights. ``None``: as the field above says.
+        norm_type: p of the norm, including ``math.inf``.
+        param_dtype: dtype of floating-point parameters, buffers and inputs; ``None``: no cast.
+        reduce_dtype: dtype of the mean over ranks; ``None``: the parameter's compute dtype.
+        accumulate_dtype: dtype of the sum over micro-batches; ``None``: the reduce dtype.
+        masters: 16-bit parameters have an fp32 copy, which the optimizer updates; otherwise it updates the parameters.
+        loss_scale: constant; gradients are divided by it in fp32 before the norm.
+        mean_over_micro_batches: divide by their number (``average="mean"`` of a plan); otherwise they are summed.
+        tokens: weight of a rank's batch (``average="tokens"``): the step's gradient is the sum of weighted gradients
+            over micro-batches and ranks, divided by the sum of the weights. ``None``: as the field above says.
     """
 
     max_norm: float = 0.0
@@ -53,11 +52,11 @@ class PlainRecipe:
     tokens: Callable[[Any], float] | None = None
 
     def weight(self, batch: Any) -> float:
-        """What the loss of ``batch`` is multiplied with."""
+        """Return the factor of the loss of ``batch``."""
         return self.tokens(batch) if self.tokens is not None else 1.0
 
     def divisor(self, step: Sequence[Sequence[Any]]) -> float:
-        """What the mean over ranks of the sum over micro-batches is divided by."""
+        """Return the divisor of the mean over ranks of the sum over micro-batches."""
         if self.tokens is not None:
             return sum(self.tokens(batch) for micro in step for batch in micro) / len(step[0])
         return float(len(step)) if self.mean_over_micro_batches else 1.0
@@ -69,15 +68,15 @@ class PlainRecipe:
 
 @dataclass
 class PlainRun:
-    """What happened, by step.
+    """Results of a run by step.
 
     Attributes:
         losses: ``[step][micro-batch][rank]``.
         gradients: of every step, averaged and unscaled, before clipping; parameters without gradient are absent.
-            fp32 for 16-bit parameters, else of the parameter's dtype.
-        norms: the global norm of those.
+            fp32 for 16-bit parameters, otherwise in the parameter's dtype.
+        norms: global norms of these gradients.
         skipped: whether the step was skipped: a gradient is not finite, and there is a loss scale.
-        parameters: after every step, in the dtype that the model computes with.
+        parameters: after every step, in the compute dtype of the model.
         masters: after every step, in the dtype that the optimizer updates (fp32 for 16-bit parameters).
         buffers: after every step.
         model: the module after the last step.
@@ -105,10 +104,10 @@ def train_plain(
     """Train in this process, without sharding.
 
     Args:
-        model_factory: makes the module with its initial values, the same at every call.
+        model_factory: returns the module with its initial values, the same at every call.
         loss: scalar loss of a module and one rank's batch, a mean over that batch.
-        optimizer_factory: makes the optimizer of a module's parameters.
-        batches: ``[step][micro-batch][rank]``; see :func:`~shardwise.testing.make_batches`.
+        optimizer_factory: returns the optimizer of a module's parameters.
+        batches: ``[step][micro-batch][rank]``.
         recipe: clipping and number formats; ``None``: no clipping, the module's own formats.
 
     Raises:
@@ -136,7 +135,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _carrier(gradient: Tensor) -> nn.Parameter:
-    """Something that torch's clipping takes for a parameter with this gradient, whose dtype it has."""
+    """Return a parameter with this gradient and its dtype, for torch's clipping functions."""
     carrier = nn.Parameter(torch.empty_like(gradient))
     carrier.grad = gradient
     return carrier
@@ -146,13 +145,13 @@ def _record_and_step(run: PlainRun, owner: nn.Module, gradients: Mapping[str, Te
     """Clip ``gradients`` in place and update ``owner``, whose parameters the optimizer has."""
     graded = [(name, p, gradients[name]) for name, p in _trained(owner) if name in gradients]
     run.gradients.append(_copies((name, gradient) for name, _, gradient in graded))
-    # An infinity norm of nothing does not exist, so parameters without elements stay out.
+    # The infinity norm of an empty tensor is an error, so parameters without elements are excluded.
     counted = [gradient for _, _, gradient in graded if gradient.numel()]
     run.norms.append(float(torch.nn.utils.get_total_norm(counted, recipe.norm_type)))
     if recipe.max_norm:
         torch.nn.utils.clip_grad_norm_([_carrier(g) for g in counted], recipe.max_norm, recipe.norm_type)
     finite = all(bool(gradient.isfinite().all()) for gradient in counted)
-    skip = recipe.loss_scale != 1.0 and not finite  # without a scale, plain training lets NaN through
+    skip = recipe.loss_scale != 1.0 and not finite  # without a scale, plain training applies NaN
     run.skipped.append(skip)
     for _, parameter, gradient in graded:
         parameter.grad = gradient.to(parameter.dtype)  # rounds where 16-bit parameters have no masters
@@ -184,7 +183,7 @@ def _train_as_is(
                 (value * recipe.weight(batch) / len(micro)).backward()  # type: ignore[no-untyped-call]
                 values.append(float(value.detach()))
             run.losses[-1].append(values)
-        # After the sums, as `PlainRecipe` says: a weight that is no power of two rounds every gradient on its way.
+        # Divided after the sums, see `PlainRecipe`: a weight that is not a power of two would round every gradient.
         divisor = recipe.divisor(step)
         for _, parameter in _trained(model):
             if parameter.grad is not None and divisor != 1.0:
@@ -206,7 +205,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _masters(model: nn.Module, recipe: PlainRecipe) -> nn.Module:
-    """The module whose parameters the optimizer updates: fp32 wherever the computation has 16 bits."""
+    """Return the module whose parameters the optimizer updates: fp32 if the computation is in 16 bits."""
     for parameter in model.parameters():
         point(parameter, parameter.detach().to(_wide(_compute_dtype(parameter, recipe))))
     return model
@@ -228,7 +227,7 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_model(model: nn.Module, recipe: PlainRecipe) -> None:
-    """Parameters, buffers and, by a hook, floating inputs in the compute dtype."""
+    """Cast parameters, buffers and (by a hook) floating-point inputs to the compute dtype."""
     dtype = recipe.param_dtype
     if dtype is None:
         return
@@ -243,7 +242,7 @@ def _cast_model(model: nn.Module, recipe: PlainRecipe) -> None:
 
 
 def _reduce(gradients: list[Tensor | None], recipe: PlainRecipe) -> Tensor | None:
-    """Mean over ranks: 16-bit gradients are summed in fp32 and rounded once; a rank without one counts as zero."""
+    """Return the mean over ranks. 16-bit gradients are summed in fp32 and rounded once; missing ones are zero."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
@@ -257,7 +256,7 @@ def _reduce(gradients: list[Tensor | None], recipe: PlainRecipe) -> Tensor | Non
 def _micro_batch(
     run: PlainRun, loss: Callable[[nn.Module, Any], Tensor], micro: Sequence[Any], recipe: PlainRecipe
 ) -> dict[str, Tensor]:
-    """Every rank's backward pass, then the reduction; appends the losses."""
+    """Run every rank's backward pass, then the reduction; append the losses."""
     values: list[float] = []
     by_rank: dict[str, list[Tensor | None]] = {name: [] for name, _ in _trained(run.model)}
     for batch in micro:
@@ -296,6 +295,6 @@ def _train_in_formats(
         _record_and_step(run, owner, wide, recipe)
         with torch.no_grad():
             for name, updated in owner.named_parameters():
-                computed[name].copy_(updated)  # into itself where there are no masters
+                computed[name].copy_(updated)  # without masters this copies the parameter into itself
         _record_values(run, owner)
     return run

@@ -16,15 +16,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor compares with what was expected.
+    """The difference of one tensor from the expected one.
 
     Attributes:
-        name: of the tensor.
-        error: max|actual - expected| / max|expected| over the tensor; NaN where either has a NaN, inf where an
+        name: name of the tensor.
+        error: max|actual - expected| / max|expected| over the tensor; NaN if either has a NaN, inf if an
             infinity is missing or new.
-        index: where the largest difference is.
+        index: index of the largest difference.
         actual: the value there.
-        expected: the value that should be there.
+        expected: the expected value there.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Difference:
     expected: float
 
     def within(self, rtol: float) -> bool:
-        """False for NaN as well (every comparison with it is false)."""
+        """Return True if the error is at most ``rtol``; False for NaN."""
         return self.error <= rtol
 
     def __str__(self) -> str:
@@ -47,11 +47,11 @@ def _difference(name: str, actual: Tensor, expected: Tensor, floor: float) -> Di
         return Difference(name, 0.0, (), math.nan, math.nan)
     wide_actual, wide_expected = (t.detach().cpu().to(torch.float64) for t in (actual, expected))
     gap = (wide_actual - wide_expected).abs()
-    same = wide_actual == wide_expected  # equal infinities, whose difference is NaN
+    same = wide_actual == wide_expected  # equal infinities would have a difference of NaN
     gap[same] = 0.0
     nan = wide_actual.isnan() | wide_expected.isnan()
     gap[nan] = math.nan
-    # NaN counts as the largest, here and in max().
+    # argmax and max() treat NaN as the largest value.
     flat = int(gap.flatten().argmax())
     finite = wide_expected[wide_expected.isfinite()].abs()
     dtype = expected.dtype if expected.dtype.is_floating_point else torch.float64
@@ -70,9 +70,9 @@ def _mismatch(name: str, actual: Tensor, expected: Tensor, check_dtype: bool) ->
 
 
 def compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0) -> list[Difference]:
-    """The difference of every tensor that both have in the same shape, the worst (NaN first) in front.
+    """Return the differences of all tensors that both have in the same shape, largest (NaN first) first.
 
-    ``floor``: magnitudes below it count as it, for tensors that should be zero up to rounding.
+    ``floor``: smaller magnitudes are replaced by it, for tensors that should be zero up to rounding.
     """
     names = [name for name in expected if name in actual and actual[name].shape == expected[name].shape]
     differences = [_difference(name, actual[name], expected[name], floor) for name in names]
@@ -92,17 +92,17 @@ def assert_close(
 
     Args:
         actual: tensors by name.
-        expected: what they should be.
-        rtol: largest allowed max|actual - expected| / max|expected| of a tensor; ``0.0`` asks for equality.
+        expected: the expected tensors.
+        rtol: largest allowed max|actual - expected| / max|expected| of a tensor; ``0.0`` requires equality.
         what: begins the message, for example ``"gradients of step 2"``.
-        floor: magnitudes below it count as it (a gradient that is zero but for rounding has no scale of its own).
+        floor: smaller magnitudes are replaced by it (a gradient that is zero up to rounding has no scale of its own).
         check_dtype: False compares values of different dtypes.
 
     Returns:
-        The largest error found.
+        The largest error.
 
     Raises:
-        AssertionError: anything is missing, extra, of another shape or dtype, NaN, or too far off.
+        AssertionError: a tensor is missing, unexpected, of another shape or dtype, NaN, or too different.
     """
     problems = [f"missing: {name}" for name in expected if name not in actual]
     problems += [f"extra: {name}" for name in actual if name not in expected]

@@ -1,8 +1,8 @@
 """A persistent pool of rank processes: start torch and the process group once, then run tasks in milliseconds.
 
-The ranks are forked from a server process that has imported torch already, meet through a file in a fresh directory,
-and stay until the pool is closed. A rank that raises, dies or does not finish ends its whole pool, since collectives
-of the others can no longer complete; the next run starts a new one.
+The ranks are forked from a server process that has already imported torch. They rendezvous through a file in a new
+directory, and run until the pool is closed. If a rank raises, dies or does not finish, its whole pool ends, because
+collectives of the other ranks cannot complete; the next run starts a new one.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ __all__ = ["RankError", "RankPool", "close_pools", "run_ranks"]
 
 T = TypeVar("T")
 
-# Every optimizer brings torch._dynamo, which takes as long to import as torch.
+# Every optimizer imports torch._dynamo, which takes as long as the import of torch.
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardwise.testing.worker", "shardwise.session"]
 _START_SECONDS = 120.0
-_GROUP_SECONDS = 600.0  # the pool's own time-out ends a hang much earlier
-_GRACE_SECONDS = 0.3  # after one rank raised, for the others to raise as well
+_GROUP_SECONDS = 600.0  # the pool's own timeout ends a hang much earlier
+_GRACE_SECONDS = 0.3  # after one rank raised, so that others can raise as well
 _DUMP_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
-_CODE_SECONDS = 60.0  # for the exit code of a rank whose connection ended
+_CODE_SECONDS = 60.0  # until the exit code of a rank with a closed connection is known
 _CACHED_POOLS = 4
 
 
 class RankError(RuntimeError):
     """A task failed on at least one rank.
 
-    The message has the traceback of every rank that raised: one that several ranks raised stands there once, with
-    their numbers.
+    The message has the traceback of every rank that raised; equal tracebacks are printed once, with the numbers of
+    their ranks.
 
     Attributes:
         rank: the rank that died, or else the one that failed first.
-        exception: what it raised, or ``None`` where it died, hung, or raised something that cannot be pickled.
+        exception: the exception, or ``None`` if the rank died, hung, or raised something that cannot be pickled.
         exit_code: the exit code of the rank that died (negative: minus the signal), else ``None``.
-        timed_out: True where the time-out passed.
-        traceback: the failing rank's formatted traceback ("" where it died or hung).
+        timed_out: True after a timeout.
+        traceback: the failing rank's formatted traceback ("" if it died or hung).
         stacks: by rank, the Python stacks of the ranks that had not finished, taken before they were killed.
     """
 
@@ -84,7 +84,7 @@ class _Rank:
     outcome: Outcome | None = None
 
     def idle(self) -> bool:
-        """Alive and waiting: a connection with something to read between tasks has ended."""
+        """Return True if the process waits for a task; data on an idle connection means that it was closed."""
         return self.process.is_alive() and not self.connection.poll()
 
     def kill(self) -> None:
@@ -92,7 +92,7 @@ class _Rank:
         if pid is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # with the processes that its tasks started
+            os.killpg(pid, signal.SIGKILL)  # including the processes that its tasks started
         with contextlib.suppress(ProcessLookupError):
             if self.process.is_alive():
                 os.kill(pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _tracebacks(ranks: list[_Rank]) -> list[str]:
-    """Each distinct traceback once, under the ranks that raised it; that of the rank that raised first comes first."""
+    """Return each distinct traceback with the ranks that raised it; that of the first rank that raised is first."""
     raised: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.outcome is not None:
@@ -118,14 +118,15 @@ def _tracebacks(ranks: list[_Rank]) -> list[str]:
 
 
 class RankPool:
-    """``world_size`` processes with torch.distributed initialised (ranks 0 to ``world_size - 1`` of one host).
+    """``world_size`` processes with torch.distributed initialized (ranks 0 to ``world_size - 1`` of one host).
 
     Started at the first :meth:`run`, and again at the first one after a failure. Every rank uses one thread; seeds,
-    default dtype and device, and grad mode are reset before each task. Works as a context manager.
+    default dtype and device, and grad mode are reset before each task. Can be used as a context manager.
 
     Args:
         world_size: number of ranks, >= 1.
-        backend: of the default process group; ``"gloo"`` needs no accelerator, ``"cpu:gloo,cuda:nccl"`` has both.
+        backend: backend of the default process group; ``"gloo"`` needs no accelerator, ``"cpu:gloo,cuda:nccl"`` has
+            both.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo") -> None:
@@ -145,22 +146,22 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids by rank; empty while the pool is not running."""
+        """Return process ids by rank; empty if the pool is not running."""
         return tuple(rank.process.pid or 0 for rank in self._ranks)
 
     def run(self, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
         """Call ``fn(*args)`` on every rank and return the results, by rank.
 
         Args:
-            fn: a function at the top level of a module. It learns its rank from ``torch.distributed.get_rank()``.
-            args: picklable; every rank receives its own copy, tensors included.
-            timeout: seconds until ranks that have not finished are killed, and their stacks shown.
+            fn: a function at the top level of a module. It gets its rank from ``torch.distributed.get_rank()``.
+            args: picklable; every rank receives its own copy, including tensors.
+            timeout: seconds until ranks that have not finished are killed, and their stacks printed.
 
         Raises:
             RankError: a rank raised, died, or did not finish in time.
             ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
         """
-        __tracebackhide__ = True  # pytest shows the frames of the caller, not those of the pool
+        __tracebackhide__ = True  # pytest omits frames of the pool
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: give seconds > 0")
         if worker.inside_rank():
@@ -173,7 +174,7 @@ class RankPool:
             try:
                 self._start()
                 return self._run(task, timeout)
-            except BaseException:  # KeyboardInterrupt leaves ranks in unknown states as well
+            except BaseException:  # also after KeyboardInterrupt, because ranks are in unknown states
                 self._kill()
                 raise
 
@@ -181,7 +182,7 @@ class RankPool:
         """End all processes. Idempotent; a later :meth:`run` starts new ones."""
         with self._lock:
             for rank in self._ranks:
-                rank.connection.close()  # an idle rank leaves when its connection ends
+                rank.connection.close()  # an idle rank exits when its connection is closed
             deadline = time.monotonic() + _EXIT_SECONDS
             for rank in self._ranks:
                 rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -216,7 +217,7 @@ class RankPool:
         return [load(outcome.result) for outcome in outcomes if outcome.result is not None]
 
     def _collect(self, label: str, timeout: float) -> list[Outcome]:
-        """Wait for every rank's outcome; raise for a failure, with the stacks of the ranks that had none."""
+        """Wait for every rank's outcome; raise an error for a failure, with the stacks of unfinished ranks."""
         __tracebackhide__ = True
         end = time.monotonic() + timeout
         failed: list[_Rank] = []
@@ -238,7 +239,7 @@ class RankPool:
 
     @staticmethod
     def _receive(rank: _Rank) -> None:
-        """Read the outcome; a rank whose connection ended stays without one."""
+        """Read the outcome; a rank with a closed connection has none."""
         try:
             if rank.connection.poll():
                 rank.outcome = rank.connection.recv()
@@ -248,7 +249,7 @@ class RankPool:
     def _failure(self, label: str, timeout: float, failed: list[_Rank], pending: list[_Rank]) -> RankError:
         stacks = self._dump_stacks(pending)
         parts: list[str] = []
-        # Ranks raise because another died, and none dies because another raised.
+        # Ranks may raise because another rank died, but do not die because another rank raised.
         first = next((rank for rank in failed if rank.outcome is None), (failed or pending)[0])
         outcome = first.outcome
         exit_code = first.process.exitcode if failed and outcome is None else None
@@ -270,7 +271,7 @@ class RankPool:
         parts.extend(f"--- rank {index} was still at ---\n{text}" for index, text in stacks.items())
         exception = None
         if outcome is not None and outcome.exception is not None:
-            with contextlib.suppress(Exception):  # its class may exist in the ranks only
+            with contextlib.suppress(Exception):  # the exception's class may only exist in the ranks
                 exception = load(outcome.exception)
         return RankError(
             "\n".join(parts),
@@ -321,7 +322,7 @@ class RankPool:
 
 
 class _Pools:
-    """Pools by world size, the longest unused closed first."""
+    """Pools by world size; the least recently used pool is closed first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -346,8 +347,8 @@ atexit.register(_POOLS.close)
 def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
     """Call ``fn(*args)`` on ``world_size`` ranks and return the results, by rank.
 
-    The pool of each world size is kept for the next call and ends with the process, or with :func:`close_pools`.
-    See :meth:`RankPool.run` for the arguments and errors.
+    The pool of each world size is kept for the next call, and is closed at exit or by :func:`close_pools`. See
+    :meth:`RankPool.run` for the arguments and errors.
     """
     __tracebackhide__ = True
     return _POOLS.get(world_size).run(fn, *args, timeout=timeout)

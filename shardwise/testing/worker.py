@@ -1,7 +1,7 @@
 """The loop of one rank of a :class:`~shardwise.testing.RankPool`: receive a task, run it, send the outcome.
 
-Functions travel by name, as pickle sends them. Values are copied by ``torch.save``, so a result stays valid after its
-rank has ended, and no rank can change the caller's tensors.
+Functions are pickled by name. Values are copied by ``torch.save``, so a result stays valid after its rank has ended,
+and no rank can change the caller's tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How a rank finds the others: a fresh directory for the store and the stack dumps, no ports."""
+    """Rendezvous of the ranks: a new directory for the store and the stack dumps, without ports."""
 
     directory: str
     rank: int
@@ -78,12 +78,12 @@ def dump(obj: object) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The inverse of :func:`dump`. Only for data from a process that this one started, or was started by."""
+    """Return the object of :func:`dump`. Only for data of a parent or child process."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def make_task(fn: Callable[..., object], args: tuple[object, ...]) -> Task:
-    """Make the task that calls ``fn(*args)`` on a rank.
+    """Return the task that calls ``fn(*args)`` on a rank.
 
     Raises:
         ValueError: ``fn`` cannot be found by its name in another process (lambda, nested or interactive function).
@@ -107,9 +107,9 @@ def make_task(fn: Callable[..., object], args: tuple[object, ...]) -> Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a task, pickled, or the exception that it raised.
+    """The pickled result of a task, or its exception.
 
-    ``reusable`` is False where the task left the rank without its default process group.
+    ``reusable`` is False if the task destroyed the default process group of the rank.
     """
 
     result: bytes | None
@@ -120,22 +120,22 @@ class Outcome:
 
 
 def inside_rank() -> bool:
-    """True in a process that a pool started."""
+    """Return True in a process of a pool."""
     return multiprocessing.current_process().name.startswith(_PROCESS_NAME)
 
 
 def process_name(rank: int, world_size: int) -> str:
-    """The name of a rank's process, as process listings inside Python show it."""
+    """Return the name of a rank's process, as process listings in Python show it."""
     return f"{_PROCESS_NAME}-{rank}-of-{world_size}"
 
 
 def stack_file(directory: str, rank: int) -> Path:
-    """Where ``rank`` writes its stacks on :data:`DUMP_SIGNAL` or a crash."""
+    """Return the path to which ``rank`` writes its stacks on :data:`DUMP_SIGNAL` or a crash."""
     return Path(directory) / f"stacks-{rank}.txt"
 
 
 def reset_state() -> None:
-    """What one task may have changed and the next must not see: seeds, default dtype and device, grad mode, threads."""
+    """Reset state that a task may have changed: seeds, default dtype and device, grad mode, threads."""
     random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ def reset_state() -> None:
 
 
 def _leave_with_parent(directory: str) -> None:
-    """A rank whose caller was killed must not stay behind in a collective, nor leave the pool's directory."""
+    """End this rank with its parent, so that it does not hang in a collective, and remove the pool's directory."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -163,15 +163,15 @@ def _leave_with_parent(directory: str) -> None:
 
 
 def _prepare(where: Rendezvous) -> io.TextIOWrapper:
-    # Own process group: killing the rank takes the processes that its tasks started along, and Ctrl-C in the
-    # terminal reaches only the caller, which then ends the pool.
+    # A separate process group: killing the rank also kills processes that its tasks started. Ctrl-C in the terminal
+    # only reaches the caller, which then closes the pool.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stacks = stack_file(where.directory, where.rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
-    # Buffered by line even where Python was told not to buffer, so that ranks do not mix within a line.
+    # Line-buffered even if Python runs unbuffered, so that output of ranks is not mixed within a line.
     sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     threading.Thread(target=_leave_with_parent, args=(where.directory,), daemon=True).start()
@@ -184,9 +184,9 @@ def _prepare(where: Rendezvous) -> io.TextIOWrapper:
 
 
 def _store(where: Rendezvous, timeout: timedelta) -> Store:
-    """A store that rank 0 serves at a port of the system's choice, and writes into the directory for the others.
+    """Return a store that rank 0 serves at a port of the system's choice, which it writes into the directory.
 
-    A file as the store would be polled every 10 ms, a few times for every group that a task makes.
+    A file store would be polled every 10 ms, several times for every group that a task creates.
     """
     found = Path(where.directory) / "port"
     if where.rank == 0:
@@ -195,13 +195,13 @@ def _store(where: Rendezvous, timeout: timedelta) -> Store:
         part.write_text(str(store.port))
         part.rename(found)
         return store
-    while not found.exists():  # the pool ends this rank where rank 0 never writes it
+    while not found.exists():  # the pool ends this rank if rank 0 never writes it
         time.sleep(0.001)
     return TCPStore("127.0.0.1", int(found.read_text()), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 class _Garbage:
-    """What is collected before every task: not modules, neither the server process's nor those that tasks brought."""
+    """Garbage collection before every task, without the modules of the server process and of tasks."""
 
     def __init__(self) -> None:
         self._frozen_modules = 0
@@ -219,7 +219,7 @@ class _Garbage:
 
 def _failure(error: BaseException) -> Outcome:
     pickled = None
-    with contextlib.suppress(Exception):  # one that does not survive pickling is shown by its traceback alone
+    with contextlib.suppress(Exception):  # an exception that cannot be pickled is shown by its traceback only
         data = dump(error)
         load(data)
         pickled = data
@@ -240,7 +240,7 @@ def _perform(task: Task, garbage: _Garbage) -> Outcome:
         reset_state()
         result = dump(function(*arguments))
         return Outcome(result, None, "", "", reusable=dist.is_initialized())
-    except BaseException as error:  # SystemExit and pytest's outcomes are results too, not the end of the rank
+    except BaseException as error:  # SystemExit and pytest's outcomes are results, too, and do not end the rank
         return _failure(error)
 
 
@@ -267,6 +267,6 @@ def serve(connection: Connection, where: Rendezvous) -> None:
         except OSError:
             break
         del outcome, task
-    # Destructors of communicators wait for peers that may be gone already; nothing here needs them.
+    # Destructors of communicators would wait for peers that may have exited; skip them.
     stacks.close()
     os._exit(0)

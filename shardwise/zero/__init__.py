@@ -32,7 +32,10 @@ def convert_to_zero_v2(
     model_config: Mapping[str, Any] | None,
     optimizer_config: Mapping[str, Any] | None,
 ) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
-    """Both wrapped: ``model_config`` are arguments of :class:`ShardedModelV2`, ``optimizer_config`` the optimizer's."""
+    """Return the wrapped model and optimizer.
+
+    ``model_config`` has arguments of :class:`ShardedModelV2`, ``optimizer_config`` those of the optimizer.
+    """
     for name, given in (("model_config", model_config), ("optimizer_config", optimizer_config)):
         as_mapping(name, given or {}, "a dict of arguments, or None")
     sharded = ShardedModelV2(model, **(model_config or {}))

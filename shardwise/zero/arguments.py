@@ -69,16 +69,18 @@ class ModelArguments:
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether gradients, masters and optimizer state may be in host memory."""
+        """Return True if gradients, masters and optimizer state may be in host memory."""
         return self.tensor_placement_policy in ("cpu", "auto") or (self.offload_config or {}).get("device") == "cpu"
 
     @property
     def traces(self) -> bool:
-        """Whether steps are traced."""
+        """Return True if steps are traced."""
         return self.use_memory_tracer or self.tensor_placement_policy == "auto"
 
     def predivide(self, ranks: int) -> float:
-        """The divisor before the sum. ``None`` means the power of two nearest above the root of the ranks' number."""
+        """Return the divisor before the sum. ``None`` means the smallest power of two above the root of the number of
+        ranks.
+        """
         if self.gradient_predivide_factor is not None:
             return float(self.gradient_predivide_factor)
         factor = 1
@@ -105,16 +107,16 @@ class OptimizerArguments(ScalerArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the plan depends on, apart from the arguments.
+    """Facts of the run that the plan depends on.
 
     Attributes:
-        ranks: all of them.
-        dtype: in which the model computes; ``None``: in its parameters' own.
-        itemsize: bytes of an element in which gradients travel.
-        packing: of what is sharded; ``None`` where nothing is.
+        ranks: number of ranks.
+        dtype: compute dtype of the model; ``None``: that of its parameters.
+        itemsize: bytes per element of communicated gradients.
+        packing: packing of sharded parameters; ``None`` if nothing is sharded.
         kept: names of the parameters that stay replicated while others are sharded.
         params_on_host: parameters are in host memory between uses, and the device is another one.
-        capacity_bytes: memory that the device has.
+        capacity_bytes: memory of the device.
     """
 
     ranks: int
@@ -130,9 +132,9 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
     """Translate the arguments into a plan.
 
     Args:
-        model: of the model.
-        optimizer: of the optimizer; ``None`` where there is none (yet).
-        facts: of the run.
+        model: arguments of the model.
+        optimizer: arguments of the optimizer; ``None`` if there is none (yet).
+        facts: facts of the run.
 
     Raises:
         RuntimeError: ``cpu_offload`` of the optimizer, with a model that does not offload.
@@ -151,7 +153,7 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
             buffer_dtype=facts.dtype,
             master_weights=True,
             reduce_dtype=torch.float32 if model.fp32_reduce_scatter and half else None,
-            # A reduced shard is fp32, unless it may take no more room than the parameters' shard.
+            # A reduced shard is fp32, unless it must not be larger than the parameters' shard.
             accumulate_dtype=None if model.reuse_fp16_shard or not half else torch.float32,
             cast_inputs=facts.dtype is not None,
             output_dtype=None,

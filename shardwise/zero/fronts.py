@@ -1,4 +1,4 @@
-"""Published methods of a sharded model and its optimizer, for the classes with which programs wrap them by hand."""
+"""Published methods of a sharded model and its optimizer, for wrapper classes that programs construct themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelFront(ModuleFacade):
 
     @property
     def session(self) -> Session:
-        """The session of the model; built here if there is none yet, which is collective."""
+        """Return the session of the model; created here if there is none yet, which is collective."""
         own: dict[str, Any] = self.__dict__
         if own["_session"] is None:
             own["_session"] = self._build()
@@ -65,17 +65,17 @@ class ModelFront(ModuleFacade):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the module, under its own names."""
+        """Iterate over the parameters of the module under its own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the module, under its own names."""
+        """Iterate over the buffers of the module under its own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelFront:
-        """``to()``, ``half()`` and the like change nothing; see :class:`~shardwise.core.engine.module`."""
+        """Do nothing for ``to()``, ``half()`` and similar methods; see :class:`~shardwise.core.engine.module`."""
         self._sharded._apply(fn, recurse)
         return self
 
@@ -87,12 +87,12 @@ class OptimizerFront(OptimizerFacade):
         super().__init__(inner.unwrap(), inner)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Backward pass of ``loss`` times the loss scale, which also reduces the gradients.
+        """Run the backward pass of ``loss`` times the loss scale, which also reduces the gradients.
 
         Args:
             loss: a scalar.
             inputs: only ``None``: gradients of all parameters are reduced.
-            retain_graph: see torch.
+            retain_graph: as in torch.
         """
         if inputs is not None:
             raise NotImplementedError(f"inputs={inputs!r:.60}: leave it None; all parameters get gradients")

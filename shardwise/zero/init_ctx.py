@@ -1,4 +1,4 @@
-"""``ZeroInitContext``: marks parameters for sharding as modules are built, without memory for those to be sharded."""
+"""``ZeroInitContext``: marks parameters for sharding while modules are built, without memory for sharded parameters."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class ParameterMark:
-    """What the context decided for a parameter, kept as ``parameter.colo_attr``.
+    """Settings of a parameter from the context, stored as ``parameter.colo_attr``.
 
     Attributes:
-        param_is_sharded: it will be divided over the ranks between its uses; otherwise every rank keeps it whole.
-        dtype: it will be computed with in this; ``None``: in its own.
-        target_device: where it will be between uses.
+        param_is_sharded: sharded over the ranks between uses; otherwise replicated.
+        dtype: compute dtype; ``None``: the parameter's own.
+        target_device: device between uses.
         is_replicated: every rank has the same values.
-        ranks: which it will be divided over, where the context was given a group.
+        ranks: ranks to shard over, if the context has a group.
     """
 
     param_is_sharded: bool
@@ -47,28 +47,27 @@ _ACTIVE: list[ZeroInitContext] = []
 
 
 class ZeroInitContext:
-    """Modules built inside are for :class:`~shardwise.zero.sharded_model.ShardedModelV2`, which does the rest.
+    """Build modules for :class:`~shardwise.zero.sharded_model.ShardedModelV2` inside.
 
-    Values stay in the dtype they are made in until the model is sharded, so that the fp32 masters of 16-bit parameters
-    are exact. Every rank of a data-parallel group must build the same modules from the same seed.
+    Values keep their initial dtype until the model is sharded, so that the fp32 masters of 16-bit parameters are exact.
+    Every rank of a data-parallel group must build the same modules from the same seed.
 
     Args:
-        target_device: where parameters are between uses, as a device, a name or the number of a GPU. The CPU, in a run
-            on GPUs: in host memory.
+        target_device: device of parameters between uses, as a device, a name or the number of a GPU. The CPU in a run
+            on GPUs means host memory.
         shard_strategy: as for the model.
-        shard_param: parameters are divided over the ranks between uses, and have no memory until the model is sharded;
-            False: every rank keeps them whole (ZeRO-2).
+        shard_param: parameters are sharded over the ranks between uses, and have no memory until the model is sharded;
+            False: every rank keeps full parameters (ZeRO-2).
         rm_torch_payload_on_the_fly: parameters that are not sharded have no memory until then either. Values that
-            ``__init__`` asks for are made for it and forgotten.
-        model_numel_tensor: an integer tensor; the number of elements of all parameters, tied ones once, is added to it
+            ``__init__`` reads are created for it and dropped.
+        model_numel_tensor: an integer tensor; the number of elements of all parameters (tied ones once) is added to it
             at the end.
-        dp_process_group: the group that the model is given as ``process_group``; ``None``: whatever that is. Nothing is
-            sent here.
-        seed: of the initial values, the same on all ranks; the generators are as before afterwards. ``None``: values
-            come from the generators as they are.
-        default_dtype: of tensors made inside.
+        dp_process_group: the ``process_group`` of the model; ``None``: any. Nothing is communicated here.
+        seed: seed of the initial values, the same on all ranks; the generators are restored afterwards. ``None``: use
+            the current state of the generators.
+        default_dtype: dtype of tensors created inside.
         bf16: compute in bfloat16 instead of float16.
-        convert_fp16: False: compute in the dtypes that parameters have.
+        convert_fp16: False: compute in the parameters' dtypes.
 
     Raises:
         TypeError: ``shard_strategy`` is not a strategy.
@@ -108,17 +107,17 @@ class ZeroInitContext:
 
     @property
     def target_device(self) -> torch.device:
-        """Where parameters are between uses."""
+        """Return the device of parameters between uses."""
         return self._mark.target_device
 
     @property
     def shard_param(self) -> bool:
-        """Whether parameters that are made now will be sharded."""
+        """Return True if parameters that are created now will be sharded."""
         return self._mark.param_is_sharded
 
     @property
     def is_replicated(self) -> bool:
-        """True: all ranks start from the same values."""
+        """Return True: all ranks start from the same values."""
         return self._mark.is_replicated
 
     def __enter__(self) -> ZeroInitContext:
@@ -154,7 +153,7 @@ class ZeroInitContext:
 
     @contextmanager
     def marking(self, mark: ParameterMark) -> Iterator[None]:
-        """Parameters made inside get ``mark``."""
+        """Give parameters created inside the mark ``mark``."""
         before, self._mark = self._mark, mark
         try:
             yield
@@ -163,14 +162,14 @@ class ZeroInitContext:
 
 
 def mark_of(parameter: nn.Parameter) -> ParameterMark | None:
-    """What a context decided for ``parameter``; ``None`` where it was made outside of all."""
+    """Return the settings of ``parameter``; ``None`` if it was created outside of a context."""
     mark = parameter.__dict__.get(MARK)
     return mark if isinstance(mark, ParameterMark) else None
 
 
 @contextmanager
 def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
-    """Parameters of modules built inside stay whole on every rank. Outside of :class:`ZeroInitContext`, no effect.
+    """Keep full parameters of modules built inside on every rank. No effect outside of :class:`ZeroInitContext`.
 
     Raises:
         NotImplementedError: ``is_replicated=False``, values that differ between ranks (experts).
@@ -186,7 +185,7 @@ def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
 
 
 def no_shard_zero_decrator(is_replicated: bool = True) -> Callable[[F], F]:
-    """A decorator for ``__init__`` (or any function): it runs inside :func:`no_shard_zero_context`."""
+    """Return a decorator for ``__init__`` (or any function) that runs it inside :func:`no_shard_zero_context`."""
 
     def wrap(function: F) -> F:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Shard strategies as packings: a strategy says what is gathered together, the engine does it."""
+"""Shard strategies as packings: a strategy defines which parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["BaseShardStrategy", "BucketTensorShardStrategy", "TensorShardStrateg
 
 
 class BaseShardStrategy(ABC):
-    """Says which parameters are gathered together."""
+    """Defines which parameters are gathered together."""
 
     @abstractmethod
     def packing(self, module: nn.Module) -> Packing:
-        """The packing of the sharded parameters of ``module``."""
+        """Return the packing of the sharded parameters of ``module``."""
 
 
 class TensorShardStrategy(BaseShardStrategy):
-    """Every parameter is flattened, padded and divided over the ranks, and gathered by itself."""
+    """Every parameter is flattened, padded, sharded over the ranks, and gathered separately."""
 
     def packing(self, module: nn.Module) -> Packing:
         return ByTensor(persist_numel=0)
 
 
 class BucketTensorShardStrategy(BaseShardStrategy):
-    """The parameters that one sub-module has itself (weight and bias of a layer) are gathered in one operation."""
+    """The direct parameters of one sub-module (weight and bias of a layer) are gathered in one operation."""
 
     def packing(self, module: nn.Module) -> Packing:
         owners = [

@@ -20,34 +20,34 @@ __all__ = ["ShardedOptimizerV2"]
 
 
 class ShardedOptimizerV2(OptimizerFront):
-    """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
+    """Wraps and shards an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`.
 
-    Masters are fp32. ``step`` averages over the data-parallel ranks, takes the loss scale out, and drops the gradients;
-    one that is not finite on any rank has the step skipped on all. ``param_groups`` and ``state`` are those of the
-    wrapped optimizer.
+    Masters are fp32. ``step`` averages over the data-parallel ranks, divides by the loss scale, and drops the
+    gradients; if a gradient is not finite on any rank, all ranks skip the step. ``param_groups`` and ``state`` are
+    those of the wrapped optimizer.
 
     Args:
         sharded_model: the model.
         optimizer: any element-wise torch optimizer over ``sharded_model.parameters()``.
-        cpu_offload: masters, state and reduced gradients are in host memory and updated there. The model needs
+        cpu_offload: keep masters, state and reduced gradients in host memory and update them there. The model needs
             ``offload_config={"device": "cpu"}``.
-        gpu_margin_mem_ratio: share of what the traced step leaves of the device that state moves into; with
-            ``cpu_offload`` and the model's ``use_memory_tracer`` only. Everything is then placed by the trace.
-        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
-            2**32 given explicitly is used.
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
+        gpu_margin_mem_ratio: fraction of the device memory that the traced step leaves free for state; only with
+            ``cpu_offload`` and the model's ``use_memory_tracer``. The trace then defines all placement.
+        initial_scale: first loss scale (fp16 only, as the next six). The default means 2**16; an explicit 2**32 is
+            used.
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
         keep_unsharded: no effect: the state of replicated parameters is sharded too.
         dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
-        mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in
-            the data-parallel group: whether a step overflowed and the norm of the gradients are agreed with them.
-            Parameters marked ``tensor_model_parallel = True`` (or ``model_parallel``, ``is_tensor_parallel``) are
-            parts; others are the same on all of them and count once in the norm.
-        verbose: say when a step is skipped, and why.
+        mp_process_group: the ranks with the other parts of the model (tensor parallelism), no other of which is in the
+            data-parallel group: overflow and the norm of gradients are combined over them. Parameters marked
+            ``tensor_model_parallel = True`` (or ``model_parallel``, ``is_tensor_parallel``) are sharded; others are
+            replicated and count once in the norm.
+        verbose: report skipped steps with the reason.
 
     Raises:
         TypeError: the model is not a ShardedModelV2, or the optimizer is sharded already.
@@ -96,11 +96,13 @@ class ShardedOptimizerV2(OptimizerFront):
         self.model = sharded_model
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
+        """Run the backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in
+        :meth:`backward`.
+        """
         self.target.backward_by_grad(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
-        """Clip the global norm of what the next step applies; returns the true (unscaled) norm before. Collective.
+        """Clip the global norm of the gradients of the next step; return the unscaled norm before. Collective.
 
         Raises:
             ValueError: ``model`` is not this optimizer's; ``max_norm`` is not positive.
@@ -111,20 +113,20 @@ class ShardedOptimizerV2(OptimizerFront):
         return norm
 
     def sync_grad(self) -> None:
-        """Nothing to do: backward passes reduce."""
+        """Do nothing: backward passes reduce gradients."""
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
+        """Return the current loss scale; 1 without fp16."""
         return float(self.target.loss_scale)
 
     @property
     def grad_scaler(self) -> Any:
-        """The loss scale and its counters; ``None`` without fp16."""
+        """Return the loss scale and its counters; ``None`` without fp16."""
         return self.target.scaler
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Bytes of masters and state on this rank: (on its GPU, in host memory)."""
+        """Return the bytes of masters and state of this rank: (on its GPU, in host memory)."""
         session = self.model.session
         kept = ("masters", "optimizer state")
         by_tier = session.memory().by_tier

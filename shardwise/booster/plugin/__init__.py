@@ -1,4 +1,4 @@
-"""The Booster's plugins, with the published arguments. See ``docs/booster.md`` for what differs."""
+"""The Booster's plugins with their published arguments. ``docs/booster.md`` lists the differences."""
 
 from __future__ import annotations
 

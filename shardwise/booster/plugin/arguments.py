@@ -1,4 +1,4 @@
-"""Checks of published arguments, and what those that several plugins have mean in a plan."""
+"""Checks of published arguments, and plans of arguments that several plugins share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_types(arguments: Any, fractions: Collection[str] = (), own: Collection
         if field.name in own:
             continue
         if fits(value, hint):
-            object.__setattr__(arguments, field.name, _same(value, hint))  # it is frozen
+            object.__setattr__(arguments, field.name, _same(value, hint))  # the dataclass is frozen
             continue
         kind, optional, _ = str(field.type).partition(" | None")
         word = "a number" if field.name in fractions else WORDS.get(kind, kind)
@@ -50,7 +50,7 @@ def check_types(arguments: Any, fractions: Collection[str] = (), own: Collection
 
 
 def _same(value: Any, hint: Any) -> Any:
-    """Return ``value`` as the int or bool that ``hint`` asks for, if it is equal to one: 8 for 8.0 and numpy's 8."""
+    """Return ``value`` as the int or bool of ``hint`` if it is equal to one: 8 for 8.0 and numpy's 8."""
     if hint is bool:
         return bool(value)
     numbers = isinstance(value, Real) and not isinstance(value, bool)
@@ -58,7 +58,7 @@ def _same(value: Any, hint: Any) -> Any:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` fits the type ``hint``; 1.0 fits an int, 0 and 1 a bool. Texts are checked elsewhere."""
+    """Return True if ``value`` fits the type ``hint``; 1.0 fits an int, 0 and 1 a bool. Strings are not checked."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(fits(value, each) for each in get_args(hint))
@@ -80,15 +80,17 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def warn_unused(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> None:
-    """Warn about the arguments that were given and have no effect; ``reasons`` has their names by reason."""
+    """Warn about changed arguments without effect; ``reasons`` has their names by reason."""
     for reason, names in given_in_vain(arguments, reasons).items():
         values = ", ".join(f"{name}={getattr(arguments, name)!r:.80}" for name in names)
         warn_user(f"{values} without effect: {reason}")
 
 
 def check_update(arguments: Any, **sizes: int) -> None:
-    """Raises:
-    NotImplementedError: updates during backward, of a model that ranks hold together (one of ``sizes`` above 1).
+    """Check the argument ``update``.
+
+    Raises:
+        NotImplementedError: updates during backward of a model-parallel model (one of ``sizes`` is above 1).
     """
     parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if parts and arguments.update == "backward":
@@ -104,7 +106,8 @@ def precision_plan(
     cast_inputs: bool = True,
     output_dtype: torch.dtype | None = None,
 ) -> PrecisionPlan:
-    """Number formats for ``"fp16"``, ``"bf16"`` (parameters, buffers and inputs are cast) or ``"fp32"`` (nothing is).
+    """Return number formats for ``"fp16"``, ``"bf16"`` (parameters, buffers and inputs are cast) or ``"fp32"`` (no
+    casts).
 
     Raises:
         ValueError: another name, or a scaler value out of range.
@@ -135,7 +138,7 @@ class SequenceArguments:
         mode: ``sequence_parallelism_mode``.
         overlap: ``enable_sequence_overlap``.
         tp_size, sp_size, inner_ring_size: as published.
-        parallel_output: logits stay cut by the sequence, where the model's own loss allows it.
+        parallel_output: logits stay sharded by sequence if the model's own loss allows it.
 
     Raises:
         ValueError: the arguments contradict each other.
@@ -173,27 +176,27 @@ class SequenceArguments:
 
     @property
     def chosen(self) -> str:
-        """The mode in use."""
+        """Return the mode in use."""
         return self.mode or ("all_to_all" if (self.sp_size or 1) > 1 else "split_gather")
 
     @property
     def in_layers(self) -> bool:
-        """Whether sequences are divided over the ranks of ``tp_size``, between layers."""
+        """Return True if sequences are sharded over the ranks of ``tp_size`` between layers."""
         return self.enabled and self.chosen in ("split_gather", "ring")
 
     @property
     def sp(self) -> int:
-        """Data-parallel ranks that share sequences."""
+        """Return the number of data-parallel ranks that share sequences."""
         return 1 if not self.enabled or self.in_layers else self.sp_size or 1
 
     @property
     def between_layers(self) -> Literal["split_gather"] | None:
-        """Of :class:`~shardwise.plan.TensorPlan`."""
+        """Return the mode for :class:`~shardwise.plan.TensorPlan`."""
         return "split_gather" if self.in_layers else None
 
     @property
     def plan(self) -> SequencePlan:
-        """The plan of attention over full sequences."""
+        """Return the plan of attention over full sequences."""
         if self.sp == 1:
             return SequencePlan()
         return SequencePlan(

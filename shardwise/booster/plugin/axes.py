@@ -1,4 +1,4 @@
-"""How ``HybridParallelPlugin`` divides the ranks, as programs ask it: groups along the axes, and the stage."""
+"""The ranks of ``HybridParallelPlugin`` as programs read them: process groups along the axes, and the stage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["RankAxes", "StageManager"]
 
 @dataclass(frozen=True)
 class StageManager:
-    """Which stage of the model this rank has.
+    """The pipeline stage of this rank.
 
     Attributes:
-        stage: by rank in the pipeline.
-        num_stages: ranks in it.
-        num_model_chunks: parts of the model on each.
+        stage: this rank's index in the pipeline.
+        num_stages: number of ranks in the pipeline.
+        num_model_chunks: parts of the model on each rank.
         use_zbv: the last part is on the first rank.
     """
 
@@ -32,42 +32,43 @@ class StageManager:
 
     @property
     def is_interleave(self) -> bool:
-        """Whether a rank has several parts."""
+        """Return True if a rank has several parts."""
         return self.num_model_chunks > 1
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether the model begins on this rank.
+        """Return True if the first part of the model is on this rank.
 
         Args:
-            ignore_chunk: both values are the same: a rank is asked, not a part.
+            ignore_chunk: no effect, because the answer is about the rank and not about a part.
         """
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether the model ends on this rank, so that ``execute_pipeline`` has the loss there.
+        """Return True if the last part of the model is on this rank, so that ``execute_pipeline`` returns the loss
+        here.
 
         Args:
-            ignore_chunk: True: whether it is the last rank, which is another one under ``zbv``.
+            ignore_chunk: True: return whether this is the last rank, which is another one under ``zbv``.
         """
         return self.stage == (0 if self.use_zbv and not ignore_chunk else self.num_stages - 1)
 
 
 class RankAxes:
-    """Groups of ranks along the axes. They are made when one is first asked for, which every rank has to do."""
+    """Process groups along the axes. They are created at first use, which is collective over all ranks."""
 
     @cached_property
     def pg_mesh(self: Any) -> ProcessGroupMesh:
-        """All ranks as a grid of ``dp x sp x pp x tp``, or with ``dp_outside=False`` of ``pp x dp x sp x tp``.
+        """Return all ranks as a grid of ``dp x sp x pp x tp``, or with ``dp_outside=False`` of ``pp x dp x sp x tp``.
 
         Raises:
-            RuntimeError: the processes have not met.
+            RuntimeError: there is no process group.
         """
         start_ranks()
         sizes = self._axis_sizes()
         return ProcessGroupMesh(*sizes.values())
 
     def _axis_sizes(self: Any) -> dict[str, int]:
-        """By axis, the slowest first."""
+        """Return the size of each axis, slowest axis first."""
         ranks = all_ranks()[1]
         sizes = {"dp": self.dp_size, "sp": self.plan(ranks).mesh.sp, "pp": self.pp_size, "tp": self.tp_size}
         order = ("dp", "sp", "pp", "tp") if self.dp_outside else ("pp", "dp", "sp", "tp")
@@ -81,35 +82,35 @@ class RankAxes:
 
     @property
     def dp_size(self: Any) -> int:
-        """How many ranks, or sets of them, see different data."""
+        """Return the number of data-parallel ranks."""
         ranks = all_ranks()[1]
         return data_parallel_size(ranks, self.tp_size, self.pp_size, self.plan(ranks).mesh.sp)
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks with the same part of the model and other data."""
+        """Return the data-parallel group: ranks with the same part of the model and different data."""
         return self._groups["dp"]
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks with other parts of the same layers."""
+        """Return the tensor-parallel group: ranks with different parts of the same layers."""
         return self._groups["tp"]
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The ranks with the other stages."""
+        """Return the pipeline-parallel group: ranks with the other stages."""
         return self._groups["pp"]
 
     @property
     def sp_group(self: Any) -> dist.ProcessGroup:
-        """The ranks with other parts of the same sequences."""
+        """Return the sequence-parallel group: ranks with different parts of the same sequences."""
         between_layers = self.plan(all_ranks()[1]).tensor.sequence is not None
         group: dist.ProcessGroup = self._groups["tp" if between_layers else "sp"]
         return group
 
     @cached_property
     def stage_manager(self: Any) -> StageManager | None:
-        """Which stage of the model this rank has; ``None`` where there is no pipeline (``pp_size=1``)."""
+        """Return the pipeline stage of this rank; ``None`` without a pipeline (``pp_size=1``)."""
         if self.pp_size == 1:
             return None
         sizes = self._axis_sizes()

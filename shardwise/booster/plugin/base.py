@@ -1,4 +1,4 @@
-"""The interface between plugins and the Booster, and the base of the plugins that use shardwise's engine."""
+"""The interface between plugins and the Booster, and the base class of the plugins on shardwise's engine."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 def start_ranks() -> torch.device:
-    """This process's device; the process group is started from the launcher's variables where none is yet."""
+    """Return this process's device; create the process group from the launcher's variables if there is none."""
     from shardwise.core.mesh.launch import init_distributed
 
     return init_distributed()
 
 
 def all_ranks() -> tuple[int, int]:
-    """(this process's rank, number of ranks), started as by :func:`start_ranks`."""
+    """Return (rank of this process, number of ranks); creates the process group as :func:`start_ranks` does."""
     start_ranks()
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
@@ -81,15 +81,15 @@ def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1, sp_size: int 
 
 
 def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
-    """``plan`` with the share of optimizer state on disk that the optimizer asks for.
+    """Return ``plan`` with the fraction of optimizer state on disk that the optimizer requests.
 
-    An optimizer asks by ``nvme_offload_fraction`` (a share of all state) and ``nvme_offload_dir`` (``None``: where
-    temporary files are made), as HybridAdam and CPUAdam do. The rest stays where the plan has it, as far as it fits.
-    Host memory on the way is page-locked where the plan reduces during backward.
+    An optimizer requests it by ``nvme_offload_fraction`` (a fraction of all state) and ``nvme_offload_dir`` (``None``:
+    the directory of temporary files), as HybridAdam and CPUAdam do. Other state stays where the plan has it, if it
+    fits. Host memory for transfers is pinned if the plan reduces during backward.
 
     Raises:
-        ValueError: the fraction is no share.
-        NotImplementedError: the plan places state by the memory trace, which knows device and host only.
+        ValueError: the fraction is not in [0, 1].
+        NotImplementedError: the plan places state by the memory trace, which only knows device and host.
     """
     fraction = getattr(optimizer, "nvme_offload_fraction", 0.0) or 0.0
     share(f"{type(optimizer).__name__}'s nvme_offload_fraction", fraction)
@@ -111,60 +111,63 @@ def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
 
 
 def updates_early(plan: Plan, device: torch.device) -> bool:
-    """Whether something can be updated during backward: on a GPU that is what is at home on the host or a disk."""
+    """Return True if some state can be updated during backward; on a GPU this is state on the host or a disk."""
     tiers = plan.tiers
     elsewhere = tiers.auto is not None or tiers.state_host_fraction + tiers.state_disk_fraction > 0.0
     return plan.grad.update == "backward" and (device.type == "cpu" or elsewhere)
 
 
 class Plugin(ABC):
-    """A way to run a model over ranks. ``Booster`` calls these methods; users call ``prepare_dataloader``."""
+    """A method of distributed training. ``Booster`` calls these methods; users call ``prepare_dataloader``."""
 
     def control_precision(self) -> bool:
-        """Whether the plugin decides number formats, so that the Booster's ``mixed_precision`` is ignored."""
+        """Return True if the plugin defines number formats, so that the Booster's ``mixed_precision`` is ignored."""
         return True
 
     def control_device(self) -> bool:
-        """Whether the plugin decides the device, so that the Booster's ``device`` is ignored."""
+        """Return True if the plugin defines the device, so that the Booster's ``device`` is ignored."""
         return True
 
     def supported_precisions(self) -> list[str]:
-        """Names that the plugin's precision can have."""
+        """Return the accepted values of ``precision``."""
         return ["fp16", "bf16", "fp32"]
 
     def supported_devices(self) -> list[str]:
-        """Device types."""
+        """Return the supported device types."""
         return ["cuda", "cpu"]
 
     def support_no_sync(self) -> bool:
-        """Whether :meth:`no_sync` can be used with these arguments."""
+        """Return True if :meth:`no_sync` can be used with these arguments."""
         return True
 
     def support_lora(self) -> bool:
-        """Whether ``Booster.enable_lora`` can be used."""
+        """Return True if ``Booster.enable_lora`` can be used."""
         return True
 
     def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put what an adapter trains into the optimizer's groups, each parameter into that of the one it adapts.
+        """Add the trainable parameters of an adapter to the optimizer, each to the group of the parameter that it
+        adapts.
 
-        Call it before boost, where the optimizer was built before ``enable_lora``; boost does so by itself for a model
-        of ``enable_lora``. Parameters that are in a group already stay there. See
+        Call it before boost if the optimizer was built before ``enable_lora``; for a model of ``enable_lora`` boost
+        does so itself. Parameters that are in a group already stay there. See
         :func:`shardwise.booster.lora.add_lora_parameters`.
         """
         add_lora_parameters(model, optimizer)
 
     @abstractmethod
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        """Both, ready to train. Collective over all ranks; an optimizer that is ``None`` stays ``None``."""
+        """Prepare both for training, and return them. Collective over all ranks; an optimizer of ``None`` stays
+        ``None``.
+        """
 
     @abstractmethod
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate without exchanging gradients; the first one after it exchanges the sum."""
+        """Accumulate gradients of backward passes inside locally; the first pass afterwards reduces the sum."""
 
     def data_parallel(self) -> tuple[int, int]:
-        """(this rank's index, number) among the ranks that see different data."""
+        """Return (this rank's index, number) among the data-parallel ranks."""
         return all_ranks()
 
     def prepare_dataloader(
@@ -179,22 +182,22 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Any] | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A ``DataLoader`` whose sampler divides ``dataset`` over the data-parallel ranks.
+        """Return a ``DataLoader`` whose sampler divides ``dataset`` over the data-parallel ranks.
 
         Args:
             dataset: a map-style dataset.
-            batch_size: samples a rank and step.
-            shuffle: another order every epoch; call ``dataloader.sampler.set_epoch(epoch)``.
-            seed: of the order and of the workers; the same on every rank.
-            drop_last: drop the last incomplete batch, and the samples that would make the ranks' shares unequal.
+            batch_size: samples per rank and step.
+            shuffle: use another order in every epoch; call ``dataloader.sampler.set_epoch(epoch)``.
+            seed: seed of the order and of the workers; the same on every rank.
+            drop_last: drop the last incomplete batch, and samples that would give ranks different numbers.
             pin_memory: see ``DataLoader``.
             num_workers: see ``DataLoader``.
             distributed_sampler_cls: instead of ``torch.utils.data.DistributedSampler``.
             kwargs: further arguments of ``DataLoader``.
 
         Raises:
-            TypeError: the dataset has no length, or an argument is of a wrong kind.
-            ValueError: ``kwargs`` holds a sampler, or a number is out of range.
+            TypeError: the dataset has no length, or an argument has a wrong type.
+            ValueError: ``kwargs`` has a sampler, or a number is out of range.
         """
         require_map_style(dataset)
         check_numbers(batch_size, seed, num_workers, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
@@ -206,7 +209,7 @@ class Plugin(ABC):
         return distributed_dataloader(dataset, batch_size, replicas, seed=seed, sampler=sampler, options=options)
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Another name of :meth:`prepare_dataloader`, used by published examples."""
+        """Call :meth:`prepare_dataloader`; published examples use this name."""
         return self.prepare_dataloader(*args, **kwargs)
 
 
@@ -246,7 +249,7 @@ class ShardedPlugin(Plugin):
             device = start_ranks()
             self.check_device(device)
             plan = self.plan(all_ranks()[1])
-            vars(self)["_mesh"] = Mesh.create(plan.mesh, device, plan.comm)  # the arguments are frozen
+            vars(self)["_mesh"] = Mesh.create(plan.mesh, device, plan.comm)  # the dataclass is frozen
         return self._mesh
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
@@ -256,14 +259,14 @@ class ShardedPlugin(Plugin):
         plan = with_optimizer(self.plan(mesh.mesh_group.size), optimizer)
         take_offload = getattr(optimizer, "take_offload", None)
         if take_offload is not None:
-            take_offload()  # from here on the plan says where state is, not the optimizer
+            take_offload()  # from now on the plan defines the location of state, not the optimizer
         if plan.grad.update == "backward" and not updates_early(plan, mesh.device):
             warn_user(
                 f"update={plan.grad.update!r} updates nothing during backward: masters and optimizer state are all on "
                 f"{mesh.device}, where step() updates them; put some on the host, or use update='step'"
             )
         session = build(model, optimizer, plan, mesh)
-        if getattr(self, "use_fp8", False):  # of layers as they are now, cut and in their dtypes
+        if getattr(self, "use_fp8", False):  # applies to the layers as they are now, sharded and cast
             multiply_in_8_bits(model)
         self.prepare(session)
         give_names(session)

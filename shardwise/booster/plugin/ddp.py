@@ -1,4 +1,4 @@
-"""TorchDDPPlugin: hands the model to ``torch.nn.parallel.DistributedDataParallel``."""
+"""TorchDDPPlugin: wraps the model in ``torch.nn.parallel.DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 
 
 def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
-    """The keyword arguments of ``DistributedDataParallel`` that the published ones mean.
+    """Return the keyword arguments of ``DistributedDataParallel`` for the published arguments.
 
     Raises:
         ValueError: ``bucket_cap_mb`` is not positive.
@@ -30,7 +30,7 @@ def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
     integer("bucket_cap_mb", arguments.bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
     if arguments.check_reduction:
         refuse("check_reduction", True, "leave it False: torch's DDP always checks, and ignores this argument")
-    # True is torch's own default; naming it would make torch warn about the argument's future.
+    # True is torch's default; passing it would make torch warn about the argument.
     buffers = {} if arguments.broadcast_buffers else {"broadcast_buffers": False}
     return {
         **buffers,
@@ -42,7 +42,7 @@ def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
 
 
 class TorchDDPModel(ModelWrapper):
-    """The user's module behind DDP, or by itself where there is one process or nothing to train."""
+    """The user's module in DDP, or the module alone with a single process or without trainable parameters."""
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any], compress: bool = False) -> None:
         parallel = dist.is_available() and dist.is_initialized() and any(p.requires_grad for p in module.parameters())
@@ -57,7 +57,7 @@ class TorchDDPModel(ModelWrapper):
         return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside keep their gradients local; see torch's ``DistributedDataParallel.no_sync``."""
+        """Keep gradients of backward passes inside local; see torch's ``DistributedDataParallel.no_sync``."""
         if isinstance(self.module, DistributedDataParallel):
             context: AbstractContextManager[None] = self.module.no_sync()
             return context
@@ -66,18 +66,18 @@ class TorchDDPModel(ModelWrapper):
 
 @dataclass(frozen=True, eq=False)
 class TorchDDPPlugin(DPPluginBase):
-    """Plain data parallelism by torch's ``DistributedDataParallel``.
+    """Data parallelism with torch's ``DistributedDataParallel``.
 
-    Precision is left to the Booster. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).
+    The Booster defines the precision. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).
 
     Args:
         broadcast_buffers: every forward starts with rank 0's buffers.
-        bucket_cap_mb: gradients reduced together, in MiB.
+        bucket_cap_mb: size of gradients reduced together, in MiB.
         find_unused_parameters: look for parameters without a gradient after every forward.
-        check_reduction: torch ignores it (a deprecated argument of DDP), so True is refused.
+        check_reduction: must be False: torch ignores it (a deprecated argument of DDP).
         gradient_as_bucket_view: gradients are views of the buckets.
         static_graph: the same parameters are used in every step.
-        fp8_communication: gradients travel in 8 bits.
+        fp8_communication: communicate gradients in 8 bits.
     """
 
     broadcast_buffers: bool = True
@@ -108,7 +108,7 @@ class TorchDDPPlugin(DPPluginBase):
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Needs ``model``: the one that boost returned.
+        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
 
         Raises:
             ValueError: ``model`` is not a boosted one.

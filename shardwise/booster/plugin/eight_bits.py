@@ -1,4 +1,4 @@
-"""What torch's DDP and ``fully_shard`` exchange, in 8 bits, by the hooks that they have for it."""
+"""8-bit communication of torch's DDP and ``fully_shard`` by their hooks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,10 @@ __all__ = ["check_dtypes", "compress_unit", "reduce_bucket"]
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Raises:
-    ValueError: of a parameter that cannot be written in 8 bits.
+    """Check the dtypes of parameters.
+
+    Raises:
+        ValueError: a parameter has a dtype that cannot be converted to 8 bits.
     """
     for name, param in model.named_parameters():
         if param.is_floating_point() and not VALUES.takes(param.dtype):
@@ -30,8 +32,10 @@ def reduce_bucket(
     _state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
 ) -> torch.futures.Future[Tensor]:
-    """DDP's hook: the mean over the ranks of a bucket, the same bits on all of them. It is there when this returns, and
-    collectives of buckets follow each other."""
+    """Return the mean of a bucket over the ranks, with the same bits on all of them; a hook for DDP.
+
+    The result is complete when this returns, and collectives of buckets run one after another.
+    """
     full = bucket.buffer()
     size = dist.get_world_size()
     padded = nn.functional.pad(full, (0, -full.numel() % size)).view(size, -1)
@@ -45,19 +49,19 @@ def reduce_bucket(
 
 
 def compress_unit(unit: FSDPModule) -> None:
-    """What is gathered and reduced of a unit is, from here on."""
+    """Compress all further gathers and reductions of a unit."""
     unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]  # only called
     unit.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
 
 class _Memory:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What torch asks for."""
+        """Return the memory that torch requests."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class _AllGather(_Memory):
-    """All ranks get what was rounded, the owner of a shard too; the shard itself stays as it is."""
+    """All-gather rounded values on all ranks, including the owner of a shard; the shard itself is unchanged."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -65,7 +69,7 @@ class _AllGather(_Memory):
         if VALUES.takes(input_tensor.dtype):
             _gather(output_tensor, input_tensor, group, VALUES)
             return None
-        # Parameters of several dtypes in one unit come as bytes already.
+        # A unit with parameters of several dtypes is gathered as bytes, which are not compressed.
         work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
@@ -84,7 +88,7 @@ class _ReduceScatter(_Memory):
 
 
 def _gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None, format_: Any) -> None:
-    """``out`` becomes every rank's ``own``, rounded, on all of them."""
+    """Fill ``out`` with every rank's rounded ``own``; the result is the same on all ranks."""
     if own.numel():
         sent = format_.write(own.reshape(1, -1))
         found = sent.new_empty(out.numel() // own.numel(), sent.numel())
@@ -93,7 +97,7 @@ def _gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None, format_: 
 
 
 def _sum_of_slices(out: Tensor, rows: Tensor, group: dist.ProcessGroup | None, scale: float) -> None:
-    """``out`` becomes the scaled sum over the ranks of the row that is for this one, made in fp32."""
+    """Fill ``out`` with the scaled sum over the ranks of this rank's row, computed in fp32."""
     if rows.numel():
         sent = GRADIENTS.write(rows)
         found = torch.empty_like(sent)

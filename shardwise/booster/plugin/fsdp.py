@@ -1,6 +1,6 @@
-"""TorchFSDPPlugin: hands the model to torch's ``fully_shard``, with FSDP1's published arguments translated.
+"""TorchFSDPPlugin: applies torch's ``fully_shard`` to the model, with FSDP1's published arguments translated.
 
-Source: PyTorch FSDP, arXiv 2304.11277; ``torch.distributed.fsdp``. What differs is in ``docs/booster.md``.
+Source: PyTorch FSDP, arXiv 2304.11277; ``torch.distributed.fsdp``. ``docs/booster.md`` lists the differences.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = ["FSDPPlan", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:
-    """What ``fully_shard`` is told.
+    """Arguments for ``fully_shard``.
 
     Attributes:
         mesh: ``"shard"`` over all ranks, ``"hybrid"`` (replicas of nodes), or ``"replicate"`` (nothing is sharded).
         reshard_after_forward: release gathered parameters between forward and backward.
-        offload: to the host.
-        root_precision: for what no unit holds.
-        unit_precision: for units.
-        buffer_dtype: floating buffers are cast to it; ``None`` leaves them.
+        offload: offload to the host.
+        root_precision: precision of parameters outside units.
+        unit_precision: precision of units.
+        buffer_dtype: dtype of floating-point buffers; ``None``: no cast.
         full_precision_classes: modules computed in fp32 between casts.
     """
 
@@ -70,12 +70,12 @@ _STRATEGIES: dict[ShardingStrategy, tuple[Literal["shard", "hybrid", "replicate"
 
 
 def to_plan(arguments: TorchFSDPPlugin) -> FSDPPlan:
-    """The ``fully_shard`` arguments that the published ones mean.
+    """Return the ``fully_shard`` arguments for the published arguments.
 
     Raises:
-        NotImplementedError: ``backward_prefetch=BACKWARD_POST``, ``mixed_precision.keep_low_precision_grads`` or
-            ``fp8_communication`` where there are replicas, none of which fully_shard has.
-        ValueError: a process group that does not go with the strategy.
+        NotImplementedError: ``backward_prefetch=BACKWARD_POST``, ``mixed_precision.keep_low_precision_grads``, or
+            ``fp8_communication`` with replicas; fully_shard has none of these.
+        ValueError: the process group does not fit the strategy.
     """
     if arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         refuse("backward_prefetch", arguments.backward_prefetch, "fully_shard prefetches as BACKWARD_PRE does")
@@ -112,27 +112,29 @@ def to_plan(arguments: TorchFSDPPlugin) -> FSDPPlan:
 
 
 class TorchFSDPModel(ModelWrapper):
-    """A fully sharded module whose ``state_dict`` and ``load_state_dict`` speak of full tensors (collective)."""
+    """A fully sharded module whose ``state_dict`` and ``load_state_dict`` use full tensors (collective)."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep whole gradients on every rank; the first one after it reduces their sum."""
+        """Keep unsharded gradients of backward passes inside on every rank; the first pass afterwards reduces their
+        sum.
+        """
         sharded = cast(FSDPModule, self.module)
         try:
-            sharded.set_requires_gradient_sync(False)  # unit by unit, between which an interrupt may come
+            sharded.set_requires_gradient_sync(False)  # set unit by unit; an interrupt may come in between
             yield
         finally:
             sharded.set_requires_gradient_sync(True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Full CPU tensors under the module's own names, on every rank. Collective."""
+        """Return full CPU tensors under the module's own names on every rank. Collective."""
         return full_model_state(self.module, self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors, the same on every rank.
 
         Raises:
-            NotImplementedError: ``assign=True``, which would put full tensors in the place of shards.
+            NotImplementedError: ``assign=True``, which would replace shards by full tensors.
         """
         if assign:
             refuse("assign", assign, "leave it False")
@@ -148,14 +150,14 @@ class TorchFSDPPlugin(DPPluginBase):
             ``None``: all ranks.
         sharding_strategy: ``None`` is FULL_SHARD.
         cpu_offload: keep parameters, gradients and optimizer state on the host.
-        auto_wrap_policy: which submodules are gathered on their own: a torch policy or ``f(module, recurse,
+        auto_wrap_policy: selects submodules that are gathered separately: a torch policy or ``f(module, recurse,
             nonwrapped_numel) -> bool``. ``None``: the model is one unit.
-        backward_prefetch: ``None`` and BACKWARD_PRE are what fully_shard does.
+        backward_prefetch: ``None`` and BACKWARD_PRE are the behaviour of fully_shard.
         mixed_precision: dtypes.
-        ignored_modules: left as they are, on every rank.
-        param_init_fn: called on each module that holds meta parameters of its own.
+        ignored_modules: not sharded; every rank keeps them.
+        param_init_fn: called on each module that has its own meta parameters.
         sync_module_states: start from the first rank's parameters and buffers.
-        fp8_communication: parameters and gradients travel in 8 bits, where there are no replicas.
+        fp8_communication: communicate parameters and gradients in 8 bits, if there are no replicas.
     """
 
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -180,7 +182,7 @@ class TorchFSDPPlugin(DPPluginBase):
         to_plan(self)
 
     def data_parallel(self) -> tuple[int, int]:
-        """The ranks of ``process_group``, or all."""
+        """Return this rank's index and the number of ranks in ``process_group``, or among all ranks."""
         if isinstance(self.process_group, dist.ProcessGroup):
             return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         return super().data_parallel()
@@ -239,7 +241,7 @@ class TorchFSDPPlugin(DPPluginBase):
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Needs ``model``: the one that boost returned.
+        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
 
         Raises:
             ValueError: ``model`` is not a boosted one.

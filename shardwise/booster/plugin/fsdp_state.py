@@ -1,4 +1,4 @@
-"""Full states of fully sharded models and optimizers, and the optimizer's hand-over to sharded parameters."""
+"""Full states of fully sharded models and optimizers; replaces an optimizer's parameters by sharded ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ def _full(value: Any) -> Any:
 
 
 def _like(value: Any, like: torch.Tensor) -> Any:
-    """``value`` divided over ranks as ``like`` is, where it is. Every rank has the full value, so nothing travels."""
+    """Return ``value`` sharded like ``like`` and on its device. Every rank has the full value, so nothing is
+    communicated.
+    """
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
-    # Torch divides on the mesh's device. See [Note: Shards away from their mesh].
+    # Torch shards on the mesh's device. See [Note: Shards away from their mesh].
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def full_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with full CPU tensors; a tensor under two names stays one. Collective."""
+    """Return ``state`` with full CPU tensors; a tensor with two names stays one tensor. Collective."""
     done: dict[int, Any] = {}
     own = dict(module.named_parameters(remove_duplicate=False))
     full = {}
@@ -51,16 +53,18 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: b
 
 
 def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded: Mapping[str, torch.Tensor]) -> None:
-    """Put the sharded parameters in the place of the whole ones, group by group. State moves along: that which a class
-    makes when it is built (Adagrad), and that of steps before. No rank sends any; each divides its own.
+    """Replace the full parameters in an optimizer by the sharded ones, group by group.
+
+    State is converted, too: state that the constructor creates (Adagrad), and state of earlier steps. Each rank shards
+    its own state without communication.
 
     Args:
-        optimizer: built over the whole parameters.
-        names: name by ``id`` of the whole parameter.
+        optimizer: built over the full parameters.
+        names: name by ``id`` of the full parameter.
         sharded: the new parameter by name.
 
     Raises:
-        ValueError: a parameter that is not the model's, or state that cannot be divided. The optimizer is as it was.
+        ValueError: a parameter that is not the model's, or state that cannot be sharded. The optimizer is unchanged.
     """
     groups, state = list[list[torch.Tensor]](), dict[torch.Tensor, dict[str, Any]]()
     for index, group in enumerate(optimizer.param_groups):
@@ -84,7 +88,7 @@ def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded:
 def _divided(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], entry: Mapping[str, Any], name: str, like: torch.Tensor
 ) -> dict[str, Any]:
-    """One parameter's state, divided as ``like`` is; made again where it was made on the meta device."""
+    """Return one parameter's state, sharded like ``like``; state on the meta device is created again."""
     tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     if any(value.is_meta for value in tensors.values()):
         made = constructed_state(optimizer, group, like)
@@ -100,7 +104,7 @@ def _divided(
                 f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(like.shape)}: "
                 "only element-wise state can be sharded"
             )
-    # A count of steps stays on the host, as torch has it, unless the kernel reads it.
+    # As in torch, the step count stays on the host unless the kernel reads it.
     kernel = group.get("fused") or group.get("capturable")
     counts = {key: value for key, value in tensors.items() if value.shape != like.shape}
     moved = {key: value.to(like.device) for key, value in counts.items() if kernel or not value.is_cpu}
@@ -108,10 +112,10 @@ def _divided(
 
 
 class TorchFSDPOptimizer(OptimizerWrapper):
-    """An optimizer over sharded parameters whose ``state_dict`` holds full tensors (collective)."""
+    """An optimizer over sharded parameters whose ``state_dict`` has full tensors (collective)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Full CPU tensors per parameter index, on every rank. Collective."""
+        """Return full CPU tensors by parameter index on every rank. Collective."""
         state = super().state_dict()
         full = {index: {key: _full(value) for key, value in entry.items()} for index, entry in state["state"].items()}
         return {**state, "state": full}
@@ -120,7 +124,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         """Load full tensors, the same on every rank.
 
         Raises:
-            ValueError: another class made the state, or its groups have other sizes.
+            ValueError: it is the state of another class, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
         parameters = parameters_of(self.optim)

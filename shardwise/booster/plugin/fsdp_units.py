@@ -1,4 +1,4 @@
-"""Which modules are sharded as a unit, and how meta parameters come to life before that."""
+"""Select the modules that are sharded as units, and initialize meta parameters before that."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def unit_modules(
     ignored: set[nn.Module],
     always: tuple[type[nn.Module], ...] = (),
 ) -> list[nn.Module]:
-    """The modules to shard, children before parents, ``root`` last. A module that holds a tied parameter whose other
-    owner is outside of it is not a unit.
+    """Return the modules to shard, children before parents, ``root`` last.
+
+    A module with a tied parameter that a module outside of it also has is not a unit.
 
     Args:
         root: the model.
         policy: an FSDP1 ``auto_wrap_policy``: a torch policy object, or ``f(module, recurse, nonwrapped_numel)``.
         ignored: modules that are never a unit.
-        always: classes whose instances are units whatever the policy says, if they hold parameters.
+        always: classes whose instances are units under any policy, if they have parameters.
 
     Raises:
-        NotImplementedError: a ``CustomPolicy`` that gives a module arguments of its own.
+        NotImplementedError: a ``CustomPolicy`` that returns arguments for a module.
     """
     chosen: set[nn.Module] = set()
     if policy is not None and hasattr(policy, "_run_policy"):
@@ -42,7 +43,7 @@ def unit_modules(
         _recurse(root, policy, ignored, chosen)
     chosen |= {m for m in root.modules() if isinstance(m, always) and next(m.parameters(), None) is not None}
     chosen.discard(root)
-    # modules() lists parents first, so reversing it puts every child before its parents.
+    # modules() lists parents first, so the reverse order has children before their parents.
     units = [m for m in reversed(list(root.modules())) if m in chosen and m not in ignored]
     owners = _owners_of_tied(root)
     return [*(unit for unit in units if _can_be_unit(unit, owners)), root]
@@ -57,15 +58,17 @@ def _owners_of_tied(root: nn.Module) -> list[set[nn.Module]]:
 
 
 def _can_be_unit(module: nn.Module, owners_of_tied: list[set[nn.Module]]) -> bool:
-    """Not a container without a forward for the hooks to be on, and not one of several owners of a tied parameter:
-    fully_shard wants those in one unit, so such a module is left to the unit around it."""
+    """Return False for containers without a forward, and for modules that share a tied parameter with an outer module.
+
+    ``fully_shard`` requires all owners of a tied parameter in one unit, so such a module is part of the outer unit.
+    """
     inner = set(module.modules())
     whole = all(owners <= inner or not owners & inner for owners in owners_of_tied)
     return whole and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _recurse(module: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module], chosen: set[nn.Module]) -> int:
-    """Number of elements under ``module`` that are in units, as FSDP1's recursion counts them."""
+    """Return the number of elements under ``module`` that are in units, as FSDP1's recursion counts them."""
     skipped = {p for inner in module.modules() if inner in ignored for p in inner.parameters(recurse=False)}
     numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in skipped)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -83,11 +86,11 @@ def materialize(
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Give values to meta parameters and buffers, module by module: ``init(module)``, else ``reset_parameters()``.
+    """Initialize meta parameters and buffers, module by module: ``init(module)``, else ``reset_parameters()``.
 
     Raises:
-        ValueError: a module with meta tensors of its own has no ``reset_parameters`` and no ``init`` is given, or
-            ``init`` left some of them on the meta device.
+        ValueError: a module with its own meta tensors has no ``reset_parameters`` and there is no ``init``, or ``init``
+            left some of them on the meta device.
     """
     for name, module in model.named_modules():
         if module in ignored or not _meta(module):

@@ -1,4 +1,4 @@
-"""GeminiPlugin: ZeRO-3 in chunks of searched size, any share of which may stay gathered, on our engine."""
+"""GeminiPlugin: ZeRO-3 in chunks of searched size on our engine; any fraction of the chunks may stay gathered."""
 
 from __future__ import annotations
 
@@ -55,68 +55,68 @@ OLD_POLICIES = {
 
 @dataclass(frozen=True, eq=False)
 class GeminiPlugin(ShardedPlugin, DPPluginBase):
-    """Chunked ZeRO-3, and everything between it and ZeRO-2.
+    """ZeRO-3 in chunks, and all modes between ZeRO-3 and ZeRO-2.
 
     Args:
         chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
-            It is only read, so one dict serves any number of models.
+            It is only read, so one dict may be used for any number of models.
         chunk_init_device: ``None`` or a device where the placement keeps chunks: they are allocated there. The CPU is
-            refused in a run that keeps all parameters on GPUs.
-        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: all starts on the host; the first
-            step is traced, and later steps keep as much on the device as its memory allows at each moment.
-        enable_gradient_accumulation: no effect: backward passes before a step always accumulate. True is refused with
+            an error in a run that keeps all parameters on GPUs.
+        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; the
+            first step is traced, and later steps keep as much on the device as its memory allows at each moment.
+        enable_gradient_accumulation: no effect: backward passes before a step always accumulate. True is an error with
             ``update="backward"``, where each step is one backward pass.
         max_prefetch: chunks gathered ahead of their use, once the order is known. No effect if no chunk is gathered
             (``shard_param_frac=0.0``) or with ``enable_async_reduce=False``.
-        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
-            ``"static"`` only, as the two after it.
-        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
-        offload_param_frac: share of parameters that is on the host between uses, and therefore not gathered, whatever
-            ``shard_param_frac`` is. It goes with every ``offload_optim_frac``.
-        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
-            model data.
-        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
+        shard_param_frac: fraction of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
+            ``"static"`` only, as the next two.
+        offload_optim_frac: fraction of masters, optimizer state and reduced gradients on the host.
+        offload_param_frac: fraction of parameters that is on the host between uses, and therefore not gathered for any
+            ``shard_param_frac``. It can be combined with every ``offload_optim_frac``.
+        warmup_non_model_data_ratio: for ``"auto"`` only: fraction of the device's memory that the first step keeps free
+            of model data.
+        steady_cuda_cap_ratio: for ``"auto"`` only: fraction of the device's memory that later steps may use.
         precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
         master_weights: keep fp32 copies of 16-bit parameters.
-        pin_memory: page-locked host memory for offloaded state; ``enable_async_reduce`` implies it.
-        force_outputs_fp32: cast floating outputs of the model to fp32.
-        strict_ddp_mode: refuse every parallelism but data parallelism.
+        pin_memory: pinned host memory for offloaded state; ``enable_async_reduce`` implies it.
+        force_outputs_fp32: cast floating-point outputs of the model to fp32.
+        strict_ddp_mode: refuse every parallelism except data parallelism.
         search_range_m: chunk sizes are searched over this many units of 2**20 elements.
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
+        memstats: for ``"auto"`` only: the trace of an earlier run, or the result of ``trace_memory`` for the model (a
             ``MemStats``, or the path of a saved one), instead of a traced first step.
-        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
-            moves into after the first step.
-        initial_scale: first loss scale (fp16 only, as the six after it).
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
+        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+            after the first step.
+        initial_scale: first loss scale (fp16 only, as the next six).
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: any p > 0, ``math.inf`` included.
+        norm_type: any p > 0, including ``math.inf``.
         tp_size: consecutive ranks that share the layers (tensor parallelism).
         extra_dp_size: number of replicas of the sharded model.
         enable_all_optimization: fused normalization and flash attention.
-        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
-        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
-            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_fused_normalization: use torch's kernel for RMS norms of transformers.
+        enable_flash_attention: use torch's ``scaled_dot_product_attention`` for the model's attention, which has flash
+            kernels on some devices. A model that does not support it is unchanged, with a warning.
         enable_sequence_parallelism: between sharded layers each rank of ``tp_size`` has a part of every sequence
             (``"split_gather"`` of HybridParallelPlugin).
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
-        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
-        enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
-        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
-        verbose: report the chunk search, and say when a step is skipped.
-        fp8_communication: parameters, gradients and activations between sharded layers travel in 8 bits.
-        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+        enable_sequence_overlap: no effect; gathers of sequences and matrix products do not overlap.
+        enable_async_reduce: reduce gradients during backward, and gather chunks ahead; False: neither.
+        use_fp8: linear layers multiply in 8 bits if their sizes allow it.
+        verbose: report the chunk search and skipped steps.
+        fp8_communication: communicate parameters, gradients and activations between sharded layers in 8 bits.
+        device_memory: an extension: device memory that may be used, in bytes or as a string such as ``"64MiB"``;
             ``None``: all of it, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
-            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
-            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
-            is in host memory or on a disk.
+        update: an extension: ``"step"``; or ``"backward"``: update masters and optimizer state of a chunk in place as
+            soon as its gradient is reduced, during backward. Gradients are not kept, and each step is one backward
+            pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
+            memory or on a disk.
     """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
@@ -170,16 +170,16 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
         ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
         _check_accumulation(self, to_plan(self, ranks))
-        _ = self._stats  # an unreadable file is an error now, not at the first boost
+        _ = self._stats  # raises errors about an unreadable file now, not at the first boost
         warn_unused(self, _unused(self))
 
     @cached_property
     def _stats(self) -> MemStats | None:
-        """``memstats``, read where it is a path.
+        """Return ``memstats``, read from a file if it is a path.
 
         Raises:
-            OSError, ValueError: it cannot be read, or is no trace.
-            TypeError: it is something else.
+            OSError, ValueError: it cannot be read, or is not a trace.
+            TypeError: it has another type.
         """
         stats = self.memstats
         if stats is None or isinstance(stats, MemStats):
@@ -189,8 +189,10 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         return MemStats.load(Path(stats))
 
     def plan(self, world_size: int) -> Plan:
-        """Raises:
-        ValueError: ``tp_size`` does not divide the ranks, or what is left of them has no such plan.
+        """Return the plan for that many ranks.
+
+        Raises:
+            ValueError: ``tp_size`` does not divide the ranks, or there is no plan for the data-parallel ranks.
         """
         data_parallel_size(world_size, self.tp_size)
         return to_plan(self, world_size)
@@ -203,12 +205,14 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         return ["fp16", "bf16", "fp32"]
 
     def support_no_sync(self) -> bool:
-        """False: chunks are reduced as soon as they are full, so that full gradients are never kept."""
+        """Return False: chunks are reduced as soon as they are full, so full gradients are never kept."""
         return False
 
     def check_device(self, device: torch.device) -> None:
-        """Raises:
-        NotImplementedError: ``chunk_init_device`` is no device where chunks of this run are at home.
+        """Check ``chunk_init_device``.
+
+        Raises:
+            NotImplementedError: ``chunk_init_device`` is not a device where this run keeps chunks.
         """
         if self.chunk_init_device is None:
             return
@@ -243,7 +247,7 @@ def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
 
 
 def _nothing_ahead(arguments: GeminiPlugin) -> str | None:
-    """Return why chunks are not prefetched, whatever ``max_prefetch`` is; ``None``: they are."""
+    """Return why chunks are not prefetched for any ``max_prefetch``; ``None``: they are."""
     a = arguments
     if not a.enable_async_reduce:
         return "nothing is gathered ahead with enable_async_reduce=False"
@@ -292,8 +296,10 @@ def _check_search(arguments: GeminiPlugin) -> None:
 
 
 def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises:
-    ValueError: there are no entries, or an invalid one. All are checked: the number of ranks selects one.
+    """Check ``chunk_config_dict``.
+
+    Raises:
+        ValueError: there are no entries, or an invalid one. All are checked, because the number of ranks selects one.
     """
     if not config:
         raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
@@ -318,7 +324,7 @@ def _check_accumulation(arguments: GeminiPlugin, plan: Plan) -> None:
 
 
 def _packing(arguments: GeminiPlugin, shard_ranks: int | None) -> tuple[Packing, float]:
-    """Return the packing and the share of parameters that may stay gathered."""
+    """Return the packing and the fraction of parameters that may stay gathered."""
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
@@ -365,11 +371,11 @@ def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
 
     Args:
         arguments: already checked by their own constructor.
-        world_size: all ranks; needed only to choose the entry of ``chunk_config_dict``.
+        world_size: number of all ranks; only needed to choose the entry of ``chunk_config_dict``.
 
     Raises:
-        ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or ranks that
-            ``extra_dp_size`` and ``tp_size`` do not divide.
+        ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or
+            ``extra_dp_size`` and ``tp_size`` do not divide the ranks.
     """
     a = arguments
     mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size, tp=a.tp_size)

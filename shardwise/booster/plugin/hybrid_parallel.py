@@ -72,48 +72,48 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
         zero_stage: 0 replicates masters and optimizer state over the data-parallel ranks; 1 shards them; 2 also shards
             gradients as soon as they are computed.
         enable_all_optimization: fused normalization and flash attention.
-        enable_fused_normalization: RMS norms of transformers are torch's own kernel.
-        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
-            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_fused_normalization: use torch's kernel for RMS norms of transformers.
+        enable_flash_attention: use torch's ``scaled_dot_product_attention`` for the model's attention, which has flash
+            kernels on some devices. A model that does not support it is unchanged, with a warning.
         enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
         sequence_parallelism_mode: ``"split_gather"``, or ``"ring"`` with the same meaning: between tensor-parallel
             layers, over the ranks of ``tp_size``. ``"all_to_all"`` (attention over full sequences for a part of the
-            heads) or ``"ring_attn"`` (keys and values travel from rank to rank): over the ranks of ``sp_size``,
-            everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``, otherwise ``"split_gather"``.
-        enable_sequence_overlap: no effect; gathers of sequences and products do not overlap.
+            heads) or ``"ring_attn"`` (keys and values are sent from rank to rank): over the ranks of ``sp_size``, in
+            the whole model. ``None``: ``"all_to_all"`` with ``sp_size > 1``, otherwise ``"split_gather"``.
+        enable_sequence_overlap: no effect; gathers of sequences and matrix products do not overlap.
         parallel_output: logits stay sharded by vocabulary if the model's own loss allows it; the loss is the same.
         num_microbatches: micro-batches of a batch, evenly divided; fewer if the batch has fewer rows.
         microbatch_size: rows of a micro-batch (the last may be smaller), for ``num_microbatches=None``. Without either
-            there is one micro-batch a stage.
-        initial_scale: first loss scale (fp16 only, as the six after it).
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
+            there is one micro-batch per stage.
+        initial_scale: first loss scale (fp16 only, as the next six).
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         broadcast_buffers: only True: all ranks start with the buffers of rank 0. For ``zero_stage=0`` only, as the next
             five.
-        ddp_bucket_cap_mb: gradients reduced together, in MiB.
+        ddp_bucket_cap_mb: size of gradients reduced together, in MiB.
         find_unused_parameters: no effect: a parameter without a gradient is not an error.
         check_reduction: no effect: ranks always compare the reduced parameters at the end of a pass.
         gradient_as_bucket_view: no effect: gradients are always views of the buckets.
         static_graph: no effect.
         zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
-        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
-        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
-        overlap_communication: reduce gradients while backward still runs.
-        custom_policy: which layers are sharded, instead of the built-in rules for the model's classes.
-        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` (zero bubble) with two, from the
+        cpu_offload: keep masters, optimizer state and reduced gradients on the host, and update them there.
+        communication_dtype: dtype of gradient communication; ``None``: the parameters' dtype.
+        overlap_communication: reduce gradients during backward.
+        custom_policy: defines the sharded layers, instead of the built-in rules for the model's classes.
+        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages per rank; ``"zbv"`` (zero bubble) with two, from the
             first rank to the last and back, so that the loss is on the first; gradients of weights are computed when a
             rank would wait.
-        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
+        num_model_chunks: stages per rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
         num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
             rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: evenly divided, with
             more in the middle.
-        gradient_checkpoint_config: layers of a model of transformers that are recomputed in backward: a share, or a
+        gradient_checkpoint_config: layers of a model of transformers that are recomputed in backward: a fraction, or a
             number for each stage.
         enable_metadata_cache: stages exchange the shapes of their activations once for each input shape, not for every
             message.
@@ -122,18 +122,18 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
         dp_outside: the stages of one model are on consecutive ranks; False: the ranks with the same stage are. No
             effect without a pipeline. Tensor-parallel ranks are always innermost.
         overlap_p2p: no effect: sends are always asynchronous.
-        overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
-        fp8_communication: parameters, gradients and activations between layers and stages travel in 8 bits.
-        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
+        overlap_allgather: gather updated parameters during the next forward, for ``zero_stage`` 1 and 2.
+        fp8_communication: communicate parameters, gradients and activations between layers and stages in 8 bits.
+        use_fp8: linear layers multiply in 8 bits if their sizes allow it.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
-        norm_type: an extension: any p > 0, ``math.inf`` included.
-        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+        norm_type: an extension: any p > 0, including ``math.inf``.
+        device_memory: an extension: device memory that may be used, in bytes or as a string such as ``"64MiB"``;
             ``None``: all of it, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
-            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
-            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
-            is in host memory or on a disk.
-        scheduler_nodes: only ``None``: ``pp_style="zbv"`` makes its own schedule.
+        update: an extension: ``"step"``; or ``"backward"``: update masters and optimizer state of a chunk in place as
+            soon as its gradient is reduced, during backward. Gradients are not kept, and each step is one backward
+            pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
+            memory or on a disk.
+        scheduler_nodes: only ``None``: ``pp_style="zbv"`` has its own schedule.
     """
 
     tp_size: int
@@ -195,8 +195,10 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
         warn_unused(self, _unused(self))
 
     def plan(self, world_size: int) -> Plan:
-        """Raises:
-        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
+        """Return the plan for that many ranks.
+
+        Raises:
+            ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
         """
         data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
         return to_plan(self)
@@ -208,7 +210,9 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
             return super().configure(model, optimizer)
 
     def support_no_sync(self) -> bool:
-        """True at stages 0 and 1, which keep full gradients; stage 2 keeps only the shard after each backward pass."""
+        """Return True at stages 0 and 1, which keep full gradients; stage 2 keeps only the shard after each backward
+        pass.
+        """
         return self.zero_stage < 2
 
 
@@ -274,10 +278,10 @@ def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
 
 
 def sequence_arguments(arguments: HybridParallelPlugin) -> SequenceArguments:
-    """Those of sequence parallelism.
+    """Return the arguments of sequence parallelism.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: they contradict each other.
     """
     a = arguments
     return SequenceArguments(
@@ -292,7 +296,7 @@ def sequence_arguments(arguments: HybridParallelPlugin) -> SequenceArguments:
 
 
 def _bucket_numel(arguments: HybridParallelPlugin) -> int:
-    """Elements that are reduced together."""
+    """Return the number of elements that are reduced together."""
     a = arguments
     if a.zero_stage == 0:
         integer("ddp_bucket_cap_mb", a.ddp_bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")

@@ -24,33 +24,33 @@ class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase):
     Args:
         stage: 1 shards optimizer state; 2 also shards gradients as soon as they are computed.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
-            2**32 given explicitly is used.
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
+        initial_scale: first loss scale (fp16 only, as the next six). The default means 2**16; an explicit 2**32 is
+            used.
+        min_scale: smallest loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale on overflow, after ``hysteresis`` overflows.
+        growth_interval: number of good steps.
+        hysteresis: number of overflows before the scale falls.
+        max_scale: largest loss scale.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: any p > 0, ``math.inf`` included.
+        norm_type: any p > 0, including ``math.inf``.
         reduce_bucket_size_in_m: elements reduced together, in units of 2**20.
-        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
-        overlap_communication: reduce gradients while backward still runs.
-        overlap_allgather: gather updated parameters while the next forward already runs.
-        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
+        communication_dtype: dtype of gradient communication; ``None``: the parameters' dtype.
+        overlap_communication: reduce gradients during backward.
+        overlap_allgather: gather updated parameters during the next forward.
+        cpu_offload: keep masters, optimizer state and reduced gradients on the host, and update them there.
         master_weights: keep fp32 copies of 16-bit parameters.
-        verbose: say when a step is skipped, and why.
-        cast_inputs: cast floating inputs to the parameters' dtype.
-        fp8_communication: gradients and updated parameters travel in 8 bits.
-        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
+        verbose: report skipped steps with the reason.
+        cast_inputs: cast floating-point inputs to the parameters' dtype.
+        fp8_communication: communicate gradients and updated parameters in 8 bits.
+        use_fp8: linear layers multiply in 8 bits if their sizes allow it.
         extra_dp_size: number of replicas of the sharded state.
-        device_memory: an extension: device memory that may be used, in bytes or as a text such as ``"64MiB"``;
+        device_memory: an extension: device memory that may be used, in bytes or as a string such as ``"64MiB"``;
             ``None``: all of it, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated in
-            place as soon as its gradient is reduced, while backward runs. Gradients are not kept, and each step is one
-            backward pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state
-            is in host memory or on a disk.
+        update: an extension: ``"step"``; or ``"backward"``: update masters and optimizer state of a chunk in place as
+            soon as its gradient is reduced, during backward. Gradients are not kept, and each step is one backward
+            pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
+            memory or on a disk.
     """
 
     stage: int = 1
@@ -81,13 +81,13 @@ class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase):
     def __post_init__(self) -> None:
         check_types(self, fractions=("reduce_bucket_size_in_m",))
         scaler_plan(self)  # checked for every precision
-        to_plan(self)  # checks every value now, not at the first boost
+        to_plan(self)  # raises errors now, not at the first boost
 
     def plan(self, world_size: int) -> Plan:
         return to_plan(self)
 
     def support_no_sync(self) -> bool:
-        """True at stage 1, which keeps full gradients; stage 2 keeps only the shard after each backward pass."""
+        """Return True at stage 1, which keeps full gradients; stage 2 keeps only the shard after each backward pass."""
         return self.stage == 1
 
 

@@ -1,5 +1,5 @@
-"""A folder for PYTHONPATH: what every Python process does that a program under ``shardwise run --as`` starts.
+"""A folder for PYTHONPATH: code for every Python process that a program under ``shardwise run --as`` starts.
 
-The ``sitecustomize`` in it runs before anything else of such a process. What may not enter: any other file, which every
-such program could import by its name alone.
+Its ``sitecustomize`` runs before anything else in such a process. Do not add other files: every such program could
+import them as top-level modules.
 """

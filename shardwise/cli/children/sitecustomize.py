@@ -1,7 +1,7 @@
-"""A foreign library's name is ours in processes that a program starts, as in the program (``shardwise run --as``).
+"""Make a foreign library's name mean our package in child processes of a program (``shardwise run --as``).
 
-Python imports this before anything else, since :mod:`shardwise.cli.as_world` puts its folder onto PYTHONPATH: in the
-processes of ``multiprocessing``'s spawn, in data loaders' workers, and in any Python that inherits the environment.
+Python imports this module before anything else, because :mod:`shardwise.cli.as_world` adds its folder to PYTHONPATH: in
+spawned processes of ``multiprocessing``, in data loader workers, and in any Python that inherits the environment.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ THIS = sys.modules[__name__]
 
 
 def take_the_name() -> None:
-    """Of the library that the environment names."""
+    """Import our package under the name of the library in the environment variable."""
     foreign = os.environ.get("SHARDWISE_AS")
     if not foreign:
         return
-    if find_spec("shardwise") is None:  # the program had it from a folder that this process does not look into
+    if find_spec("shardwise") is None:  # the program found it in a folder that is not on this process's path
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
     import_module("shardwise.compat.impersonation").impersonate(foreign)
 
 
 def run_the_other() -> None:
-    """The ``sitecustomize`` that Python would have found without this one."""
+    """Run the ``sitecustomize`` that this one hides."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != FOLDER]
     del sys.modules["sitecustomize"]
     try:
@@ -42,6 +42,7 @@ def run_the_other() -> None:
 if __name__ == "sitecustomize":
     try:
         take_the_name()
-    except Exception as problem:  # Python would only print it, and go on with another library than the program's
+    # Python would only print the error, and the program would continue with the other library
+    except Exception as problem:
         sys.exit(f"SHARDWISE_AS={os.environ['SHARDWISE_AS']!r}: {problem}; unset it")
     run_the_other()

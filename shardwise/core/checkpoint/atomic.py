@@ -66,7 +66,7 @@ class FileSystem:
         os.mkdir(path)
 
     def create(self, path: str) -> int:
-        """Return a descriptor of a new, empty file; anything of that name (a link, for example) is removed first."""
+        """Return a descriptor of a new, empty file; an existing file or link of that name is removed first."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(path, flags, 0o644)
@@ -90,7 +90,7 @@ class FileSystem:
             data, offset = data[done:], offset + done
 
     def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
-        """Start to write back while the next bytes are prepared; a hint."""
+        """Start to write back these bytes while the caller prepares the next ones; this is a hint to the system."""
         if self._sync_file_range is not None:
             place = (ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
             self._sync_file_range(*place, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
@@ -102,7 +102,7 @@ class FileSystem:
         os.close(fd)
 
     def sync_directory(self, path: str) -> None:
-        """Make names in it survive a power failure, if the file system can."""
+        """Flush the names in a directory, so that they survive a power failure, if the file system can."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -136,7 +136,9 @@ class FileSystem:
         os.rmdir(path)
 
     def lock_directory(self, path: str) -> int | None:
-        """Return a descriptor that locks it until it is closed, or ``None`` if another process has the lock."""
+        """Lock a directory, and return a descriptor that holds the lock until it is closed; ``None`` if another process
+        has it.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +146,7 @@ class FileSystem:
             os.close(fd)
             return None
         except OSError:
-            pass  # no locks there (some network file systems)
+            pass  # some network file systems have no locks
         return fd
 
     def write_file(self, path: str, content: bytes) -> None:
@@ -182,7 +184,7 @@ class FileSystem:
                 os.chmod(path, 0o700)
 
     def remove_tree(self, path: str) -> None:
-        """Remove a file or a directory with its content as far as possible; of a link, only the link."""
+        """Remove a file or a directory with its content as far as possible; of a link, remove only the link."""
         with contextlib.suppress(OSError):
             if os.path.islink(path) or not os.path.isdir(path):
                 self.remove(path)
@@ -232,7 +234,7 @@ HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{
 OUTPUT = "output-"
 """Prefix of the kind in hidden names of other directories."""
 Owned = Callable[[str], bool]
-"""Whether a save writes a file of this name; such files of an earlier save are not kept."""
+"""Return True if a save writes a file of this name; such files of an earlier save are not kept."""
 
 
 def hidden_name(path: str, kind: str) -> str:
@@ -248,7 +250,7 @@ class AtomicDirectory:
         path: the directory to create or replace.
         owned: whether a save writes a file of that name.
         files: the file system.
-        prefix: of the kind in hidden names.
+        prefix: prefix of the kind in hidden names.
 
     Attributes:
         hidden: where to write.
@@ -262,7 +264,7 @@ class AtomicDirectory:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.hidden = hidden_name(path, f"{prefix}saving")
         files.make_directory(self.hidden)
-        # The lock tells other processes that this is no leftover; the system drops it when the process ends.
+        # The lock shows other processes that the directory is in use; the system releases it when the process ends.
         self._lock: int | None = files.lock_directory(self.hidden)
         self._committed = False
         self._replaced: str | None = None
@@ -344,7 +346,8 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give a directory to write to")
-    # A link at the end is replaced, and those before it are followed: ".." behind one leads out of what it points to.
+    # A link at the end of the path is replaced. Links before it are followed, because ".." after a link leaves the
+    # directory that the link points to.
     plain = path.name not in ("", "..")
     place = os.path.join(os.path.realpath(path.parent), path.name) if plain else os.path.realpath(path)
     parent, name = os.path.split(place)
@@ -412,8 +415,8 @@ def _is_being_written(files: Any, path: str) -> bool:
 
 
 def _settle(files: Any, replaced: str, final: str, owned: Owned) -> None:
-    """Remove a directory that ``final`` has replaced; foreign files in it are moved."""
-    if os.path.islink(replaced) or not os.path.isdir(replaced):  # of a link only the name is ours
+    """Remove a directory that ``final`` has replaced, after its foreign files have been moved."""
+    if os.path.islink(replaced) or not os.path.isdir(replaced):  # a link is removed, and its target is left unchanged
         files.remove_tree(replaced)
     elif os.path.isdir(final):
         settle(files, replaced, final, _by_path(owned))
@@ -425,7 +428,7 @@ def _by_path(owned: Owned) -> Callable[[str], bool]:
 
 
 Ours = Callable[[str], bool]
-"""Whether a path (directly in the directory) belongs to the checkpoint."""
+"""Return True if a path (directly in the directory) belongs to the checkpoint."""
 
 
 def take_along(files: Any, old: str, fresh: str, ours: Ours) -> None:
@@ -480,7 +483,7 @@ def settle(files: Any, old: str, new: str, ours: Ours) -> None:
         CheckpointError: a file could not be moved; it is still there.
     """
     try:
-        # Ours last: a directory that has them is known as one that was replaced, should this be interrupted.
+        # Files of the checkpoint are removed last: they mark the directory as a replaced one if this is interrupted.
         names = sorted(files.list_directory(old), key=lambda name: (ours(os.path.join(old, name)), name))
     except OSError:
         return
@@ -526,7 +529,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_known(path: str, place: str) -> bool:
-    """Whether ``place`` is the same file as ``path``, an unchanged copy of it, or newer."""
+    """Return True if ``place`` is the same file as ``path``, an unchanged copy of it, or newer."""
     try:
         mine, there = os.lstat(path), os.lstat(place)
     except OSError:

@@ -43,14 +43,15 @@ SPARE_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
 """Largest index file, which is read at once. A sparse file may be large at no cost, so its size is no bound."""
 MOST_MANIFEST_BYTES = 2 << 30
-"""The same of a native manifest, which has some 57 bytes a piece: 0.7 GB where 16384 ranks have shards of 256 layers
-and their two moments. Reading it takes ten times as much memory on each rank: with 2 GiB, 160 GiB on a host of 8 ranks.
-Writing it takes rank 0 a little more, so a run that could save can load. Other content fails the checksum before it is
-parsed."""
+"""Largest native manifest. A manifest has about 57 bytes per piece: 0.7 GB if 16384 ranks have shards of 256 layers and
+of their two moments. Reading it takes ten times as much memory on each rank: 160 GiB for 2 GiB on a host of 8 ranks.
+Writing it takes rank 0 a little more memory, so a run that could save can also load. Other content fails the checksum
+before it is parsed.
+"""
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 1024
-"""Of each part of a file's name, as on every system, and of all parts of one that a file names."""
+"""Largest length of one part of a file's name (a limit of every system), and of a whole path that a file contains."""
 MOST_TIMES = 4
-"""Tensors may be larger than the files that hold them where they are expanded or tied, but not without end."""
+"""How much larger than their files tensors may be; expanded and tied tensors share bytes of a file."""
 PARSING = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
@@ -82,7 +83,7 @@ def reading(what: object) -> Iterator[None]:
 
 @contextmanager
 def saving(what: object) -> Iterator[None]:
-    """Context of a reader's checks at a save: values that no load would accept are not written as ``what``.
+    """Run a reader's checks at a save, so that values that no load would accept are not written as ``what``.
 
     Raises:
         CheckpointError: a check failed.
@@ -98,7 +99,7 @@ def saving(what: object) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    """Return the error's text without values, whose text may be endless."""
+    """Return the error's text without values, which may be arbitrarily long."""
     texts = [each if isinstance(each, str) else type(each).__name__ for each in error.args]
     return printable(", ".join(text[:200] for text in texts[:3])) or "no text"
 
@@ -140,7 +141,7 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
             raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
-        if nbytes:  # a sparse file would take memory for all of its hole
+        if nbytes:  # reading a sparse file would allocate memory for its holes
             file.seek(nbytes - 1)
             if file.read(1) == b"\0":
                 raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text; it is not read")
@@ -164,10 +165,10 @@ def read_json(path: Path) -> Any:
 
 
 def checked_name(name: object, where: object) -> str:
-    """Return ``name``, that of a file inside the directory that ``where`` describes.
+    """Return ``name`` if it is the name of a file inside the directory that ``where`` describes.
 
     Raises:
-        CheckpointDamage: it is something else.
+        CheckpointDamage: it is not such a name.
     """
     if not _is_plain(name):
         shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
@@ -178,7 +179,7 @@ def checked_name(name: object, where: object) -> str:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether ``name`` is a printable relative path that stays in its directory."""
+    """Return True if ``name`` is a printable relative path that stays in its directory."""
     if not isinstance(name, str) or not name or not name.isprintable():
         return False
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
@@ -216,10 +217,10 @@ def checked_names(names: Mapping[str, Any], where: object) -> None:
 
 
 def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
-    """Return ``sizes`` as a shape of integers whose product, zeros aside, fits into 63 bits.
+    """Return ``sizes`` as a shape of integers whose product, without zeros, fits into 63 bits.
 
     Raises:
-        CheckpointDamage: it is something else.
+        CheckpointDamage: it is not such a shape.
     """
     if not isinstance(sizes, list | tuple) or len(sizes) > MAX_DIMENSIONS:
         raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape; load another copy")
@@ -238,7 +239,7 @@ def _number(value: object) -> str:
 
 
 def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) -> None:
-    """Check that the tensors of ``facts`` need little more than the ``there`` bytes of their files.
+    """Check that the tensors of ``facts`` need little more memory than the ``there`` bytes of their files.
 
     Raises:
         CheckpointDamage: they need more.
@@ -277,10 +278,10 @@ MOST_VALUES = 1 << 26
 
 
 def check_state(state: object, where: object) -> None:
-    """Whether ``state`` is the state of a checkpoint, as far as it says anything.
+    """Check that the entries of ``state`` have the form that the state of a checkpoint has.
 
     Raises:
-        CheckpointDamage: an entry has another form; it is named.
+        CheckpointDamage: an entry has another form; the message names it.
     """
     if not isinstance(state, Mapping):
         raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object; load another copy")

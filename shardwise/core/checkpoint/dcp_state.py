@@ -173,7 +173,7 @@ def set_state_dict(
     return outcome
 
 
-# ---- the same for both
+# ---- shared by models and optimizers
 
 
 def _options(options: StateDictOptions | None, submodules: Any = None) -> StateDictOptions:
@@ -271,7 +271,8 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
         return state
     mesh, box = module.engine.mesh, list[Any]()
     with mesh.doing(f"loading rank 0's state into {into}"):
-        # Rank 0 can give it and all are here, before the program's own group is waited in.
+        # This fails first if rank 0 has no valid state or a rank is missing; the program's own group would wait
+        # instead.
         with collectively(mesh.mesh_group, f"loading {into}"):
             advice = "a dict with broadcast_from_rank0=True"
             box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.is_rank0 else None)
@@ -296,6 +297,6 @@ def _nested(flat: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         found = {key.removeprefix(own): value for key, value in flat.items() if key.startswith(own)}
         state |= {name: found} if found else {}
         own_options = {k.removeprefix(options): v for k, v in flat.items() if k.startswith(options)}
-        state |= {name: {}} if own_options and not found else {}  # flat, an empty one leaves nothing
+        state |= {name: {}} if own_options and not found else {}  # in the flattened form, an empty state has no entries
         groups.append(own_options | {PARAMS: [name]})
     return {STATE: state, GROUPS: groups}

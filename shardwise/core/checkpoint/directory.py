@@ -50,7 +50,7 @@ def scan(root: str) -> list[CheckpointEntry]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     places = {n: n for n in names if not n.startswith(".")}
-    for name in names:  # after a kill between two renames the directory that stepped aside is still the checkpoint
+    for name in names:  # after a kill between two renames, the directory that was moved away is still the checkpoint
         match = HIDDEN.fullmatch(name)
         if match and match["kind"] == "replaced":
             places.setdefault(match["name"], name)
@@ -73,12 +73,12 @@ def _age(found: CheckpointEntry) -> tuple[bool, int, bool]:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a checkpoint, or a part of one, is at ``path``."""
+    """Return True if ``path`` is a checkpoint or a part of one."""
     return os.path.isdir(path) and (os.path.exists(os.path.join(path, MANIFEST)) or has_pieces(path))
 
 
 class CheckpointRoot:
-    """Changes a root directory of checkpoints; only rank 0 of a run does.
+    """A root directory of checkpoints, which only rank 0 of a run changes.
 
     Args:
         path: created if it does not exist.
@@ -94,7 +94,7 @@ class CheckpointRoot:
 
     @property
     def hidden(self) -> str:
-        """The directory that :meth:`prepare` created."""
+        """Return the directory that :meth:`prepare` created."""
         if self._directory is None:
             raise RuntimeError(f"nothing is being written into {self.path}; report this")
         return self._directory.hidden
@@ -123,7 +123,7 @@ class CheckpointRoot:
             raise ValueError(f"{final}/{MANIFEST} is a folder, and the checkpoint needs a file of that name; rename it")
         there = scan(self.path)
         serials = [each.head.serial for each in there if each.head is not None]
-        unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow
+        unknown = len(there) - len(serials)  # a manifest that cannot be read now may be readable later
         self._directory = AtomicDirectory(final, is_file_name, self._files)
         return max(serials, default=0) + unknown + 1
 

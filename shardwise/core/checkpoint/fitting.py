@@ -59,11 +59,11 @@ class _Change:
 
     @property
     def row(self) -> int:
-        """Elements of one row."""
+        """Return the number of elements of one row."""
         return TensorInfo(self.here[1:], torch.float32).numel
 
     def entry(self, entry: Entry, how: Rows) -> Entry:
-        """The tensor with as many rows as there are here; those that are new zero, or the mean."""
+        """Return the tensor with the number of rows of the model; new rows are zero or the mean."""
         known = self.row * min(self.there[0], self.here[0])
 
         def read(start: int, numel: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Change:
         return Entry(TensorInfo(self.here, entry.fact.dtype), read)
 
     def _mean(self, entry: Entry) -> torch.Tensor:
-        """Of the checkpoint's rows, in fp64, block by block; once."""
+        """Return the mean of the checkpoint's rows, computed once, block by block, in fp64."""
         if not self.means:
             total = torch.zeros(self.row, dtype=torch.float64, device="cpu")
             for start, numel in blocks(entry.fact):
@@ -90,7 +90,9 @@ class _Change:
 
 
 class _Resized(LazySource):
-    """``kept``: by tensor, the number of elements that a load replaces; the model keeps the others."""
+    """A checkpoint with resized parameters. ``kept`` has, by tensor, the number of elements that a load replaces; the
+    model keeps its values of the others.
+    """
 
     kept: Mapping[str, int]
     resized: tuple[str, ...]
@@ -106,7 +108,8 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
             raise ValueError(f"rows={dict(rows)}: {name} and {done[stored]} are one parameter; name it once")
         if change.there == change.here or done[stored] != name:
             continue
-        for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():  # others hold tied ones often
+        # other formats often hold a tied parameter under each of its names
+        for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():
             entries[full] = change.entry(entries[full], how)
             if how == "keep":
                 kept[full] = change.row * change.there[0]
@@ -132,12 +135,12 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
 
 
 def _parameter_of(path: str) -> str:
-    """Whose state ``optimizer/<number>/<name>/<key>`` is."""
+    """Return the parameter's name in ``optimizer/<number>/<name>/<key>``."""
     return path.split("/", 2)[2].rpartition("/")[0]
 
 
 def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
-    """Whether an optimizer keeps state of a parameter that is not element-wise, and more than a number: factors."""
+    """Return True if an optimizer keeps tensors for a parameter that are not element-wise (factors)."""
     values = (tree.decode(value, None) for value in record.get("small", {}).get(name, {}).values())
     return any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values)
 
@@ -163,7 +166,7 @@ def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict
 def _change(
     source: CheckpointSource, local_state: LocalState, name: str, how: Rows
 ) -> tuple[tuple[str, ...], str, _Change]:
-    """All names of the parameter here, that in the checkpoint, and what changes."""
+    """Return all names of the parameter in the run, its name in the checkpoint, and what changes."""
     if how not in ("keep", "zero", "mean"):
         raise ValueError(f"rows={{{name!r}: {how!r}}}: known are 'keep', 'zero' and 'mean'")
     names = next((each for each in local_state.names if name in each), None)
@@ -171,7 +174,7 @@ def _change(
         listed = ", ".join(each[0] for each in local_state.names[:SHOWN])
         raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
     aliases, facts = source.state().get("aliases", {}), source.tensors()
-    # Of an optimizer alone, what is element-wise is the largest of its state.
+    # If only an optimizer is loaded, the largest tensor of its state is taken as element-wise.
     states = sorted((fact.numel, full) for full, fact in facts.items() if full.startswith("optimizer/") and fact.shape)
     there = {_parameter_of(full): facts[full].shape for _, full in states}
     there |= {full.removeprefix("model/"): fact.shape for full, fact in facts.items() if full.startswith("model/")}
@@ -203,7 +206,8 @@ def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointS
         if not any(name.startswith("#") for group in theirs for name in group):
             continue
         ours = local_state.group_names(each)
-        # Of state in other shapes (rows and columns) none is known to be the parameter's; what fits is seen later.
+        # If state may have other shapes (rows and columns), no shape is known to be the parameter's; the load plan
+        # checks it.
         whole = getattr(local_state, "other_shapes", False)
         there = {} if whole else _shapes_of(source, each.index, [name for group in theirs for name in group])
         found = _in_order(theirs, ours, there, shapes)

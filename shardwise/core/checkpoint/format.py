@@ -61,9 +61,9 @@ __all__ = [
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 VERSION_OF_CUTS = 2
-"""Version of checkpoints with tensors in another order than their own, which readers of version 1 refuse."""
+"""Version of checkpoints with tensors that are stored in another order; readers of version 1 refuse it."""
 MOST_RANGES = 1 << 14
-"""Largest number of ranges of a cut; a read uses each."""
+"""Largest number of ranges of a cut; a read visits all of them."""
 MANIFEST = "manifest.json"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
@@ -177,7 +177,7 @@ def to_save(manifest: Manifest) -> bytes:
         CheckpointError: no load would accept it.
     """
     what = f"checkpoint {manifest.head.tag!r}"
-    content = encode_manifest(manifest)  # which checks pieces as a reader does; there may be millions
+    content = encode_manifest(manifest)  # this checks pieces as a reader does; there may be millions
     head, body = _fields(replace(manifest, pieces={}))
     text = json.dumps({**head, **body}, allow_nan=False)
     with saving(what):
@@ -279,7 +279,9 @@ def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
 
 
 def digest_of(path: str) -> str:
-    """Return the last line of a manifest, unchecked; equal ones are of one save; empty if it cannot be read."""
+    """Return the last line of a manifest, unchecked; empty if it cannot be read. Manifests of one save have the same
+    line.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(-min(len(_last_line(b"")), os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -298,12 +300,12 @@ def _check_last_line(content: bytes, path: str) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint."""
+    """Return True if a file of this name belongs to a checkpoint."""
     return name == MANIFEST or _PIECES.fullmatch(name) is not None
 
 
 def has_pieces(directory: str) -> bool:
-    """Whether a directory has files of pieces, even if the manifest is missing."""
+    """Return True if a directory has files of pieces, even if the manifest is missing."""
     try:
         return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
     except OSError:
@@ -439,7 +441,7 @@ class PieceFile:
 
     Args:
         files: the file system.
-        path: of the new file.
+        path: path of the new file.
         layout: what will be written.
 
     Raises:

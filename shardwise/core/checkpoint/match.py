@@ -34,7 +34,7 @@ class LoadPlan:
 
     Args:
         source: the checkpoint.
-        held: the run's names.
+        local_state: the run's names.
         strict: whether missing and unexpected names are errors.
         wanted: compare (and then load) everything, or only the model, or only the optimizers.
 
@@ -65,7 +65,7 @@ class LoadPlan:
         others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
-        # Other formats without optimizers hold weights only, and optimizers are unchanged.
+        # A checkpoint of another format without optimizers has only weights, so optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
         if wanted != "model" and local_state.optimizers and saved:
             found = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
@@ -87,23 +87,23 @@ class LoadPlan:
 
     @property
     def optimizers(self) -> list[int]:
-        """Indices of the optimizers whose state is replaced."""
+        """Return the indices of the optimizers whose state is replaced."""
         return sorted(self.taken)
 
     @property
     def replaces_parameters(self) -> bool:
-        """Whether a load replaces any parameter."""
+        """Return True if a load replaces any parameter."""
         return any(self.tensor_of(name) is not None for name in self.stored_name)
 
     @property
     def staying_parameters(self) -> list[str]:
-        """Parameters of which a load leaves some values unchanged."""
+        """Return the parameters of which a load leaves some values unchanged."""
         kept = (None, *getattr(self.source, "kept", ()))
         return [name for name in self.stored_name if self.tensor_of(name) in kept]
 
     @property
     def staying(self) -> list[str]:
-        """Parameters and optimizers of which a load leaves some values unchanged."""
+        """Return the parameters and optimizers of which a load leaves some values unchanged."""
         optimizers = [f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.taken]
         return self.staying_parameters + optimizers
 
@@ -114,7 +114,7 @@ class LoadPlan:
             warn_user(printable(f"{where} was loaded partially:\n  {listed}"))
 
     def _names_in_source(self) -> set[str]:
-        """Names of parameters: of the model, or of the optimizers if only these are loaded."""
+        """Return the names of parameters: of the model, or of the optimizers if only these are loaded."""
         if self.wanted != "optimizer":
             return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
@@ -169,7 +169,7 @@ class LoadPlan:
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
         there = self.facts[name].shape
-        known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # no buffer
+        known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # not a buffer
         rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
         given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
         return f" ({given} takes the rows that both have)" if rows else ""
@@ -213,7 +213,7 @@ class LoadPlan:
             for run in whole_runs(part, start, start + out.numel()):
                 self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
             return
-        if name in kept:  # further elements stay as they are
+        if name in kept:  # further elements are unchanged
             out = out[: max(0, kept[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
@@ -221,7 +221,7 @@ class LoadPlan:
             return
         row = 1 if part is None else part.shape[part.cut.dim :].numel()
         step, at = PIECE_BYTES // dtype.itemsize, 0
-        step = step // row * row or step  # whole rows are read together
+        step = step // row * row or step  # full rows are read together
         while at < out.numel():
             stop = min(at + step - (start + at) % step, out.numel())
             block = torch.empty(stop - at, dtype=dtype, device="cpu")
@@ -230,7 +230,7 @@ class LoadPlan:
             at = stop
 
     def _read(self, name: str, start: int, out: torch.Tensor, part: Part | None) -> None:
-        """Into ``out`` on the host, of the stored dtype."""
+        """Read into ``out`` on the host, in the stored dtype."""
         source = self.source
         if isinstance(source, NativeSource):
             source.read_into(name, start, out) if part is None else source.read_part(name, part, start, out)
@@ -310,7 +310,7 @@ class _Own:
     options: list[Options]
 
     def parameters(self) -> list[tuple[int, str, str | None]]:
-        """Group, name, and name in the checkpoint."""
+        """Return group, name, and name in the checkpoint of each parameter."""
         return [
             (number, name, stored)
             for number, (names, others) in enumerate(zip(self.groups, self.stored, strict=True))
@@ -323,7 +323,7 @@ class OptimizerLoadPlan:
 
     Args:
         source: the checkpoint.
-        held: the run's names.
+        local_state: the run's names.
         stored_name: by name of a parameter in the run, its name in the checkpoint.
         strict: different groups are an error.
         fitting: see :data:`Fitting`.
@@ -398,12 +398,12 @@ class OptimizerLoadPlan:
         for group, name, stored in own.parameters():
             number = None if stored is None else holders.get(stored)
             entry = None if number is None or stored is None else self._saved[number].entries.get(stored)
-            # Options that stay may ask for more state than there is.
+            # Options of the run that stay may need more state than the checkpoint has.
             lacking = number in accepted and entry and self._misfit(own, number, options[group], name, entry)
             if number is None or lacking:
                 without_state += [name] if name in trained else []
             elif number not in accepted:
-                continue  # that has been noted of all of them
+                continue  # a note about all of them exists already
             elif entry is not None and stored is not None and name in trained:
                 shape = self._shapes[name]
                 known = partial(own.form.has_shape, options[group], shape)
@@ -419,7 +419,7 @@ class OptimizerLoadPlan:
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
 
-    # ---- whose state it is
+    # ---- which optimizer has the state
 
     def _misfit(self, own: _Own, number: int, options: Options, name: str, entry: Mapping[str, Any]) -> str | None:
         saved = self._saved[number]
@@ -427,7 +427,7 @@ class OptimizerLoadPlan:
         return own.form.misfit(saved.kind, options, there, SavedForm.of(self._shapes[name], entry))
 
     def _refuses(self, own: _Own, holders: Mapping[str, int], number: int) -> bool:
-        """Whether this class cannot continue the state of the checkpoint's optimizer ``number``; adds a note."""
+        """Return True, and add a note, if this class cannot continue the state of the optimizer ``number``."""
         saved = self._saved[number]
         mine = ((group, name, stored) for group, name, stored in own.parameters() if stored is not None)
         known = [(g, name, saved.entries.get(s, {})) for g, name, s in mine if holders.get(s) == number]
@@ -476,8 +476,11 @@ class OptimizerLoadPlan:
 def _merged(
     own: Sequence[Options], links: Sequence[Links], theirs: Mapping[tuple[int, int], Options]
 ) -> tuple[list[Options], list[str]]:
-    """Take an option from the checkpoint if all saved groups of the parameters agree on its value, and the run's groups
-    of these parameters do, too."""
+    """Return merged options of each group, and notes.
+
+    An option is taken from the checkpoint if all saved groups of the parameters agree on its value, and the run's
+    groups of these parameters agree, too.
+    """
     merged, kept = [dict(options) for options in own], list[str]()
     for place, linked in enumerate(links):
         relatives = [other for other, also in enumerate(links) if linked & also]

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FUNCTIONS = ("lr_lambdas",)
-"""Lists in the state of torch's schedulers with ``None`` for a function, or attributes for an object."""
+"""Lists in the state of torch's schedulers that have ``None`` for a function, or attributes for an object."""
 
 
 def kind_mismatch(value: object, own: object, length: bool = True, none: bool = False) -> str:
@@ -124,22 +124,22 @@ class Options:
                 fits = copy.deepcopy(checked_options(own, options, f"optimizer {index}, group {number}"))
                 self._groups.append((trainer, number, fits))
             _check_small(trainer, match, index)
-        self._scale = match.state.get("scaler")  # its form was looked at with the rest of the state
+        self._scale = match.state.get("scaler")  # its form was checked with the other state
 
     def apply(self) -> None:
         """Set them in the run."""
         for trainer, number, options in self._groups:
-            trainer.param_groups[number].update(options)  # torch made new ones when it took the state over
+            trainer.param_groups[number].update(options)  # torch created new groups when it loaded the state
         scaler = self._run.optimizers[0].scaler if self._run.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)
 
 
 def checked_options(own: Mapping[str, Any], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the ``options`` of a parameter group, each of the kind that the group has in ``own``.
+    """Return the ``options`` of a param group after a check that each is of the kind that ``own`` has.
 
     Raises:
-        ValueError: an option is not; ``where`` and its name are in the message.
+        ValueError: an option is of another kind; the message has ``where`` and its name.
     """
     for key, value in options.items():
         why = "the parameters are not an option" if key == "params" else kind_mismatch(value, own.get(key))
@@ -154,11 +154,11 @@ def _check_small(trainer: RunOptimizer, match: LoadPlan, index: int) -> None:
     """Check that state of one key is of one kind for all parameters, and that step counts are numbers.
 
     Raises:
-        ValueError: a parameter's is not.
+        ValueError: a parameter's state is of another kind.
     """
     entries = [(n, match.state_of(n) or {}) for names in match.local_state.group_names(trainer) for n in names]
     element_wise = {key for _, entry in entries for key, value in entry.items() if isinstance(value, Stored)}
-    # Either all are tensors or none is, as in older files: optimizers look at one of them.
+    # Step counts are all tensors or (in older files) all numbers, because optimizers look at only one of them.
     counted = any(isinstance(entry.get("step"), torch.Tensor) for _, entry in entries)
     for name, entry in entries:
         for key, value in entry.items():
@@ -191,10 +191,10 @@ def read_generators(device: torch.device) -> dict[str, Any]:
 
 
 def check_generators(state: dict[str, Any]) -> None:
-    """Check that all CPU generators accept ``state``, with fresh ones.
+    """Check with fresh generators that all CPU generators accept ``state``.
 
     Raises:
-        TypeError, ValueError, KeyError, RuntimeError: one does not.
+        TypeError, ValueError, KeyError, RuntimeError: a generator rejects it.
     """
     python, numpy = state["python"], state["numpy"]
     random.Random(0).setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

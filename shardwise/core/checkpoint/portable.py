@@ -1,6 +1,6 @@
-"""Models and optimizers alone in files that other libraries read, as a Booster saves and loads them.
+"""Save and load models and optimizers separately, in files that other libraries read; a Booster uses this.
 
-To save, rank 0 writes a format from all ranks' tensors: it asks the other ranks for one block at a time, and they
+To save, rank 0 writes a format from all ranks' tensors: it requests one block at a time from the other ranks, which
 answer until it is done. To load, every rank reads the ranges that it needs from any format.
 """
 
@@ -143,7 +143,7 @@ class PortableFiles:
 
     @property
     def saving(self) -> bool:
-        """Whether an asynchronous save is still being written."""
+        """Return True if an asynchronous save is still being written."""
         return any(lane.running for lane in self._lanes.values())
 
     def wait_for_saves(self) -> None:
@@ -259,7 +259,7 @@ class LocalTensors:
     """The tensors that one rank contributes to a save, and a reader for them.
 
     Attributes:
-        fragments: of this rank.
+        fragments: fragments of this rank.
         reader: reads their values.
         post: JSON for rank 0.
         state: returns on rank 0 the JSON state from all ranks' ``post``.
@@ -311,7 +311,7 @@ class LocalTensors:
         described, scaler = describe_optimizers(local_state, [trainer]), trainer.scaler
         shapes = {name: list(shape.shape) for name, shape in local_state.model_shapes().items()}
         for group in described[0]["groups"]:
-            group["shapes"] = [shapes[name] for name in group["params"]]  # a parameter without state has no other
+            group["shapes"] = [shapes[name] for name in group["params"]]  # parameters without state have no other shape
 
         def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             saved = {"optimizers": merge_optimizers(described, posts), "aliases": local_state.aliases()}
@@ -477,7 +477,7 @@ class _Gathered:
         return self._state
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         fact = self._facts[name]

@@ -24,10 +24,10 @@ from shardwise.core.parallel.tensor.order import read_logical, read_part
 
 __all__ = ["NativeSource", "verify"]
 
-CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
+CACHED_PIECES = 4  # partly read pieces, of which the next part is usually read soon
 MOST_CACHED = 64
-AHEAD_PIECES = 3  # read by the other thread while one is checked
-THREAD_BYTES = 1 << 18  # smaller pieces are not worth handing over
+AHEAD_PIECES = 3  # read by the thread while one piece is checked
+THREAD_BYTES = 1 << 18  # smaller pieces are read without the thread
 
 Part = tuple[str, PieceInfo, Bytes]
 """The name of a tensor, a piece of it, and the memory for its bytes."""
@@ -41,7 +41,7 @@ class NativeSource:
     thread reads the next pieces while one is checked.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -55,15 +55,16 @@ class NativeSource:
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
         self._reader: ThreadPoolExecutor | None = None
         self.bytes_read = 0
-        parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)  # each is read a bit at a time
+        # all ranges are read alternately
+        parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)
         self._most_cached = min(CACHED_PIECES + parts, MOST_CACHED)
         wrong = [(self._wrong_size(fact), number) for number, fact in enumerate(self.manifest.files)]
-        # To find what is in a file takes a look at all pieces.
+        # Finding the tensors of a file needs a pass over all pieces.
         problems = [f"{problem} (it holds {self._first_in(number)})" for problem, number in wrong if problem]
         if problems:
             raise CheckpointDamage(f"{'; '.join(problems)}; load another checkpoint")
 
-    # ---- the protocol
+    # ---- CheckpointSource
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self.manifest.tensors
@@ -121,7 +122,7 @@ class NativeSource:
             reader.shutdown()
         self._cache.clear()
         for fd in files.values():
-            with contextlib.suppress(OSError):  # all that was read was checked; an error would be one rank's only
+            with contextlib.suppress(OSError):  # all data was checked already; an error would be on this rank only
                 os.close(fd)
 
     def __enter__(self) -> NativeSource:
@@ -172,7 +173,7 @@ class NativeSource:
             fd = open_regular(path)
         except OSError as error:
             raise CheckpointDamage(f"{path} cannot be opened: {error.strerror}") from error
-        # The kernel reads further ahead then; to ask it for the next 64 MiB is slower, since that call waits.
+        # This hint enlarges the kernel's read-ahead; asking for the next 64 MiB is slower, because that call blocks.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return fd
 
@@ -206,7 +207,7 @@ class NativeSource:
                 yield self._check(*pending.popleft())
         finally:
             for _, read in pending:
-                read.exception()  # nothing may still be written into memory that the caller uses again
+                read.exception()  # no read may still write into memory that the caller reuses
 
     def _begin(self, part: Part) -> Future[None]:
         name, piece, place = part

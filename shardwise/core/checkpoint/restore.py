@@ -39,10 +39,10 @@ class Restored:
     """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
-        path, tag, step: of the checkpoint.
+        path, tag, step: those of the checkpoint.
         updates: number of optimizer steps.
         user_state: the value passed to ``save``.
-        data_position: that of this rank, or of rank 0 if the checkpoint has fewer ranks.
+        data_position: data position of this rank, or of rank 0 if the checkpoint has fewer ranks.
         data_positions: one for each data-parallel rank that saved.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
@@ -64,7 +64,7 @@ class Restored:
 
     @property
     def world_size(self) -> int:
-        """Number of data-parallel ranks that saved."""
+        """Return the number of data-parallel ranks that saved."""
         return len(self.data_positions)
 
 
@@ -88,7 +88,7 @@ def restore(
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             if not begun or path in begun:
                 raise
-            # Its "nothing was loaded" holds for this checkpoint alone.
+            # "nothing was loaded" in its message is only about this checkpoint.
             raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
     if not found and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
@@ -122,7 +122,8 @@ def _restore_one(
         opened.append(open_it())
         local_state = run.local_state()
         match = LoadPlan(fit.apply(opened[0], local_state), local_state, strict)
-        if begun and match.staying:  # these may hold any value: pieces are checked while they are loaded
+        # The damaged checkpoint may have left any value in them, because pieces are checked while they are loaded.
+        if begun and match.staying:
             raise CheckpointError(
                 f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
                 "by its tag"
@@ -153,7 +154,7 @@ def _restore_one(
 
 
 def _open(path: str) -> CheckpointSource:
-    """Open a native checkpoint, which has everything, or the one of another format."""
+    """Open a native checkpoint if there is a manifest, otherwise a checkpoint of another format."""
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
@@ -183,7 +184,7 @@ def load_into(session: Any, match: LoadPlan, what: str, rest: Callable[[], None]
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
-    """Whether the saving rank of this number held the same part of the model and saw the same data."""
+    """Return True if the saving rank of this number held the same part of the model and saw the same data."""
     saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
     alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
     return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
@@ -200,7 +201,7 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
     for name, value in local_state.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
-            if match.facts[full].numel != value.numel():  # one rank's own is stored flat
+            if match.facts[full].numel != value.numel():  # values of a single rank are stored flat
                 raise ValueError(
                     f"the buffer {name} has shape {match.facts[full].shape} in the checkpoint and {tuple(value.shape)} "
                     "in the model; nothing was loaded"
@@ -224,7 +225,7 @@ class _OtherState:
         self._schedulers = SchedulerLoadPlan(match, saved, lr_schedulers, strict)
 
     def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
-        # Other formats have none of these; what a checkpoint does not have stays unchanged.
+        # Other formats have none of these values; values that a checkpoint lacks stay unchanged.
         run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         saved = state.get("data_position", [])
@@ -258,7 +259,9 @@ ADVICE = "give the directory that was saved into, or tag='auto'"
 
 
 def _candidates(root: str, tag: str | None) -> list[str]:
-    """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
+    """Return the directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without
+    "auto").
+    """
     if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
         if tag not in (None, "auto"):
             raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
@@ -278,7 +281,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     if not found:
         try:
             if tag is None and detect_format(root):
-                return [str(located(Path(root)))]  # of a format of others
+                return [str(located(Path(root)))]  # a checkpoint of another library
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no checkpoint in {root}; {ADVICE} ({error})") from error
     broken = [each for each in found if each.head is None]
@@ -288,7 +291,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
 
 
 def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
-    """The checkpoints to try, in order, as rank 0 finds them. Collective.
+    """Return the checkpoints to try, in order, as rank 0 finds them. Collective.
 
     Args:
         run: the ranks.
@@ -300,7 +303,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
     """
     what = f"find a checkpoint in {root}"
     paths: list[str] = agree(run.gather, run.rank, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
-    if not paths:  # "auto" starts from scratch then, which is wrong if other ranks see checkpoints
+    if not paths:  # "auto" then starts from scratch, which is wrong if other ranks see checkpoints
 
         def none_here() -> None:
             if scan(root):
@@ -312,8 +315,11 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
 
 @contextmanager
 def opening(run: Run, path: str, open_here: Opens) -> Iterator[Opens]:
-    """A function that opens the checkpoint at ``path`` on this rank by ``open_here``; what it opened is closed at the
-    end of the block. It raises CheckpointError where not all ranks see the same there. Collective."""
+    """Yield a function that opens the checkpoint at ``path`` on this rank with ``open_here``. Collective.
+
+    The opened checkpoint is closed at the end of the block. The function raises CheckpointError if ranks see different
+    checkpoints.
+    """
     seen = agree(run.gather, run.rank, f"look at {path}", lambda: _seen(path))[1]
     opened: list[CheckpointSource] = []
 
@@ -332,5 +338,5 @@ def opening(run: Run, path: str, open_here: Opens) -> Iterator[Opens]:
 
 
 def _seen(path: str) -> str | None:
-    """What tells a checkpoint of ours from another at the same path; ``None`` where nothing is."""
+    """Return an identifier of the native checkpoint at a path; ``None`` if there is nothing."""
     return digest_of(os.path.join(path, MANIFEST)) if os.path.exists(path) else None

@@ -104,7 +104,7 @@ class Run(Protocol):
     def size(self) -> int: ...
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank; ranks of one model-parallel group have the same."""
+        """Return the data-parallel rank; ranks of one model-parallel group have the same."""
 
     @property
     def members(self) -> Members | None: ...
@@ -116,10 +116,10 @@ class Run(Protocol):
         """Return every rank's JSON-able ``value``."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Context of a call that all ranks make; errors of ranks that are out of sync name it."""
+        """Return a context for a call that all ranks make; errors of ranks that are out of sync name it."""
 
     def world(self) -> Mapping[str, int]:
-        """The sizes of this run, for information."""
+        """Return the sizes of this run, for information."""
 
     def settle(self) -> None:
         """Finish or undo pending work, so that the state is that of the last step."""
@@ -128,13 +128,16 @@ class Run(Protocol):
         """Return the tensors that this rank holds now."""
 
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """Context from before the first value that a load replaces until after the last. After an interrupt in the
-        block these values must be loaded again before the run goes on: ``parameters`` (all of them, if ``whole``) and
-        the state of ``optimizers``."""
+        """Return a context from before the first value that a load replaces until after the last.
+
+        After an interrupt in the block these values must be loaded again before the run continues: ``parameters`` (all
+        of them, if ``whole``) and the state of ``optimizers``.
+        """
 
     def adopting(self, optimizers: Collection[int]) -> AbstractContextManager[None]:
-        """Context in which parameters and the state of ``optimizers`` are replaced; publishes the new values at its
-        end."""
+        """Return a context in which parameters and the state of ``optimizers`` are replaced; it publishes the new
+        values.
+        """
 
 
 class EngineRun:
@@ -157,7 +160,7 @@ class EngineRun:
         return self._session.optimizers
 
     def gather(self, value: object, /) -> list[Any]:
-        """Every rank's JSON-able ``value``. Collective."""
+        """Return every rank's JSON-able ``value``. Collective."""
         return self._session.mesh.mesh_group.exchange_object(value, self._purpose)
 
     @contextmanager
@@ -171,7 +174,7 @@ class EngineRun:
             self._purpose = before
 
     def world(self) -> dict[str, int]:
-        """The mesh."""
+        """Return the sizes of the mesh."""
         mesh = self._session.mesh
         sizes = {"shard": mesh.shard.size, "replicate": mesh.replicate.size}
         sizes |= {"tensor": mesh.tensor.size, "pipeline": mesh.pipeline.size}
@@ -213,7 +216,7 @@ class EngineRun:
                 yield
         except BaseException:
             if engine.storage.store is not None:
-                engine.storage.store.rollback()  # a failed write could not be committed, on this rank alone
+                engine.storage.store.rollback()  # a failed write on this rank alone could not be committed
             engine.values.publish(everything=True)
             raise
         engine.values.publish(everything=True)
@@ -292,15 +295,15 @@ class Ranks:
 
     @property
     def outdated(self) -> bool:
-        """Whether this was closed, or the process group was created after it."""
+        """Return True if this was closed, or the process group was created after it."""
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         return self._closed or (self._all and self.size != size)
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's JSON-able ``value``. Collective.
+        """Return every rank's JSON-able ``value``. Collective.
 
         Raises:
-            PeerError: a peer died, or did not come in time.
+            PeerError: a peer died, or did not arrive in time.
         """
         if self._group is None:
             return [json.loads(json.dumps(value))]

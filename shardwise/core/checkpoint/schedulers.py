@@ -107,7 +107,7 @@ def regrouped(
     Args:
         state: the saved state.
         own: the scheduler's current state.
-        groups: of the optimizer, with restored options.
+        groups: param groups of the optimizer, with restored options.
         links: by group, the saved group that it continues.
     """
     changed = dict(state)
@@ -240,7 +240,7 @@ class SchedulerLoadPlan:
         match.notes += [f"{line}; it stays as it is" for line in wrong]
 
     def __bool__(self) -> bool:
-        """Whether any scheduler loads a state."""
+        """Return True if any scheduler loads a state."""
         return bool(self._fitting)
 
     def apply(self, run: Run) -> None:

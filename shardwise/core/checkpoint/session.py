@@ -131,7 +131,7 @@ class Checkpointer:
 
     @property
     def saving(self) -> bool:
-        """Whether an asynchronous save is still being written."""
+        """Return True if an asynchronous save is still being written."""
         return self._saver.running
 
     def wait_for_saves(self) -> None:

@@ -31,7 +31,7 @@ def configurations(module: nn.Module) -> tuple[Any, Any]:
 def adapter_settings(model: Any, config: Any) -> dict[str, Any]:
     """Return an adapter's configuration as peft saves it: for inference, with the base model's name."""
     settings = {**config.to_dict(), "inference_mode": True}
-    # Prompts stand before a model that stays as it is; other adapters are in a model of their own.
+    # Prompt learning leaves the model unchanged; other adapters wrap it in a model of their own.
     inner = model.base_model if config.is_prompt_learning else model.base_model.model
     if settings.get("base_model_name_or_path") is None:
         settings["base_model_name_or_path"] = vars(inner).get("name_or_path") or None
@@ -49,7 +49,7 @@ def vocabulary_of(model: Any) -> dict[str, Any] | None:
         return None
     try:
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    except (AttributeError, NotImplementedError):  # a model without
+    except (AttributeError, NotImplementedError):  # a model without embeddings
         layers = []
     names = [name for name, each in model.named_modules() if any(each is layer for layer in layers)]
     return {"size": size, "embeddings": names}

@@ -29,7 +29,7 @@ THREAD = "shardwise checkpoint"
 # printed at exit. `multiprocessing.util.Finalize` also runs in processes that multiprocessing has started, where
 # atexit does not.
 _untold: dict[int, str] = {}
-"""By number of a saver, the error of its last save that was not raised yet. Savers may be gone at exit."""
+"""Errors of the last save by number of a saver that were not raised yet. Savers may be deleted before exit."""
 _numbers = itertools.count()
 
 
@@ -45,7 +45,7 @@ def _say_untold() -> None:
 @cache
 def _say_at_the_end(_pid: int) -> None:
     """Register the report at exit, once in each process."""
-    _untold.clear()  # a fork has the parent's, but not their threads
+    _untold.clear()  # a forked process has the parent's entries, but not the threads
     util.Finalize(None, _say_untold, exitpriority=0)
 
 
@@ -62,7 +62,7 @@ class HostSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Return the bytes of allocated memory."""
         return self._memory.nbytes
 
     def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> Callable[[], Iterator[Bytes]]:
@@ -107,7 +107,7 @@ class AsyncSaver:
 
     @property
     def running(self) -> bool:
-        """Whether a save is still being written."""
+        """Return True if a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(
@@ -150,7 +150,8 @@ class AsyncSaver:
         try:
             self._thread = threading.Thread(target=run, name=THREAD)
             self._thread.start()
-        except RuntimeError:  # the system refuses it: the others' threads wait for this rank, so it writes here
+        # the system refuses a thread; the other ranks' threads wait for this rank, so it writes here
+        except RuntimeError:
             self._thread = None
             try:
                 write(ranks, give)

@@ -63,7 +63,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Return the number of bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
 
@@ -76,21 +76,21 @@ class CheckpointSource(Protocol):
     """A checkpoint of any format, read lazily; nothing in it is executed."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every global tensor by name."""
+        """Return every global tensor by name."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements ``[start, start + numel)`` of the flattened tensor: 1-D, on the CPU, in its stored dtype.
+        """Return elements ``[start, start + numel)`` of the flattened tensor: 1-D, on the CPU, in its stored dtype.
 
-        Reads only what it must.
+        Only the required bytes are read.
 
         Raises:
             KeyError: there is no such tensor.
             ValueError: the range is outside it.
-            CheckpointDamage: what is there is not what was written; file and tensor are named.
+            CheckpointDamage: the bytes differ from those that were written; the message names file and tensor.
         """
 
     def state(self) -> dict[str, Any]:
-        """The JSON state; {} where the format has none."""
+        """Return the JSON state; {} if the format has none."""
 
     def close(self) -> None:
         """Close open files. Safe to call twice."""

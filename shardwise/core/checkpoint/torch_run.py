@@ -108,7 +108,7 @@ class TorchRun:
 
     @property
     def members(self) -> None:
-        """All ranks."""
+        """Return None, which stands for all ranks."""
         return None
 
     @property
@@ -121,7 +121,7 @@ class TorchRun:
 
     @property
     def data_rank(self) -> int:
-        """Every rank sees different data."""
+        """Return the rank, because every rank sees different data."""
         return self.rank
 
     @property
@@ -130,17 +130,17 @@ class TorchRun:
         return parameters[0].device if parameters else torch.device("cpu")
 
     def gather(self, value: object, /) -> list[Any]:
-        """Every rank's JSON-able ``value``. Collective."""
+        """Return every rank's JSON-able ``value``. Collective."""
         if self._ranks is None or self._ranks.outdated:
             self._ranks = Ranks(own=False, activity=self._activity)
         return self._ranks.gather(value)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Context that errors of ranks that are out of sync name."""
+        """Return a context whose activity is named in errors of ranks that are out of sync."""
         return self._activity.doing(what, CALLS)
 
     def world(self) -> dict[str, int]:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return {"size": self.size}
 
     def settle(self) -> None:
@@ -185,7 +185,8 @@ class TorchLocalState:
             self.parameters: list[torch.Tensor] = list(trained)
             self.names: list[tuple[str, ...]] = [(f"#{number}",) for number in range(len(trained))]
         else:
-            module.state_dict(keep_vars=True)  # fully_shard may have whole parameters in place until it is asked
+            # fully_shard may have unsharded parameters registered until state_dict() is called
+            module.state_dict(keep_vars=True)
             own = list(module.parameters())
             self.parameters = list(own)
             found = StateNames.read(module, own)
@@ -203,24 +204,24 @@ class TorchLocalState:
         return {other: names[0] for names in self.names for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
-        """Every parameter and tensor buffer by its saved name."""
+        """Return the shape of every parameter and tensor buffer by its saved name."""
         tensors = {names[0]: p for p, names in zip(self.parameters, self.names, strict=True)} | self.buffers()
         return {name: TensorShape(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """In which each parameter is used."""
+        """Return the dtype in which each parameter is used."""
         return {names[0]: p.dtype for p, names in zip(self.parameters, self.names, strict=True)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Tensors of the module's state that are no parameters."""
+        """Return tensors of the module's state that are not parameters."""
         return {name: value for name, value in self.others.items() if not is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
-        """Of :meth:`extra`."""
+        """Return the names of :meth:`extra`."""
         return list(self.extra())
 
     def owns(self, _name: str) -> bool:
-        """Whether this rank saves the value of a buffer or of extra state."""
+        """Return True if this rank saves the value of a buffer or of extra state."""
         return self._rank == 0
 
     def extra(self) -> dict[str, Any]:
@@ -229,7 +230,7 @@ class TorchLocalState:
         return {name: value for name, value in self.others.items() if name not in own}
 
     def group_names(self, optimizer: TorchRunOptimizer, /) -> list[list[str]]:
-        """Saved names of the parameters, by param group."""
+        """Return the saved names of the parameters, by param group."""
         for number, group in enumerate(optimizer.param_groups):
             strange = [tuple(p.shape) for p in group["params"] if id(p) not in self._name]
             if strange:
@@ -240,12 +241,12 @@ class TorchLocalState:
         return [[self._name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def trained(self, optimizer: TorchRunOptimizer, /) -> set[str]:
-        """Saved names of the parameters that may have state: all."""
+        """Return the saved names of all parameters, because each may have state."""
         return {name for names in self.group_names(optimizer) for name in names}
 
     def small_state(self, optimizer: TorchRunOptimizer, /) -> dict[str, dict[str, Any]]:
         """Return by parameter the state that is not element-wise: numbers, and tensors of other shapes."""
-        self.group_names(optimizer)  # names parameters that the model does not have
+        self.group_names(optimizer)  # raises for parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
             own = {key: value for key, value in flat(state).items() if not _is_element_wise(value, parameter, key)}
@@ -258,7 +259,7 @@ class TorchLocalState:
             small[self._name[id(parameter)]] = own
         return small
 
-    # ---- out
+    # ---- saving
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
         """Return what this rank writes; replicas share the work or, without ``shared``, the first writes all."""
@@ -289,7 +290,7 @@ class TorchLocalState:
                     if _is_element_wise(value, parameter, key):
                         yield f"optimizer/{each.index}/{names[0]}/{key}", value
 
-    # ---- in
+    # ---- loading
 
     @torch.no_grad()
     def load_into(
@@ -333,10 +334,10 @@ class TorchLocalState:
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def check_others(self, values: dict[str, Any]) -> None:
-        """Before anything is changed.
+        """Check buffers and extra state before anything is changed.
 
         Raises:
-            ValueError: a hook of the module saves a tensor, and none takes it back.
+            ValueError: a hook of the module saves a tensor, but no hook loads it.
         """
         self._check_taken(values, [name for name, chain in self._made(values).items() if not chain])
 
@@ -346,7 +347,7 @@ class TorchLocalState:
             raise ValueError(f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded")
 
     def _made(self, values: dict[str, Any]) -> dict[str, list[str]]:
-        """What hooks of the module have made, each with the modules that may have another one to take it."""
+        """Return the values that hooks of the module created, each with the modules that may have a hook to load it."""
         if self.module is None:
             return {}
         modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
@@ -359,7 +360,7 @@ class TorchLocalState:
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
-        """Buffers and extra state, by name.
+        """Load buffers and extra state by name.
 
         Raises:
             ValueError: see :meth:`check_others`.
@@ -382,7 +383,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:
-    # A step count looks like the state of a parameter without dimensions.
+    # The step count of a 0-dim parameter has the same shape as the parameter.
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.dim() > 0 or key != "step")
 
 
@@ -421,14 +422,17 @@ def _fill(fill: Fill, name: str, tensor: torch.Tensor) -> None:
     if local.is_contiguous():
         fill(name, start, local.view(-1))
         return
-    flat = local.reshape(-1).clone()  # of which a part may stay
+    flat = local.reshape(-1).clone()  # some elements may stay unchanged
     fill(name, start, flat)
     local.copy_(flat.view(local.shape))
 
 
 def _room(there: object, parameter: torch.Tensor, value: Stored) -> torch.Tensor:
-    """A tensor like the parameter for its state: the one that is there, if it is. A new one has the dtype that was
-    saved, since the optimizer knows what it keeps for a 16-bit parameter, and casts what it is given."""
+    """Return a tensor of the parameter's shape for its state: the existing one if possible.
+
+    A new one has the saved dtype, because the optimizer chooses the dtype of state of a 16-bit parameter and casts the
+    value.
+    """
     alike = isinstance(there, torch.Tensor) and there.shape == parameter.shape
     if alike and there.dtype.is_floating_point == value.dtype.is_floating_point:  # type: ignore[attr-defined]
         return there  # type: ignore[return-value]

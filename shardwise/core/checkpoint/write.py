@@ -92,7 +92,7 @@ def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: 
 def _kind(error: Exception) -> str:
     if isinstance(error, CheckpointDamage):
         return "damage"
-    if isinstance(error, FileNotFoundError) and error.errno is None:  # our own words: nothing is there to load
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # raised by ourselves: there is nothing to load
         return "absent"
     return "value" if isinstance(error, ValueError) else ""
 
@@ -105,7 +105,7 @@ class PendingSave:
         root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
         hidden: the directory to write into.
         serial: the number of the save.
-        digests: of rank 0's buffers.
+        digests: checksums of rank 0's buffers.
     """
 
     root: CheckpointRoot | None
@@ -152,7 +152,7 @@ def _check_tags(tags: Sequence[str]) -> None:
 
 
 def appears(directory: str) -> bool:
-    """Whether this rank sees a directory that another rank has just created; network file systems may take a while."""
+    """Return True if this rank sees a directory that another rank has just created; waits for network file systems."""
     end = time.monotonic() + PATIENCE_S
     while not os.path.isdir(directory):
         if time.monotonic() > end:
@@ -179,9 +179,9 @@ class SaveJob:
     """One rank's part of a save after :func:`begin`. It uses files and the agreement of ranks, nothing of the run.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         begun: where to write.
-        head: of the manifest.
+        head: first line of the manifest.
         contents: the values that this rank writes; ``None`` if collecting them failed.
         keep: the number of checkpoints to keep; ``None``: all.
     """
@@ -195,7 +195,7 @@ class SaveJob:
 
     @property
     def layout(self) -> PieceLayout:
-        """Of this rank's file."""
+        """Return the layout of this rank's file."""
         return self.contents.layout if self.contents is not None else PieceLayout([])
 
     def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
@@ -240,7 +240,7 @@ class SaveJob:
         return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
 
     def _describe(self, parts: list[dict[str, Any]]) -> bytes:
-        """The manifest."""
+        """Return the manifest."""
         if self.contents is None:
             raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
         files: list[FileInfo] = []
@@ -272,7 +272,7 @@ class SaveJob:
 
 
 def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]:
-    """Every tensor of which this rank writes a piece or states the shape."""
+    """Iterate over the tensors of which this rank writes a piece or states the shape."""
     yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
     yield from contents.shapes.items()
 
@@ -323,7 +323,7 @@ class SavePlan:
     Attributes:
         layout: this rank's file.
         own: its part of the state, JSON-able.
-        shapes: of tensors that may have no pieces.
+        shapes: shapes of tensors that may have no pieces.
 
     Raises:
         TypeError: a value is not a number, string, None, tensor, list, tuple or dict; its path is named.
@@ -419,7 +419,7 @@ def describe_optimizers(local_state: LocalState, optimizers: Sequence[RunOptimiz
 
 
 def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
+    """Return the optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
     optimizers = []
     for index, entry in enumerate(described):
         small: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""``ReduceScatterBucketer``: many small reduce-scatters of a process group made into few large ones.
+"""``ReduceScatterBucketer``: combines many small reduce-scatters of a process group into few large ones.
 
-A tool by itself, on any process group of torch.distributed; the engine reduces its own chunks without it. Source of the
-behaviour: fairscale's class of that name, which ColossalAI publishes.
+It can be used alone on any process group of torch.distributed; the engine reduces its own chunks without it. The
+behaviour is that of fairscale's class, which ColossalAI publishes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Callback = Callable[[Tensor], object]
 
 
 class _Bucket:
-    """Waiting inputs of one dtype, device and group, side by side in one row for each rank."""
+    """Collected inputs of one dtype, device and group, concatenated in one row for each rank."""
 
     def __init__(self, ranks: int, row_numel: int, like: Tensor) -> None:
         self.rows = torch.empty((ranks, row_numel), dtype=like.dtype, device=like.device)
@@ -44,7 +44,7 @@ class _Bucket:
         if not self.waiting:
             return
         result = _reduce_scatter(self.rows[:, : self.used], group)
-        # The bucket is emptied before callbacks run: one of them may add the next input.
+        # The bucket is emptied before callbacks run, because one of them may add the next input.
         waiting, self.waiting, self.used = self.waiting, [], 0
         for start, shape, callback in waiting:
             if callback is not None:
@@ -52,9 +52,9 @@ class _Bucket:
 
 
 def _reduce_scatter(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over ranks of this rank's row of ``[ranks, numel]``."""
+    """Return the sum over ranks of this rank's row of ``[ranks, numel]``."""
     result = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    # Flat, which gloo asks for.
+    # gloo requires a flat tensor.
     flat = rows.reshape(-1)
     if rows.shape[0] == 1:
         result.copy_(flat)
@@ -77,7 +77,7 @@ class ReduceScatterBucketer:
     Every rank of a group makes the same calls in the same order.
 
     Args:
-        bucket_size_mb: of a bucket, in MiB, for all ranks' parts together; at 0 or below, nothing is collected.
+        bucket_size_mb: size of a bucket in MiB, for all ranks' parts together; at 0 or below, nothing is collected.
     """
 
     def __init__(self, bucket_size_mb: float = 25) -> None:
@@ -88,19 +88,19 @@ class ReduceScatterBucketer:
     def reduce_scatter_async(
         self, input_list: Sequence[Tensor], group: dist.ProcessGroup | None = None, callback_fn: Callback | None = None
     ) -> None:
-        """Have the sum over ranks of ``input_list[rank]`` given to ``callback_fn``: now, later, or at :meth:`flush`.
+        """Call ``callback_fn`` with the sum over ranks of ``input_list[rank]``: now, later, or at :meth:`flush`.
 
-        Inputs too large for a bucket are reduced at once, before what was collected. An input for which there is no
-        room left has the bucket flushed first.
+        Inputs larger than a bucket are reduced immediately, before collected ones. If a bucket has no room for an
+        input, it is flushed first.
 
         Args:
             input_list: one tensor for each rank of the group, all of one shape, dtype and device. They may be changed
                 after the call.
             group: default: all ranks; without torch.distributed, this process.
-            callback_fn: called with the result, of the inputs' shape, which is its own to keep.
+            callback_fn: called with the result, a new tensor of the inputs' shape.
 
         Raises:
-            ValueError: another number of tensors than of ranks, tensors that differ, or this rank is not a member.
+            ValueError: the number of tensors is not that of ranks, tensors differ, or this rank is not a member.
         """
         several = dist.is_available() and dist.is_initialized()
         ranks = len(ranks_of("group", group)) if several else 1
@@ -115,26 +115,26 @@ class ReduceScatterBucketer:
             return
         key = (first.dtype, first.device, group if group is not None or not several else dist.group.WORLD)
         bucket = self._buckets.get(key)
-        # Callbacks may bring more, or free the buckets, so that one flush need not make room.
+        # Callbacks may add inputs, or free the buckets, so one flush may not make enough room.
         while bucket is not None and bucket.waiting and first.numel() > bucket.room:
             bucket.flush(group)
             bucket = self._buckets.get(key)
-        if bucket is None or first.numel() > bucket.room:  # none yet, or made when bucket_size_mb was smaller
+        if bucket is None or first.numel() > bucket.room:  # no bucket yet, or created with a smaller bucket_size_mb
             bucket = self._buckets[key] = _Bucket(ranks, row_numel, first)
         bucket.add(input_list, callback_fn)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce whatever was collected, and call what waits for it, until nothing waits: callbacks may bring more."""
+        """Reduce all collected inputs and call their callbacks until nothing is collected: callbacks may add inputs."""
         while any(bucket.waiting for bucket in self._buckets.values()):
             for (_, _, group), bucket in list(self._buckets.items()):
                 bucket.flush(group)
 
     def free(self) -> None:
-        """Give back the memory of the buckets; the next input takes it again.
+        """Free the memory of the buckets; the next input allocates it again.
 
         Raises:
-            RuntimeError: something still waits.
+            RuntimeError: inputs are still collected.
         """
         waiting = sum(len(bucket.waiting) for bucket in self._buckets.values())
         if waiting:

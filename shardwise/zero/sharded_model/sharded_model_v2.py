@@ -1,7 +1,7 @@
 """``ShardedModelV2``: the published arguments and methods of the sharded model, on a ``Session``.
 
-The session is built when the optimizer is there, since its groups decide the packing; a model that is used before, or
-without one, is sharded then.
+The session is created with the optimizer, because the optimizer's groups define the packing. A model that is used
+before or without an optimizer is sharded at that point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ShardedModelV2", "require_same_ranks"]
 
 
 def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Sequence[int], owner: str) -> None:
-    """``None``, or a group of just the ``ranks`` that ``owner`` is divided over.
+    """Check that ``group`` is ``None``, or has exactly the ``ranks`` that ``owner`` is sharded over.
 
     Raises:
         ValueError: other ranks, or this rank is not a member.
@@ -49,32 +49,34 @@ def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Se
 
 
 class ShardedModelV2(ModelFront):
-    """A model whose parameters, gradients and optimizer state are divided over the ranks.
+    """A model whose parameters, gradients and optimizer state are sharded over the ranks.
 
-    For training it goes with :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2`, made before the first forward
-    pass: then the masters have the values of the construction in fp32, which is lost where the model was used before.
+    For training create a :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2` before the first forward pass: then
+    the masters have the initial values in fp32. If the model was used before, they have rounded values.
 
     Args:
         module: built inside :class:`~shardwise.zero.init_ctx.ZeroInitContext`.
-        shard_strategy: what is gathered together.
-        process_group: the data-parallel ranks that the model is divided over, a group that this rank belongs to;
-            ``None``: all ranks. Other ranks give other groups, which train by themselves.
+        shard_strategy: defines which parameters are gathered together.
+        process_group: the data-parallel ranks that the model is sharded over, a group that this rank belongs to;
+            ``None``: all ranks. Other ranks may have other groups, which train separately.
         reduce_scatter_process_group: ``None``, or one of the same ranks.
-        reduce_scatter_bucket_size_mb: in MiB; gradients of whole parameters (``shard_param=False``) are reduced in
-            buckets of that size, at 0 or below one by one. Sharded ones are reduced as they are gathered.
-        fp32_reduce_scatter: 16-bit gradients travel in fp32.
-        offload_config: ``{"device": "cpu"}``: gradients wait in host memory for an optimizer with ``cpu_offload=True``.
-        gradient_predivide_factor: gradients are divided by it before they travel and, after their sum over the ranks,
-            by what is left of their number. ``None``: a power of two near its root.
+        reduce_scatter_bucket_size_mb: in MiB; gradients of replicated parameters (``shard_param=False``) are reduced in
+            buckets of that size, at 0 or below one by one. Those of sharded parameters are reduced as they are
+            gathered.
+        fp32_reduce_scatter: communicate 16-bit gradients in fp32.
+        offload_config: ``{"device": "cpu"}``: keep gradients in host memory for an optimizer with ``cpu_offload=True``.
+        gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and by the number of ranks
+            over this factor afterwards. ``None``: a power of two near the root of the number of ranks.
         use_memory_tracer: trace the memory of each step (on GPUs of the first); see :meth:`dump_memory_stats`. A step
-            that needs more than the device has fails with the accounts.
-        reuse_fp16_shard: reduced gradients are 16-bit and take no more room than the parameters' shard, so each step is
-            one backward pass. Otherwise they are fp32 and add up.
-        tensor_placement_policy: of later releases, instead of ``offload_config`` and ``use_memory_tracer``: ``"cuda"``
-            (nothing in host memory), ``"cpu"`` (parameters, gradients and state) or ``"auto"`` (by the trace).
+            that needs more memory than the device has fails with a report.
+        reuse_fp16_shard: reduced gradients are 16-bit and not larger than the parameters' shard, so each step is one
+            backward pass. Otherwise they are fp32 and accumulate.
+        tensor_placement_policy: an argument of later releases, instead of ``offload_config`` and ``use_memory_tracer``:
+            ``"cuda"`` (nothing in host memory), ``"cpu"`` (parameters, gradients and state) or ``"auto"`` (by the
+            trace).
 
     Raises:
-        ValueError: a parameter was made outside of ``ZeroInitContext``, or parameters are to have different dtypes or
+        ValueError: a parameter was created outside of ``ZeroInitContext``, or parameters have different dtypes or
             devices; an argument out of range; a group that this rank does not belong to, or groups that differ.
         TypeError: the module is sharded already, or ``shard_strategy`` is not a strategy.
     """
@@ -118,17 +120,17 @@ class ShardedModelV2(ModelFront):
     def attach(
         self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments, others: dist.ProcessGroup | None = None
     ) -> Session:
-        """Shard the model with its optimizer. Collective over the model's ranks, and over the others.
+        """Shard the model with its optimizer. Collective over the model's ranks, and over the ranks of ``others``.
 
         Args:
             optimizer: a plain one.
-            arguments: of the sharded one.
-            others: the ranks that hold other parts of the model (``mp_process_group``).
+            arguments: arguments of the sharded optimizer.
+            others: the model-parallel ranks with other parts of the model (``mp_process_group``).
 
         Raises:
-            RuntimeError: it has one already.
+            RuntimeError: it has an optimizer already.
         """
-        to_plan(self.arguments, arguments, self._facts)  # errors before anything is changed
+        to_plan(self.arguments, arguments, self._facts)  # raises errors before anything is changed
         self._drop_session()
         self._tell(arguments)
         if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
@@ -152,7 +154,7 @@ class ShardedModelV2(ModelFront):
         return session
 
     def _own_mesh(self) -> Mesh:
-        """Made once: no part of the plan that the optimizer may change matters to it. Collective."""
+        """Return the mesh, created once, because the optimizer cannot change this part of the plan. Collective."""
         own = self.__dict__
         if own["_mesh"] is None:
             plan = to_plan(self.arguments, None, self._facts)
@@ -168,7 +170,7 @@ class ShardedModelV2(ModelFront):
             )
 
     def close(self) -> None:
-        """Remove the hooks from the model and give back what the ranks share. Call :meth:`state_dict` before."""
+        """Remove the hooks from the model and release the communicators. Call :meth:`state_dict` before."""
         own = self.__dict__
         if own["_session"] is not None:
             own["_session"].close()
@@ -179,7 +181,9 @@ class ShardedModelV2(ModelFront):
     # ---- passes
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
+        """Run the backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in
+        :meth:`backward`.
+        """
         session = self.session
         if session.optimizer is not None:
             session.optimizer.backward_by_grad(tensor, grad)
@@ -191,29 +195,28 @@ class ShardedModelV2(ModelFront):
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether an optimizer may have ``cpu_offload=True``."""
+        """Return True if an optimizer may have ``cpu_offload=True``."""
         return bool(self.arguments.cpu_offload)
 
     @property
     def use_memory_tracer(self) -> bool:
-        """Whether steps are traced."""
+        """Return True if steps are traced."""
         return bool(self.arguments.traces)
 
     @property
     def cuda_margin_space(self) -> int:
-        """Bytes of the device that the traced step never used; 0 before one."""
+        """Return the bytes of the device that the traced step never used; 0 before a traced step."""
         stats = _trace(self.session)
         return 0 if stats is None else max((stats.capacity_bytes or 0) - stats.peak_bytes, 0)
 
     def dump_memory_stats(self, filename: str | os.PathLike[str] = "dump_mem_stats.log") -> None:
-        """Write rank 0's trace of the last step to a file: totals, the highest moments, a row for each use of a unit.
+        """Write rank 0's trace of the last step to a file: totals, the highest peaks, a row for each use of a unit.
 
-        Of a data-parallel group that begins with another rank, that rank's, and ``.rank`` with its number is added to
-        the name.
+        For a data-parallel group without rank 0, its first rank writes, and adds ``.rank`` with its number to the name.
 
-        Parameters that stay whole (``shard_param=False``) are not gathered for uses: there is one row, of the peak.
-        Also after a step that failed (out of memory): then what there was until then. Not collective. Without
-        ``use_memory_tracer``, or before a first pass, there is nothing, and a warning says so.
+        Replicated parameters (``shard_param=False``) are not gathered: there is one row, for the peak. After a step
+        that failed (out of memory) the trace ends at that point. Not collective. Without ``use_memory_tracer``, or
+        before a first pass, nothing is written, with a warning.
         """
         session: Session | None = self.__dict__["_session"]
         stats = _trace(session) if session is not None else None
@@ -226,7 +229,7 @@ class ShardedModelV2(ModelFront):
 
 
 def _trace(session: Session) -> MemStats | None:
-    """Return the trace; if nothing is gathered, one of the peak only."""
+    """Return the trace; if nothing is gathered, a trace with only the peak."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
         kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}

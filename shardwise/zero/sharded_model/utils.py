@@ -1,4 +1,4 @@
-"""``col_model_deepcopy``; the published name of the module says nothing, and is kept for that reason alone."""
+"""``col_model_deepcopy``. The module has this name because it is published."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["col_model_deepcopy"]
 
 @torch.no_grad()
 def col_model_deepcopy(sharded_model: ShardedModelV2, other_model: nn.Module) -> None:
-    """Copy the parameters of ``sharded_model`` into the plain model ``other_model`` of the same kind. Every rank calls.
+    """Copy the parameters of ``sharded_model`` into the plain model ``other_model`` of the same kind. Collective.
 
-    ``other_model`` keeps its dtypes and devices. Parameters that have fp32 masters give those, so an fp32 model gets
-    exact values. Parameters are gathered a chunk at a time.
+    ``other_model`` keeps its dtypes and devices. Values come from fp32 masters if they exist, so an fp32 model gets
+    exact values. Parameters are gathered one chunk at a time.
 
     Raises:
-        ValueError: names or shapes differ, all of them listed; nothing is copied then.
+        ValueError: names or shapes differ; all are listed, and nothing is copied.
     """
     targets = dict(other_model.named_parameters(remove_duplicate=False))
     shapes = {name: p.shape for name, p in sharded_model.module.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,7 @@
-"""Checkpoints of other libraries, in and out, each as a :class:`CheckpointSource`; docs/checkpoints.md."""
+"""Readers and writers of other libraries' checkpoints; each reader returns a :class:`CheckpointSource`.
+
+See docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 Model: ``pytorch_model-00001.bin`` (or ``model-00001.safetensors``) with an index whose ``metadata.total_size`` is in
 MB. Optimizer: ``pytorch_optim-00001.bin`` (number -> state) with ``pytorch_optim.bin.index.json``, whose
-``metadata.param_groups`` names ``pytorch_optim_group.bin``. Its loader wants exactly one index in a directory, so a
-checkpoint of both has two: ``model`` and ``optimizer`` (``modeling`` is read as well; ColossalAI's examples use it).
+``metadata.param_groups`` names ``pytorch_optim_group.bin``. ColossalAI's loader requires exactly one index in a
+directory, so a checkpoint of both has two directories: ``model`` and ``optimizer``. ``modeling`` is read as well,
+because ColossalAI's examples use it.
 
-The optimizer's index that we write has one entry more in its metadata, ``shardwise``: the parameters' names and shapes
-and the loss scale, for which the layout has no place.
+The optimizer's index that we write has one more entry in its metadata, ``shardwise``: the names and shapes of the
+parameters and the loss scale, for which the layout has no place.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _find(directory: Path, pattern: str) -> Path | None:
 
 
 def find_parts(path: Path) -> tuple[Path | None, Path | None]:
-    """The index of the model and that of the optimizer in a directory or in its ``model`` and ``optimizer``.
+    """Return the index of the model and that of the optimizer, in a directory or in its ``model`` and ``optimizer``.
 
-    An index itself may be given, where a directory has several.
+    ``path`` may also be an index itself, for directories with several.
     """
     if path.is_file():
         return (None, path) if path.name.startswith("pytorch_optim") else (path, None)
@@ -81,17 +82,17 @@ def find_parts(path: Path) -> tuple[Path | None, Path | None]:
 def open_colossalai(
     path: str | Path, optimizer: str | Path | None = None, parameter_names: Sequence[str] | None = None
 ) -> LazySource:
-    """A model, an optimizer, or both.
+    """Open a model, an optimizer, or both.
 
     Args:
         path: a directory with either index or both, or with a ``model`` and an ``optimizer`` directory; or an index.
-        optimizer: the optimizer's directory, where it is somewhere else.
-        parameter_names: the names of the optimizer's parameters in its own order; the files have only numbers. Where
-            there is a model they are found by order and shape, if only one assignment fits.
+        optimizer: the optimizer's directory, if it is not next to the model.
+        parameter_names: names of the optimizer's parameters in its own order; the files only number them. If there is a
+            model, the names are found by order and shape, provided that only one assignment fits.
 
     Raises:
         FileNotFoundError: there is no index.
-        CheckpointDamage: a file is missing or does not hold what its index says.
+        CheckpointDamage: a file is missing or does not match its index.
     """
     directory = Path(path)
     model_index, optimizer_index = find_parts(directory)
@@ -105,7 +106,7 @@ def open_colossalai(
     state: dict[str, Any] = {}
     notes: list[str] = []
     shapes: Shapes = {}
-    with ExitStack() as opened:  # nothing stays open where a later file is damaged
+    with ExitStack() as opened:  # close all files if a later one is damaged
         if model_index is not None:
             shards = Shards(model_index.parent)
             opened.callback(shards.close)
@@ -128,7 +129,9 @@ def open_colossalai(
 
 
 class _OptimizerShards:
-    """``pytorch_optim-*.bin``: number -> key -> tensor. Files are mapped, so what is not read takes no memory."""
+    """State in ``pytorch_optim-*.bin``: number -> key -> tensor. Files are memory-mapped; unread tensors take no
+    memory.
+    """
 
     def __init__(self, index: Path) -> None:
         metadata, weight_map = read_index(index)
@@ -181,10 +184,10 @@ def write_colossalai_model(
     dtype: torch.dtype | None = None,
     configurations: Sequence[Any] = (),
 ) -> list[Path]:
-    """Write the model in shards of at most ``size_per_shard`` MB (2**20 bytes), one of them in memory at a time.
+    """Write the model in shards of at most ``size_per_shard`` MB (2**20 bytes), with one shard at a time in memory.
 
-    Tied tensors are stored under each of their names, as ColossalAI does and its strict loading wants.
-    ``configurations`` become ``config.json`` and ``generation_config.json``, which ``from_pretrained`` wants.
+    Tied tensors are stored under each of their names, which ColossalAI's strict loading requires. ``configurations``
+    become ``config.json`` and ``generation_config.json``, which ``from_pretrained`` requires.
 
     Raises:
         CheckpointError: the source has no model.
@@ -233,7 +236,7 @@ def write_colossalai_optimizer(
     prefix: str | None = None,
     index: int = 0,
 ) -> list[Path]:
-    """Write one optimizer's state in shards of at most ``size_per_shard`` MB, one of them in memory at a time.
+    """Write one optimizer's state in shards of at most ``size_per_shard`` MB, with one shard at a time in memory.
 
     Raises:
         CheckpointError: the source has no such optimizer.

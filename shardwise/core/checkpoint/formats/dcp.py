@@ -1,8 +1,8 @@
-"""Directories of ``torch.distributed.checkpoint`` (DCP), in and out, for FSDP2 and torchtitan.
+"""Read and write directories of ``torch.distributed.checkpoint`` (DCP), for FSDP2 and torchtitan.
 
-Two layouts are known. ``fsdp2``: ``{"model": ..., "optim": ...}`` of ``torch.distributed.checkpoint.state_dict``
-(``get_model_state_dict``, ``get_optimizer_state_dict``). ``torchtitan``: the model's names at the top and flattened
-optimizer state (``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.<name>.lr``).
+Two layouts are supported. ``fsdp2``: ``{"model": ..., "optim": ...}`` of ``torch.distributed.checkpoint.state_dict``
+(``get_model_state_dict``, ``get_optimizer_state_dict``). ``torchtitan``: the model's names at the top level and
+flattened optimizer state (``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.<name>.lr``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = ["Chunk", "DcpItem", "open_dcp", "read_dcp_index", "write_dcp"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are (one ``torch.save`` inside ``file``)."""
+    """A box of a tensor and the location of its bytes (one ``torch.save`` inside ``file``)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,9 +69,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpItem:
-    """One key. ``shape`` and ``dtype`` are ``None`` for a pickled value, which is a single chunk without sizes.
+    """One key of a DCP directory. ``shape`` and ``dtype`` are ``None`` for a pickled value, a single chunk without
+    sizes.
 
-    ``path`` is where it stood in the nested state dictionary.
+    ``path`` is its path in the nested state dictionary.
     """
 
     path: tuple[str, ...]
@@ -84,8 +85,11 @@ DcpIndex = dict[str, DcpItem]
 
 
 class _Sealed(type):
-    """The class of stand-ins. A pickle can put them on its stack themselves and set attributes on them, which would
-    then hold for every file that is read later in this process; so nothing about them can be changed."""
+    """Metaclass of the stand-in classes; it makes them immutable.
+
+    A pickle can push these classes on its stack and set attributes on them, which would affect every file that this
+    process reads later.
+    """
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise TypeError(f"{cls.__name__}.{name} cannot be set by a file")
@@ -95,7 +99,7 @@ class _Sealed(type):
 
 
 class _Record(metaclass=_Sealed):
-    """What a pickled object's fields are put into."""
+    """Receives the fields of a pickled object."""
 
     values: tuple[Any, ...]
 
@@ -103,7 +107,8 @@ class _Record(metaclass=_Sealed):
         self.__dict__["values"] = values
 
     def __setstate__(self, state: Any) -> None:
-        # Also a pair of two dictionaries; what it names is data and nothing else, so it goes past all of Python's own.
+        # The state may also be a pair of dictionaries. Its names are data, so it is stored without Python's own
+        # setters.
         for fields in state if isinstance(state, tuple) else (state,):
             for name, value in (fields or {}).items():
                 if not isinstance(name, str) or name.startswith("__"):
@@ -112,7 +117,7 @@ class _Record(metaclass=_Sealed):
 
 
 class _Path(_Record):
-    """A path by its parts."""
+    """A path as a tuple of its parts."""
 
     def __str__(self) -> str:
         return checked_name("/".join(self.values), "a DCP index")
@@ -120,7 +125,7 @@ class _Path(_Record):
 
 class _Properties(_Record):
     def __setstate__(self, state: Any) -> None:
-        # Pickled as (dtype, layout, requires_grad, memory format, pin_memory).
+        # The pickled tuple is (dtype, layout, requires_grad, memory format, pin_memory).
         self.__dict__["dtype"] = state[0] if isinstance(state, tuple) else state.get("dtype")
 
 
@@ -130,12 +135,12 @@ class _Key(_Record):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        # Keys are hashed while the file is read, and the hash of tuples in tuples could take for ever.
+        # Keys are hashed while the file is read, and hashing deeply nested tuples could take arbitrarily long.
         if not isinstance(self.fqn, str) or not all(type(each) is int for each in self.offset or ()):
             raise ValueError(f"a key that is no name with an offset (a {type(self.fqn).__name__})")
 
     def __hash__(self) -> int:
-        return hash((self.fqn, repr(self.offset)))  # numbers can be chosen to have one hash, texts cannot
+        return hash((self.fqn, repr(self.offset)))  # numbers can be chosen to collide, strings cannot
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and (self.fqn, self.offset) == (other.fqn, other.offset)
@@ -179,12 +184,12 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_dcp_index(directory: Path) -> DcpIndex:
-    """Every key of a DCP directory.
+    """Return every key of a DCP directory.
 
     Raises:
-        FileNotFoundError: there is no ``.metadata``: the save did not finish, or this is no DCP directory.
-        RefusedPickle: ``.metadata`` names a class that is not needed to describe tensors.
-        CheckpointDamage: it is cut off, or does not describe every tensor completely.
+        FileNotFoundError: there is no ``.metadata``: the save did not finish, or this is not a DCP directory.
+        RefusedPickle: ``.metadata`` refers to a class that is not needed to describe tensors.
+        CheckpointDamage: it is truncated, or does not describe every tensor completely.
     """
     path = directory / ".metadata"
     if not path.is_file():
@@ -248,7 +253,7 @@ def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: An
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk], path: Path) -> None:
-    """The boxes lie inside the tensor, do not overlap and fill it."""
+    """Check that the boxes lie inside the tensor, do not overlap and cover it."""
     filled = 0
     for chunk in chunks:
         ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
@@ -263,8 +268,11 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk], path: P
 
 
 def _overlap(chunks: list[Chunk]) -> bool:
-    """Whether any two boxes share an element. Boxes are cuts of a grid, whose cells are counted: each once, not each
-    with each other, of which there would be millions for a tensor of thousands of ranks."""
+    """Return True if any two boxes share an element.
+
+    Boxes are cuts of a grid. The cells of the grid are counted, because a tensor of thousands of ranks would have
+    millions of pairs of boxes.
+    """
     if len(chunks) < 2:
         return False
     cuts = []
@@ -275,7 +283,7 @@ def _overlap(chunks: list[Chunk]) -> bool:
     cells = 1
     for size in sizes:
         cells *= size
-    if cells > 64 * len(chunks) + (1 << 20):  # no grid that any sharding makes
+    if cells > 64 * len(chunks) + (1 << 20):  # no sharding produces such a grid
         raise ValueError(f"{len(chunks)} pieces that are no grid")
     taken = np.zeros(sizes, dtype=bool)
     for chunk in chunks:
@@ -289,14 +297,14 @@ def _overlap(chunks: list[Chunk]) -> bool:
 
 MODEL_PREFIXES = ("model", "state_dict", "module")
 NOT_A_MODEL = {"lr_scheduler", "dataloader", "train_state", "scheduler", "lr_schedulers", "scaler", "rng"}
-SMALL_ELEMENTS = 4096  # other tensors up to this many elements go into the state
+SMALL_ELEMENTS = 4096  # larger tensors do not go into the state
 
 
-# -- reading
+# ---- reading
 
 
 class _Chunks:
-    """Reads boxes of tensors; keeps the boxes of the tensor that was read last."""
+    """Reads boxes of tensors, and caches the boxes of the last tensor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -348,12 +356,12 @@ class _Chunks:
 
 
 def open_dcp(path: str | Path) -> LazySource:
-    """The model and the optimizers of a DCP directory, whatever number of ranks wrote it.
+    """Open the model and the optimizers of a DCP directory that any number of ranks wrote.
 
     Raises:
         FileNotFoundError: there is no ``.metadata``.
         RefusedPickle: ``.metadata`` refers to classes that could run code.
-        CheckpointDamage: something is missing or cut off.
+        CheckpointDamage: a file is missing or truncated.
     """
     directory = Path(path)
     index = read_dcp_index(directory)
@@ -361,7 +369,7 @@ def open_dcp(path: str | Path) -> LazySource:
         if not (directory / file).is_file():
             raise CheckpointDamage(f"{directory / file} is missing, although .metadata names it")
     chunks = _Chunks(directory)
-    # Dotted names, so that nested and flattened dictionaries look alike.
+    # Dotted names make nested and flattened dictionaries equal.
     dotted = {".".join(item.path): (name, item) for name, item in index.items()}
     prefixes = sorted({match[1] or "" for key in dotted if (match := re.match(r"(.*?\.|)param_groups\.", key))})
     entries: dict[str, Entry] = {}
@@ -394,11 +402,11 @@ Dotted = Mapping[str, tuple[str, DcpItem]]
 
 
 def _model(rest: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The keys of the model with the parameters' names, and the other keys."""
+    """Return the keys of the model with the names of its parameters, and the other keys."""
     parents = {prefix.rstrip(".").rpartition(".")[0] for prefix in optimizers} | {""}
     tensors = [key for key, (_, item) in rest.items() if item.shape is not None]
     for start in [f"{parent}.{name}.".lstrip(".") for parent in sorted(parents) for name in MODEL_PREFIXES]:
-        # A model may itself have a module called "model": then other parameters are next to it.
+        # A model may have a module called "model"; other parameters are next to that module then.
         inside = [key for key in tensors if key.startswith(start) and len(rest[key][1].path) > 1]
         if inside:
             break
@@ -427,7 +435,7 @@ def _value(name: str, item: DcpItem, chunks: _Chunks) -> Any:
 
 
 def _groups(options: Dotted, chunks: _Chunks) -> list[dict[str, Any]]:
-    """Parameter groups from ``<number>.<option>`` (a list of groups) or ``<name>.<option>`` (flattened)."""
+    """Return param groups from ``<number>.<option>`` (a list of groups) or ``<name>.<option>`` (flattened)."""
     values = {key: _value(name, item, chunks) for key, (name, item) in options.items()}
     if all(re.match(r"\d+\.[^.]+$", key) for key in values):
         by_number: dict[int, dict[str, Any]] = {}
@@ -440,7 +448,7 @@ def _groups(options: Dotted, chunks: _Chunks) -> list[dict[str, Any]]:
         name, _, option = key.rpartition(".")
         by_name.setdefault(name, {})[option] = value
     groups: list[dict[str, Any]] = []
-    for name, own in by_name.items():  # parameters with the same options were one group, or may as well be
+    for name, own in by_name.items():  # parameters with the same options become one group, which is equivalent
         record = group_record([name], own)
         same = next((each for each in groups if {**each, "params": [name]} == record), None)
         if same is None:
@@ -463,18 +471,18 @@ def _others(rest: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
     return kept, notes
 
 
-# -- writing
+# ---- writing
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Plans with tensors that have no memory, and reads each one when it is written."""
+    """Plans a save with tensors that have no memory, and reads each one when it is written."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         super().__init__()
         self._entries = entries
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor to write now."""
+        """Return the tensor to write now."""
         name = write_item.index.fqn
         if name in self._entries:
             return to_tensor(self._entries[name])
@@ -482,7 +490,9 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 class _StreamingWriter(FileSystemWriter):
-    """Writes one file; torch's own keeps every tensor of a file in memory until the file is complete."""
+    """Writes one file as a stream; torch's own writer keeps every tensor of a file in memory until the file is
+    complete.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the planned items one after the other."""
@@ -509,14 +519,14 @@ def write_dcp(
 
     Args:
         source: any checkpoint.
-        path: the directory to make or replace.
+        path: the directory to create or replace.
         layout: ``"fsdp2"`` (``{"model": ..., "optim": ...}``) or ``"torchtitan"``. Several optimizers are merged, as
             ``get_optimizer_state_dict`` does.
-        dtype: of the model's floating-point tensors; ``None``: as stored.
+        dtype: dtype of the model's floating-point tensors; ``None``: as stored.
 
     Raises:
         ValueError: an unknown layout.
-        CheckpointError: nothing to write.
+        CheckpointError: the source has nothing to write.
         NotADirectoryError: ``path`` is a file.
     """
     if layout not in ("fsdp2", "torchtitan"):
@@ -534,10 +544,11 @@ def write_dcp(
     with atomic_directory(Path(path), lambda name: name == ".metadata" or name.endswith(".distcp")) as directory:
         writer = _StreamingWriter(directory)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose: one process
+            # a single process writes on purpose
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             try:
                 save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)
-            except CheckpointException as error:  # torch's, around what went wrong on each rank
+            except CheckpointException as error:  # torch wraps the error of each rank
                 raise next(iter(error.failures.values()))[0] from error
     return Path(path)
 

@@ -1,10 +1,10 @@
-"""Directories of DeepSpeed's ``save_checkpoint`` with ZeRO 1, 2 or 3: model in fp32 and optimizer state, read only.
+"""Read directories of DeepSpeed's ``save_checkpoint`` with ZeRO 1, 2 or 3: model in fp32 and optimizer state.
 
-Its universal checkpoints, too (:mod:`~shardwise.core.checkpoint.formats.deepspeed`).
+DeepSpeed's universal checkpoints are read, too.
 
-``<root>/latest`` names the directory of the newest step; in it are ``mp_rank_00_model_states.pt`` (stage 3:
+``<root>/latest`` names the directory of the newest step. That directory has ``mp_rank_00_model_states.pt`` (stage 3:
 ``zero_pp_rank_<r>_mp_rank_00_model_states.pt``) and ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` of every
-rank. The files are pickles with a few of DeepSpeed's classes; records without behaviour stand in for them.
+rank. The files are pickles with a few of DeepSpeed's classes, which are replaced by records without behaviour.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Flat:
-    """Arrays that make up one long array; ``starts`` are their positions, gaps (padding) may lie between them."""
+    """Arrays that form one long array at the positions ``starts``, with gaps (padding) between them."""
 
     def __init__(self, parts: Sequence[torch.Tensor], starts: Sequence[int], what: str) -> None:
         self.parts = [part.reshape(-1) for part in parts]
@@ -51,14 +51,14 @@ class Flat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all parts."""
+        """Return the dtype of all arrays."""
         return self.parts[0].dtype
 
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel).
+        """Return elements [start, start + numel).
 
         Raises:
-            CheckpointDamage: some of them are in no part.
+            CheckpointDamage: an array does not have some of them.
         """
         found = []
         position, end = start, start + numel
@@ -73,7 +73,9 @@ class Flat:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is: its group, its shape and its first element in the flat array (of each rank at stage 3)."""
+    """The location of a parameter: its group, its shape and its first element in the flat array (stage 3: of each
+    rank).
+    """
 
     group: int
     shape: tuple[int, ...]
@@ -81,7 +83,7 @@ class Place:
 
 
 def places_by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]] | None) -> dict[str, Place]:
-    """Stages 1 and 2: positions in the whole array of each group."""
+    """Return the positions of parameters in the flat array of each group (stages 1 and 2)."""
     places = {}
     for number, shapes in enumerate(groups):
         offset = 0
@@ -92,7 +94,7 @@ def places_by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]] | No
 
 
 def places_by_parameter(groups: Sequence[Shapes], ranks: int) -> dict[str, Place]:
-    """Stage 3: positions in each rank's arrays, which continue over the groups."""
+    """Return the positions of parameters in each rank's arrays, which continue over the groups (stage 3)."""
     places = {}
     offset = 0
     for number, shapes in enumerate(groups):
@@ -103,8 +105,11 @@ def places_by_parameter(groups: Sequence[Shapes], ranks: int) -> dict[str, Place
 
 
 def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> list[tuple[Mapping[str, Any], Shapes]]:
-    """Param groups, each with its options and its parameters. Stage 3 cuts a group into several flat arrays
-    (``sub_group_size``), which ``groups`` lists one by one; the optimizer's own ``params`` number them."""
+    """Return param groups, each with its options and its parameters.
+
+    Stage 3 splits a group into several flat arrays (``sub_group_size``). ``groups`` lists them one by one, and the
+    optimizer's ``params`` number them.
+    """
     numbers = [list(group.get("params", ())) for group in listed]
     if len(listed) == len(groups) or sorted(n for own in numbers for n in own) != list(range(len(groups))):
         return [(listed[number] if number < len(listed) else {}, shapes) for number, shapes in enumerate(groups)]
@@ -113,13 +118,13 @@ def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) ->
 
 
 def spread_entry(place: Place, flat: Flat) -> Entry:
-    """A parameter, or state of its shape, of stages 1 and 2."""
+    """Return a parameter, or state of its shape, of stages 1 and 2."""
     fact = TensorInfo(place.shape, flat.dtype)
     return Entry(fact, lambda start, numel: flat.read(place.offset + start, numel))
 
 
 def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
-    """A parameter, or state of its shape, of stage 3; ``ranks`` has each rank's array."""
+    """Return a parameter, or state of its shape, of stage 3; ``ranks`` has the array of each rank."""
     fact = TensorInfo(place.shape, ranks[0].dtype)
     size = -(-fact.numel // len(ranks))
 
@@ -137,25 +142,25 @@ def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
 
 ZERO, COMMON = "zero", "optimizer_state.pt"
 LATEST_UNIVERSAL = "latest_universal"
-"""Beside the checkpoints: the name of the newest universal one."""
+"""The file next to the checkpoints that names the newest universal checkpoint."""
 MASTER, STEP = "fp32", "step"
 
 
 def is_universal(directory: Path) -> bool:
-    """Whether the files of one step are those of a universal checkpoint."""
+    """Return True if a directory has the files of a universal checkpoint."""
     return (directory / ZERO / COMMON).is_file()
 
 
 @dataclass
 class Universal:
-    """What ``zero`` holds.
+    """The content of the ``zero`` directory of a universal checkpoint.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         load: reads a torch file.
 
     Attributes:
-        common: of all parameters.
+        common: values that all parameters share.
     """
 
     directory: Path
@@ -167,11 +172,11 @@ class Universal:
             raise CheckpointError(f"{self.directory / ZERO / COMMON} is not DeepSpeed's: it holds no dictionary")
 
     def read(self, groups: Sequence[Shapes]) -> tuple[dict[str, Entry], OptimizerRecord]:
-        """Masters and state of the parameters of ``param_shapes``.
+        """Return the fp32 masters and the state of the parameters of ``param_shapes``.
 
         Raises:
-            CheckpointDamage: a file is missing, or does not have the parameter's elements.
-            CheckpointError: folders of parameters that only other stages of a pipeline, or experts, have.
+            CheckpointDamage: a file is missing, or its number of elements differs from the parameter's.
+            CheckpointError: there are folders of parameters that only other pipeline stages, or experts, have.
         """
         inner = self.common.get("optimizer_state_dict") or {}
         listed = self.common.get("param_groups") or inner.get("param_groups") or []
@@ -218,7 +223,7 @@ class Universal:
         if isinstance(value, Mapping):
             if value.get("is_expert_param"):
                 raise CheckpointError(f"{file} belongs to expert parallelism, which is not read")
-            value = value.get("param")  # merged from the parts of tensor parallelism: its shape is its own
+            value = value.get("param")  # merged from tensor-parallel shards; it has its full shape
             return entry_of_tensor(value) if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and file.stem != STEP and value.ndim:
             return self._tensor(value, shape, file)
@@ -231,9 +236,9 @@ KEPT = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", 
 KEPT |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
 KEPT |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
 KEPT |= {"ds_config", "ds_version"}
-"""Of a model's file what is not the program's own ``client_state``."""
+"""Keys of a model's file that are not the user's ``client_state``."""
 CLIENT_STATE = "client_state."
-"""Before the names of the program's own in the source's state."""
+"""Prefix of the user's names in the source's state."""
 
 
 class _Record:
@@ -241,7 +246,7 @@ class _Record:
 
 
 class _Stage(int):
-    """Stands in for an enumeration of the ZeRO stages."""
+    """Replaces the enumeration of the ZeRO stages."""
 
 
 STAND_INS: tuple[tuple[type, str], ...] = (
@@ -253,17 +258,20 @@ STAND_INS: tuple[tuple[type, str], ...] = (
 
 
 def is_step(directory: Path) -> bool:
-    """Whether the directory itself holds the files of one step."""
+    """Return True if the directory itself has the files of one step."""
     return any(_MODEL_FILE.fullmatch(item.name) for item in directory.glob("*_model_states.pt"))
 
 
 def find_step(path: Path) -> Path | None:
-    """The directory with the files: ``path``, or the one that ``latest`` in it names, or ``latest_universal`` where
-    that names none; ``None``: neither."""
+    """Return the directory that has the files: ``path``, or the one that ``latest`` or else ``latest_universal`` in it
+    names.
+
+    Return ``None`` if there is no such directory.
+    """
     if is_step(path):
         return path
     for latest in ("latest", LATEST_UNIVERSAL):
-        with contextlib.suppress(CheckpointDamage):  # it need not be DeepSpeed's
+        with contextlib.suppress(CheckpointDamage):  # the file may belong to another library
             tag = read_name(path / latest)
             if tag and Path(tag).name == tag and (path / tag).is_dir() and is_step(path / tag):
                 return path / tag
@@ -272,7 +280,7 @@ def find_step(path: Path) -> Path | None:
 
 @dataclass
 class _Files:
-    """The content of one step. ``optimizers`` by rank; or ``universal``."""
+    """The content of one step: ``optimizers`` by rank, or ``universal``."""
 
     directory: Path
     models: list[dict[str, Any]]
@@ -285,28 +293,28 @@ class _Files:
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """What the optimizer's files say of all parameters; empty without ZeRO."""
+        """Return the values of the optimizer's files that all parameters share; empty without ZeRO."""
         if self.universal is not None:
             return self.universal.common
         return self.optimizers[0] if self.optimizers else {}
 
     @property
     def groups(self) -> list[dict[str, tuple[int, ...]]]:
-        """Names and shapes of what ZeRO trained, by group."""
+        """Return names and shapes of the parameters that ZeRO trained, by group."""
         listed = (self.model.get("param_shapes") or []) if self.common else []
         return [{name: tuple(shape) for name, shape in group.items()} for group in listed]
 
 
 def open_deepspeed(path: str | Path) -> LazySource:
-    """Model (fp32 masters, frozen parameters, buffers) and optimizer state, whatever number of ranks wrote them.
+    """Open the model (fp32 masters, frozen parameters, buffers) and optimizer state that any number of ranks wrote.
 
-    Tensors are mapped from the files; what is not read takes no memory.
+    Tensors are mapped from the files; unread tensors take no memory.
 
     Raises:
-        FileNotFoundError: no step of DeepSpeed's is there.
-        CheckpointDamage: a rank's file is missing or cut off.
-        CheckpointError: tensor parallel, pipeline or expert files.
-        RefusedPickle: a file holds objects of other classes than DeepSpeed's own few.
+        FileNotFoundError: there are no files of a DeepSpeed step.
+        CheckpointDamage: a rank's file is missing or truncated.
+        CheckpointError: the files are of tensor, pipeline or expert parallelism.
+        RefusedPickle: a file has objects of classes other than the few of DeepSpeed that are needed.
     """
     directory = find_step(Path(path))
     if directory is None:
@@ -374,7 +382,9 @@ def _load(directory: Path) -> _Files:
 
 
 def _load_universal(directory: Path) -> _Files:
-    """Parameters are whole there, whatever wrote them; the rest is that of the first part of the model."""
+    """Load a universal checkpoint. Parameters are unsharded in it; other values are those of the first model-parallel
+    rank.
+    """
     found = {}
     for item in sorted(directory.iterdir()):
         if item.name.startswith("layer_"):
@@ -390,7 +400,7 @@ def _load_universal(directory: Path) -> _Files:
 
 
 def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
-    """Whether there is one of each rank; their number is a file's word, and may be any."""
+    """Return True if there is one file of each rank. The number of ranks comes from a file and may be wrong."""
     return len(files) == ranks and sorted(files) == list(range(len(files)))
 
 
@@ -402,7 +412,7 @@ def _dictionary(path: Path) -> dict[str, Any]:
 
 
 def _unsharded(files: _Files) -> tuple[dict[str, Entry], dict[str, str], list[str]]:
-    """Buffers and frozen parameters (without ZeRO: everything), and the names of tied parameters."""
+    """Return buffers and frozen parameters (without ZeRO: all tensors), and the names of tied parameters."""
     module, shared = files.model["module"], dict(files.model.get("shared_params") or {})
     frozen = {name: tuple(shape) for name, shape in (files.model.get("frozen_param_shapes") or {}).items()}
     trained = {name for group in files.groups for name in group}
@@ -415,7 +425,7 @@ def _unsharded(files: _Files) -> tuple[dict[str, Entry], dict[str, str], list[st
             entries[f"model/{name}"] = _frozen(name, frozen[name], files)
         elif name not in trained and name not in shared:
             entries[f"model/{name}"] = entry_of_tensor(value)
-    for name in shared:  # a name may point to another that is shared itself
+    for name in shared:  # a name may map to another name that is itself shared
         while shared[name] in shared and shared[shared[name]] != shared[name]:
             shared[name] = shared[shared[name]]
     return entries, shared, notes
@@ -502,7 +512,7 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
 
 
 def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
-    """What DeepSpeed and its user saved besides, as JSON where it can be."""
+    """Return other values that DeepSpeed and the user saved, as JSON where possible."""
     kept: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
     if isinstance(files.common.get("loss_scaler"), _Record):
         kept["loss_scaler"] = dict(vars(files.common["loss_scaler"]))

@@ -1,4 +1,4 @@
-"""The registry of formats: how each is recognised, opened and written; and opening a checkpoint of any format."""
+"""The registry of formats: how each format is detected, opened and written; opens a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class Format:
-    """One format that checkpoints come in.
+    """A checkpoint format.
 
     Attributes:
-        name: as ``open_checkpoint(format=...)`` has it.
+        name: value of ``open_checkpoint(format=...)``.
         is_at: whether a directory (a file, with :attr:`of_file`) has this format. It should open as few files as
             possible, and not raise if the format is another.
         open: returns a source and executes nothing of the content; raises ``CheckpointError`` and ``CheckpointDamage``.
@@ -107,7 +107,7 @@ def loose_files(path: Path) -> list[Path]:
     """Return the files of a directory that may each be a checkpoint."""
     known = (".safetensors", *TORCH_SUFFIXES)
     found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
-    return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
+    return [item for item in found if item.name != "training_args.bin"]  # this file of Trainer is never a model
 
 
 def _native_directory(path: Path) -> Path:
@@ -116,7 +116,7 @@ def _native_directory(path: Path) -> Path:
     newest = next(iter(scan(str(path))), None)
     if newest is None:
         raise FileNotFoundError(f"{path} holds no complete checkpoint")
-    if newest.head is None:  # which one is the newest cannot be said
+    if newest.head is None:  # it is unknown which checkpoint is the newest
         raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
     return Path(newest.path)
 
@@ -192,7 +192,7 @@ _FORMATS: dict[str, Format] = {
         ),
         Format(
             "single",
-            lambda path: False,  # whatever stands alone where nothing else is
+            lambda path: False,  # a single file that matches no other format
             lambda path, given: open_single(path, given.parameter_names),
             takes=NUMBERED,
             needs="a single .safetensors or torch file",
@@ -262,7 +262,7 @@ def register_format(format: Format) -> Callable[[], None]:
 
 
 def located(path: Path) -> Path:
-    """Return ``path``, or the checkpoint of a Trainer or of accelerate in it with the highest number."""
+    """Return ``path``, or the checkpoint of Trainer or accelerate with the highest number in it."""
     if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
@@ -277,7 +277,7 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
 
     Raises:
         FileNotFoundError: there is no checkpoint of a known format.
-        CheckpointError: the directory has several formats; they are named.
+        CheckpointError: the directory has several formats; the message names them.
     """
     place = Path(path)
     file_format = next(formats_at(place), None) if place.is_file() else None

@@ -1,8 +1,7 @@
-"""Hugging Face directories: ``model.safetensors``, or shards with ``model.safetensors.index.json``; the older ``.bin``
-names are read as well.
+"""Hugging Face directories: ``model.safetensors``, or shards with ``model.safetensors.index.json``.
 
-What ``from_pretrained`` does is reproduced where it matters to a writer: a tied tensor is stored once, under its first
-name, when the configuration ties it, and under every name when it does not.
+The older ``.bin`` names are read as well. Tied tensors are written as ``from_pretrained`` expects: once, under the
+first name, if the configuration ties them; otherwise under every name.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ MEGABYTE = 1024**2
 
 
 def open_huggingface(path: str | Path) -> LazySource:
-    """The model in a Hugging Face directory. Safetensors are preferred where both kinds are there, as HF does.
+    """Open the model in a Hugging Face directory. Safetensors are preferred to ``.bin`` files, as in transformers.
 
     Raises:
         FileNotFoundError: the directory has none of the file names.
-        CheckpointDamage: a shard is missing, cut off or without a tensor that the index names.
-        CheckpointError: the index is not an index.
+        CheckpointDamage: a shard is missing, truncated or lacks a tensor that the index names.
+        CheckpointError: the index has another form.
     """
     directory = Path(path)
     shards = Shards(directory)
@@ -75,13 +74,13 @@ def write_huggingface(
     Args:
         source: any checkpoint with a model.
         path: the directory; an earlier model in it is replaced, other files (a tokenizer) stay.
-        size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
-        dtype: of floating-point tensors; ``None``: as stored.
+        size_per_shard: largest size of a shard in MB of 2**20 bytes; only a shard of a single tensor may be larger.
+        dtype: dtype of floating-point tensors; ``None``: as stored.
         config: a transformers configuration (or its ``to_dict()``), written as ``config.json``; ``None`` keeps the one
             that the directory has, or writes that of the run which saved the source.
         generation_config: the same for ``generation_config.json``.
-        variant: put into the names of the files, for ``from_pretrained(path, variant=...)``.
-        always_index: write an index where there is only one shard, too.
+        variant: inserted into the names of the files, for ``from_pretrained(path, variant=...)``.
+        always_index: write an index even if there is only one shard.
 
     Returns:
         The written files.
@@ -90,7 +89,7 @@ def write_huggingface(
         CheckpointError: the source has no model.
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
-        OSError: the directory cannot be written; what was there is still there.
+        OSError: the directory cannot be written; its earlier content is unchanged.
     """
     target = Path(path)
     written: list[str] = []
@@ -100,7 +99,7 @@ def write_huggingface(
     configured = {"config.json": config, "generation_config.json": generation_config}
     given = {name: as_dict(value) for name, value in configured.items() if value is not None}
     settings = given.get("config.json") or _existing_config(target)
-    # A configuration that does not tie would leave the second name unset.
+    # If the configuration does not tie the weights, the second name would not be loaded.
     tied = settings is not None and not _ties(settings)
     entries = model_entries(source, dtype, tied=tied)
     if not entries:
@@ -142,7 +141,7 @@ def write_huggingface(
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A configuration as JSON. Raises TypeError."""
+    """Return a configuration as JSON. Raises TypeError."""
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_diff_dict"):
@@ -159,14 +158,14 @@ def _existing_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
-    # Written only where it differs from the model type's default, so an absent entry is asked of transformers.
+    # transformers writes this entry only if it differs from the default of the model type, so it knows the default.
     if "tie_word_embeddings" in config:
         return bool(config["tie_word_embeddings"])
     try:
         from transformers import AutoConfig
 
         known = AutoConfig.for_model(config["model_type"])
-    except Exception:  # not installed, or a model type of the user's own: HF's general default
+    except Exception:  # not installed, or the user's own model type: use the general default of Hugging Face
         return True
     return bool(getattr(known, "tie_word_embeddings", True))
 

@@ -23,10 +23,10 @@ __all__ = ["Shards", "read_index"]
 
 
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Metadata and weight map of an index.
+    """Return the metadata and the weight map of an index.
 
     Raises:
-        CheckpointError: it is not such an index, or it names a file outside its own directory.
+        CheckpointError: the file has another form, or it names a file outside its own directory.
     """
     index = read_json(path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -40,7 +40,7 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class Shards:
-    """The tensors of some files in one directory. A file is opened when something is first read from it."""
+    """The tensors of some files in one directory. A file is opened at its first read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -48,10 +48,10 @@ class Shards:
         self._loaded: tuple[str, dict[str, Entry]] | None = None
 
     def entries(self, weight_map: dict[str, str]) -> tuple[dict[str, Entry], dict[str, str]]:
-        """Entries and aliases of the model that an index describes.
+        """Return entries and aliases of the model that an index describes.
 
         Raises:
-            CheckpointDamage: a shard is missing or does not hold what the index says.
+            CheckpointDamage: a shard is missing or does not match the index.
         """
         found: dict[str, Entry] = {}
         aliases: dict[str, str] = {}
@@ -68,13 +68,13 @@ class Shards:
         return dict(sorted(found.items(), key=lambda item: order[item[0]])), aliases
 
     def file(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
-        """Entries and aliases of one file."""
+        """Return entries and aliases of one file."""
         if file.endswith(".safetensors"):
             if file not in self._open:
                 self._open[file] = SafetensorsFile(self.directory / file)
             return self._open[file].entries, {}
         held, aliases = self._torch(file)
-        # The loaded file may be let go of: what stays is the fact, and reading loads (maps) it again.
+        # The loaded file is not kept alive: entries have only shape and dtype, and a read maps the file again.
         return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
 
     def header(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Shards:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Files that were opened do not stay open where another one is damaged."""
+        """Close opened files if an error is raised in the block."""
         try:
             yield
         except BaseException:

@@ -31,7 +31,7 @@ __all__ = [
     "with_names",
 ]
 
-BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
+BLOCK_BYTES = 64 * 1024**2  # the most that a writer holds of one tensor
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the number of bytes of the full tensor."""
         return self.fact.numel * self.fact.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
@@ -136,7 +136,7 @@ class LazySource:
         self._closed = False
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name."""
+        """Return every tensor by name."""
         return {name: entry.fact for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ class LazySource:
             return entry.read(start, numel)
 
     def state(self) -> dict[str, Any]:
-        """The JSON state; ``{}`` where the format has none."""
+        """Return the JSON state; ``{}`` if the format has none."""
         return self._state
 
     def __enter__(self) -> LazySource:
@@ -179,21 +179,21 @@ SHOWN = 4  # names in a message
 
 
 def with_names(source: CheckpointSource, names: Mapping[int, Mapping[str, str]]) -> LazySource:
-    """``source`` with other names of parameters in the optimizers ``names`` (by index)."""
+    """Return ``source`` with other parameter names in the optimizers ``names`` (by index)."""
     return _under(source, lambda name: name, lambda index, name: names.get(index, {}).get(name, name))
 
 
 def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
-    """``source`` with other names of parameters and buffers, in the model and in the optimizers.
+    """Return ``source`` with other names of parameters and buffers, in the model and in the optimizers.
 
     Args:
         source: any checkpoint.
-        rules: old to new. An old name that the checkpoint has stands for that tensor alone; any other is a regular
-            expression, whose every match in every name is replaced (``re.sub``: ``^`` and ``$`` are its ends, the new
-            one may have ``\\1``). They are applied in order.
+        rules: old names to new names. An old name that the checkpoint has stands for that tensor alone. Any other is a
+            regular expression, and every match in every name is replaced (``re.sub``: ``^`` and ``$`` match the ends,
+            the new name may have ``\\1``). Rules are applied in order.
 
     Raises:
-        ValueError: a rule fits no name or is no regular expression, or two tensors would get one name.
+        ValueError: a rule matches no name or is an invalid regular expression, or two tensors would get one name.
     """
     old = _names(source)
     names = dict.fromkeys(old, "")
@@ -235,7 +235,9 @@ def _names(source: CheckpointSource) -> dict[str, None]:
 
 
 def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Callable[[int, str], str]) -> LazySource:
-    """``source`` with the names that ``new`` returns in the model, and ``in_optimizer(index, name)`` in optimizers."""
+    """Return ``source`` with the names that ``new`` returns in the model, and ``in_optimizer(index, name)`` in
+    optimizers.
+    """
     entries: dict[str, Entry] = {}
     for full, entry in entries_of(source).items():
         if full.startswith("model/"):
@@ -255,7 +257,7 @@ def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Ca
     for key in ("extra", "compute_dtype"):
         if key in state:
             state[key] = {new(name): value for name, value in state[key].items()}
-    if "buffers" in state:  # by rank, where ranks differ
+    if "buffers" in state:  # saved by rank if ranks differ
         state["buffers"] = [{new(name): path for name, path in own.items()} for own in state["buffers"]]
     return LazySource(
         str(getattr(source, "format", "native")), entries, state, getattr(source, "notes", ()), source.close

@@ -1,4 +1,4 @@
-"""Any checkpoint as one of the native format, written by a single process; docs/checkpoint-format.md."""
+"""Write any checkpoint in the native format from a single process; see docs/checkpoint-format.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.core.engine.fragments import Fragment, split
 
 __all__ = ["write_native"]
 
-# What a restore looks for; a foreign checkpoint has only some of it.
+# Entries that a restore reads; a foreign checkpoint has only some of them.
 _EMPTY: dict[str, Any] = {
     "step": 0,
     "optimizers": [],
@@ -43,17 +43,17 @@ _EMPTY: dict[str, Any] = {
 
 
 def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write ``source`` as the native checkpoint ``path``; one piece (4 MiB) is in memory at a time.
+    """Write ``source`` as the native checkpoint ``path``, with one piece (4 MiB) at a time in memory.
 
     Args:
         source: any checkpoint.
         path: the checkpoint's own directory; an earlier checkpoint there is replaced in one step.
-        dtype: of the model's floating-point tensors; ``None``: as stored.
+        dtype: dtype of the model's floating-point tensors; ``None``: as stored.
 
     Raises:
-        ValueError: ``path`` is something other than a checkpoint, or its name cannot be a tag.
-        CheckpointError: the source has no tensors, or something that no load would take.
-        OSError: nothing can be written there; what was there is still there.
+        ValueError: ``path`` exists and is not a checkpoint, or its name cannot be a tag.
+        CheckpointError: the source has no tensors, or a value that no load would accept.
+        OSError: the path cannot be written; its earlier content is unchanged.
     """
     target = Path(path).absolute()
     entries = {name: _cast(name, entry, dtype) for name, entry in entries_of(source).items()}

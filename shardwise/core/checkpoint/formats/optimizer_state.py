@@ -1,8 +1,8 @@
-"""Optimizer state between its canonical form (by parameter name) and torch's (by number).
+"""Convert optimizer state between its canonical form (by parameter name) and torch's form (by number).
 
-``torch.optim.Optimizer.state_dict()`` numbers the parameters in the order of the groups and says nothing about names.
-A file of that kind can be given names in three ways: the optimizer was built with names (torch keeps them in
-``param_names``), the caller lists them, or the shapes leave only one possibility.
+``torch.optim.Optimizer.state_dict()`` numbers the parameters in the order of the groups and has no names. Names come
+from one of three sources: the optimizer was built with names (torch keeps them in ``param_names``), the caller lists
+them, or only one assignment fits the shapes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = [
 
 
 def group_record(names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group as JSON: the parameters' names and everything else in ``group``."""
+    """Return a param group as JSON: the names of its parameters and all options of ``group``."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {"params": list(names), "options": tree.encode(options, None)}
 
 
 def group_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of such a group, as an optimizer has them."""
+    """Return the options of a group record as an optimizer has them."""
     return dict(tree.decode(record.get("options", {}), None))
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 FACTORS = ("row", "col")
-"""What names of rows and columns of a factored state have in them."""
+"""Substrings of the names of a factored state's rows and columns."""
 
 
 @dataclass
@@ -61,11 +61,11 @@ class OptimizerRecord:
     keys: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the state of a checkpoint (``keys``: of element-wise and small state, in their order)."""
+        """Return the record as the state of a checkpoint has it (``keys``: element-wise and small state, in order)."""
         return {"class": "", "groups": self.groups, "small": self.small, "keys": self.keys}
 
     def add(self, index: int, name: str, state: Mapping[str, Any]) -> dict[str, Entry]:
-        """Take over the state of one parameter: small values here, tensors as the returned entries."""
+        """Add the state of one parameter: store small values here, and return tensors as entries."""
         entries = {}
         for key, value in flat(state, (torch.Tensor, Entry)).items():
             if key not in self.keys:
@@ -79,9 +79,11 @@ class OptimizerRecord:
         return entries
 
     def lift_scalars(self, index: int, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Entries with the state of 0-dim parameters, which looks small, but is element-wise for all others."""
+        """Return entries with the state of 0-dim parameters, which looks like small state but is element-wise for
+        others.
+        """
         kinds = {full.rpartition("/")[2] for full in entries}
-        if not kinds:  # nothing but 0-dim parameters: all but the step count
+        if not kinds:  # only 0-dim parameters: all values but the step count
             kinds = {key for key in self.keys if key != "step"}
         lifted = dict(entries)
         for name, values in self.small.items():
@@ -94,7 +96,7 @@ class OptimizerRecord:
 
 
 def records_of(state: Mapping[str, Any]) -> list[OptimizerRecord]:
-    """The optimizers in the state of a checkpoint."""
+    """Return the optimizers in the state of a checkpoint."""
     return [
         OptimizerRecord(list(item.get("groups", [])), dict(item.get("small", {})), list(item.get("keys", [])))
         for item in state.get("optimizers", [])
@@ -102,7 +104,7 @@ def records_of(state: Mapping[str, Any]) -> list[OptimizerRecord]:
 
 
 def optimizer_entries(source: CheckpointSource, index: int) -> dict[str, dict[str, Entry]]:
-    """Element-wise state of one optimizer: by parameter name, by key."""
+    """Return the element-wise state of one optimizer, by parameter name and key."""
     found: dict[str, dict[str, Entry]] = {}
     start = f"optimizer/{index}/"
     for full, fact in source.tensors().items():
@@ -112,23 +114,23 @@ def optimizer_entries(source: CheckpointSource, index: int) -> dict[str, dict[st
     return found
 
 
-# -- numbers to names
+# ---- numbers to names
 
 
 def from_numbered(
     saved: Mapping[str, Any], index: int, shapes: Shapes, names: Sequence[str] | None, where: str
 ) -> tuple[dict[str, Entry], OptimizerRecord, list[str]]:
-    """Entries, record and notes of a ``state_dict()`` of a torch optimizer.
+    """Return entries, record and notes of a ``state_dict()`` of a torch optimizer.
 
     Args:
         saved: ``state`` (number -> key -> tensor, :class:`Entry` or value) and ``param_groups``.
-        index: which optimizer of the checkpoint this is.
-        shapes: the model's tensors in their order, ``{}`` where the model is not known.
-        names: by number, the parameters' names; ``None``: found out.
+        index: index of this optimizer in the checkpoint.
+        shapes: the model's tensors in their order; ``{}`` if the model is unknown.
+        names: names of the parameters by number; ``None``: infer them.
         where: the file, for messages.
 
     Raises:
-        CheckpointError: the state is not an optimizer's, or ``names`` has another length.
+        CheckpointError: the state is not that of an optimizer, or ``names`` has another length.
     """
     groups, state = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping):
@@ -140,7 +142,7 @@ def from_numbered(
         if len(names) != len(numbers):
             raise CheckpointError(f"{where} has {len(numbers)} parameters; {len(names)} names were given")
         by_number = dict(zip(numbers, names, strict=True))
-    elif numbers and all(isinstance(number, str) for number in numbers):  # names already, as FSDP saves a whole state
+    elif numbers and all(isinstance(number, str) for number in numbers):  # FSDP's full state has names already
         by_number = {name: name for name in numbers}
     elif all("param_names" in group for group in groups):
         by_number = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
@@ -166,7 +168,7 @@ def from_numbered(
 
 
 def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
-    # Element-wise state has the parameter's shape; a few optimizers also keep smaller factors, so all must agree.
+    # Element-wise state has the parameter's shape. A few optimizers also keep smaller factors, so all keys must agree.
     shapes = set()
     if any(name in key for key in values for name in FACTORS):
         return None
@@ -182,12 +184,12 @@ LoadPart = Sequence[Sequence[tuple[Any, tuple[int, ...] | None]]]
 
 
 def match_by_shape(wanted: LoadPart, shapes: Shapes) -> dict[Any, str]:
-    """Names for numbers where only one assignment keeps the model's order inside each group; otherwise ``{}``."""
+    """Return names by number if only one assignment keeps the model's order inside each group; otherwise ``{}``."""
     if len(wanted) == 1:
         forward = _embed(wanted[0], list(shapes.items()))
         backward = _embed(list(reversed(wanted[0])), list(reversed(list(shapes.items()))))
         return forward if forward == backward else {}
-    # Several groups: a shape that occurs in one group only, as often as in the model, is matched in order.
+    # With several groups, a shape is matched in order if one group has all parameters of that shape in the model.
     in_model = Counter(shapes.values())
     result: dict[Any, str] = {}
     for group in wanted:
@@ -215,13 +217,13 @@ def _embed(
     return result
 
 
-# -- names to numbers
+# ---- names to numbers
 
 
 def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[str, Entry | Any]], list[dict[str, Any]]]:
-    """State by number (tensors as entries) and parameter groups of one optimizer, as torch numbers them.
+    """Return state by number (tensors as entries) and param groups of one optimizer, with torch's numbers.
 
-    A checkpoint that lists no groups gets a single one with the parameters in the order of their state.
+    If a checkpoint lists no groups, return a single group with the parameters in the order of their state.
     """
     records = records_of(source.state())
     record = records[index] if index < len(records) else OptimizerRecord()
@@ -243,7 +245,7 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
 
 
 def in_memory_state(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
-    """A parameter's state from :func:`to_numbered` with its tensors in memory."""
+    """Return a parameter's state from :func:`to_numbered` with its tensors in memory."""
     return {key: mapped(value, _in_memory) for key, value in values.items()}
 
 
@@ -251,11 +253,11 @@ def _in_memory(value: Any) -> Any:
     return to_tensor(value) if isinstance(value, Entry) else value
 
 
-# -- metadata of numbered state in our own files
+# ---- metadata of numbered state in our own files
 
 
 def numbered_metadata(source: CheckpointSource, index: int) -> dict[str, Any]:
-    """What torch's form of an optimizer's state has no place for: class, names and shapes, the loss scale."""
+    """Return values for which torch's form of optimizer state has no place: class, names, shapes and loss scale."""
     records = source.state().get("optimizers", [])
     groups = records[index]["groups"] if index < len(records) else []
     names = [name for group in groups for name in group["params"]]
@@ -266,7 +268,7 @@ def numbered_metadata(source: CheckpointSource, index: int) -> dict[str, Any]:
 
 
 def numbered_state(records: Sequence[OptimizerRecord], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a source with ``records``, of which the first is what :func:`numbered_metadata` was of."""
+    """Return the state of a source with ``records``; ``more`` is the :func:`numbered_metadata` of the first one."""
     for group, own in zip(records[0].groups, more.get("shapes") or [], strict=False):
         group["shapes"] = own
     state: dict[str, Any] = {"optimizers": [record.to_json() for record in records]}

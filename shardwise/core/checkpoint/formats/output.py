@@ -1,5 +1,7 @@
-"""Files that appear complete: written under a hidden name next to their place, then renamed. See also
-:func:`~shardwise.core.checkpoint.atomic.atomic_directory`."""
+"""Write files that appear complete: under a hidden name first, then renamed.
+
+See also :func:`~shardwise.core.checkpoint.atomic.atomic_directory`.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,20 @@ HELD_BYTES = 1 << 16
 
 
 class OutputFile:
-    """A new file that is written from its beginning, through :data:`~shardwise.core.checkpoint.atomic.DISK`.
+    """A new file that is written sequentially through :data:`~shardwise.core.checkpoint.atomic.DISK`.
 
     Attributes:
-        nbytes: on their way to the disk.
-        failure: the first error; every later call repeats it.
+        nbytes: number of bytes passed to the disk.
+        failure: the first error; every later call raises it again.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd, self.nbytes = fd, 0
-        self._held = bytearray()  # the end of what was written: torch writes a few bytes at a time
+        self._held = bytearray()  # unwritten bytes: torch writes a few at a time
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """All of ``data`` (anything with a buffer); the number of bytes."""
+        """Write all of ``data`` (any object with a buffer), and return the number of bytes."""
         view = memoryview(data)
         if view.nbytes < HELD_BYTES:
             self._held += view
@@ -59,7 +61,7 @@ class OutputFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing is kept back any more."""
+        """Write buffered bytes to the file."""
         held, self._held = self._held, bytearray()
         self._put(memoryview(held))
 
@@ -76,10 +78,10 @@ class OutputFile:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[OutputFile]:
-    """A new, empty file; on the disk when the block ends without an error.
+    """Yield a new, empty file, which is on the disk when the block ends without an error.
 
     Raises:
-        OSError: it cannot be written; also where a library that wrote to it reports something else, or nothing.
+        OSError: it cannot be written, even if the library that wrote to it raised another error or none.
     """
     fd = DISK.create(os.fspath(path))
     try:
@@ -97,10 +99,10 @@ def new_file(path: Path) -> Iterator[OutputFile]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new file in UTF-8.
+    """Write a new UTF-8 file.
 
     Raises:
-        CheckpointError: a reader would take it for no such file.
+        CheckpointError: a reader would not accept it.
         OSError: it cannot be written.
     """
     content = text.encode()
@@ -111,10 +113,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_torch(path: Path, content: object) -> None:
-    """A new file of ``torch.save``, which given a path would call a full disk an iostream error.
+    """Write a new file with ``torch.save``. If torch gets a path, it reports a full disk as an iostream error.
 
     Raises:
-        CheckpointError: something in it is nested more deeply than any reader follows it.
+        CheckpointError: a value is nested too deeply for readers.
         OSError: it cannot be written.
     """
     with saving(path.name.removeprefix(".").removesuffix(".partial")):
@@ -124,7 +126,7 @@ def write_torch(path: Path, content: object) -> None:
 
 
 def _remove(path: Path) -> None:
-    if os.path.islink(path) or not path.is_dir():  # of a link only the name is ours, not what it points to
+    if os.path.islink(path) or not path.is_dir():  # a link is replaced, and its target is left unchanged
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
@@ -134,18 +136,18 @@ def _remove(path: Path) -> None:
 def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
     """Yield a new directory to write into; at the end of the block its content is moved to ``path``.
 
-    A new ``path`` is written like ``atomic_directory``. An existing one stays the same directory, because a volume may
-    be mounted there or other files be in use: each entry of the new directory is renamed into it, weights after all
-    others, their index last. Weights of an earlier save are removed afterwards. A kill in between leaves complete files
-    and never weights of both saves under one index; at most the index is missing.
+    A new ``path`` is written like ``atomic_directory``. An existing one stays the same directory, because it may be a
+    mount point or have other files that are in use: each entry of the new directory is renamed into it, weights last
+    and their index at the end. Weights of an earlier save are removed afterwards. If the process is killed, files are
+    complete and an index never names weights of both saves; at most the index is missing.
 
     Args:
-        path: the directory to make or to write into.
+        path: the directory to create or to write into.
         weights: whether a file of that name holds weights or their index.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
-        OSError: nothing can be written there; every file that was there is still there.
+        OSError: the directory cannot be written; all earlier files are unchanged.
     """
     target = path.resolve()
     if not target.is_dir():
@@ -177,7 +179,7 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _aside(path: Path, directory: Path) -> Path:
-    """What is at ``path`` under another name, so that it can be put back; it stays there as well where it may."""
+    """Keep a second name of ``path`` to restore it from; ``path`` itself stays if the file system allows it."""
     place = directory / f".{path.name}.replaced"
     try:
         os.link(path, place, follow_symlinks=False)
@@ -187,7 +189,7 @@ def _aside(path: Path, directory: Path) -> Path:
 
 
 def _moves(fresh: Path, target: Path, weights: Callable[[str], bool]) -> list[tuple[Path, Path]]:
-    """From where to where entries are renamed, in this order."""
+    """Return old and new paths of the entries to rename, in order."""
     index = [name for name in os.listdir(fresh) if weights(name) and name.endswith(".json")]
     first = [name for name in index if (target / name).exists()]
     new = sorted((name for name in os.listdir(fresh)), key=lambda name: (name in index, weights(name), name))
@@ -211,7 +213,7 @@ def output_file(path: Path) -> Iterator[Path]:
         raise IsADirectoryError(f"{path} is a directory; give the name of a file to write")
     os.makedirs(path.absolute().parent, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with contextlib.suppress(FileNotFoundError):  # it may be a link, and what that points to is not ours
+    with contextlib.suppress(FileNotFoundError):  # if it is a link, its target is left unchanged
         DISK.remove(str(partial))
     try:
         yield partial
@@ -251,7 +253,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
     """Lock ``path`` against other processes of this host that use this function, if the file system has locks.
 
     Raises:
-        OSError: the directory that ``path`` is in cannot be made.
+        OSError: the parent directory of ``path`` cannot be created.
     """
     parent = path.absolute().parent
     os.makedirs(parent, exist_ok=True)
@@ -265,7 +267,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[list[str]]:
-    """Names in order, in shards of at most ``limit_bytes``; a shard is larger only where one tensor is.
+    """Return names in order, in shards of at most ``limit_bytes``; only a shard of a single tensor may be larger.
 
     Raises:
         ValueError: the limit is not positive.
@@ -284,5 +286,5 @@ def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[
 
 
 def sizes_of(entries: dict[str, Entry]) -> list[tuple[str, int]]:
-    """Names with bytes, for :func:`split_by_size`."""
+    """Return names with their bytes, for :func:`split_by_size`."""
     return [(name, entry.nbytes) for name, entry in entries.items()]

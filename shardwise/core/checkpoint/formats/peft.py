@@ -1,8 +1,7 @@
 """PEFT adapters: ``adapter_config.json`` with ``adapter_model.safetensors`` or ``adapter_model.bin``.
 
-In a model an adapter's parameters carry its name (``…lora_A.default.weight``); in the file they do not. Both
-directions follow what peft does for LoRA, DoRA, LoRA on embeddings, ``trainable_token_indices`` and
-``modules_to_save``.
+The names of an adapter's parameters contain its name in a model (``…lora_A.default.weight``), but not in the file.
+Reading and writing follow peft for LoRA, DoRA, LoRA on embeddings, ``trainable_token_indices`` and ``modules_to_save``.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _LORA = re.compile(rf"(.*\.)?({_OWN})(\..*)?")
 
 
 def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default") -> str:
-    """The parameter's name in a ``PeftModel`` for a name in an adapter's file."""
+    """Return the parameter's name in a ``PeftModel`` for a name in an adapter's file."""
     found = _LORA.fullmatch(name)
     if found is not None:
         rest = found[3] or (".weight" if found[2] == "lora_magnitude_vector" else "")
         return f"{found[1] or ''}{found[2]}.{adapter}{rest}"
-    # As in peft, a module is kept whole if its path ends in one of the strings; what is inside it goes along.
+    # As in peft, a module is saved with all its parameters if its path ends in one of the strings.
     kept = tuple(config.get("modules_to_save") or ())
     parts = name.split(".")
     for depth in range(1, len(parts)):
@@ -52,7 +51,9 @@ def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default"
 
 
 def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default") -> str | None:
-    """The name in an adapter's file for a parameter of a ``PeftModel``; ``None``: it is not part of the adapter."""
+    """Return the name in an adapter's file for a parameter of a ``PeftModel``; ``None`` if the adapter does not have
+    it.
+    """
     kept = re.fullmatch(rf"(.*)\.modules_to_save\.{re.escape(adapter)}\.(.*)", name)
     if kept is not None:
         return f"{kept[1]}.{kept[2]}"
@@ -62,13 +63,13 @@ def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default")
     if found is not None:
         rest = "" if found[2] == "lora_magnitude_vector" else found[3] or ""
         return f"{found[1] or ''}{found[2]}{rest}"
-    # Of all layers, or of those alone that LoRA stands around.
+    # The biases of all layers, or only of the layers that have LoRA.
     bias = {"all": ".bias", "lora_only": ".base_layer.bias"}.get(config.get("bias", "none"))
     return name if bias is not None and name.endswith(bias) and not re.search(rf"\.({_OWN})\.", name) else None
 
 
 def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
-    """The adapter's parameters under the names of a ``PeftModel``; its configuration is ``state()["peft"]``.
+    """Open an adapter's parameters under the names of a ``PeftModel``; its configuration is ``state()["peft"]``.
 
     Raises:
         FileNotFoundError: no configuration or no weights.
@@ -103,17 +104,18 @@ def write_peft(
     Args:
         source: a checkpoint with the parameters of a ``PeftModel``.
         path: the directory; an earlier adapter in it is replaced.
-        config: a ``PeftConfig`` or a dictionary; ``None``: what :func:`open_peft` found, or the run that saved had.
+        config: a ``PeftConfig`` or a dictionary; ``None``: the one that :func:`open_peft` read, or that of the run
+            which saved the source.
         adapter: the adapter's name in the model.
         use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
-        dtype: of floating-point tensors; ``None``: as stored.
-        vocabulary: that of the model, as ``vocabulary_of`` has it; ``None``: what the
-            run that saved had. It says whether embeddings belong into the file, see :func:`embedding_weights`.
-        trained: names in the model of what is trained.
+        dtype: dtype of floating-point tensors; ``None``: as stored.
+        vocabulary: the model's vocabulary, as ``vocabulary_of`` returns it; ``None``: that of the run which saved the
+            source. It decides whether embeddings are saved, see :func:`embedding_weights`.
+        trained: names of the trained parameters in the model.
 
     Raises:
-        CheckpointError: no configuration, no parameters of that adapter, an adapter type other than LoRA, or something
-            of the adapter is ``trained`` and has no place in the file.
+        CheckpointError: no configuration, no parameters of that adapter, an adapter type other than LoRA, or a trained
+            parameter of the adapter has no place in the file.
         NotADirectoryError: ``path`` is a file.
     """
     kept = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
@@ -124,7 +126,8 @@ def write_peft(
     entries: dict[str, Entry] = {}
     for name, entry in found.items():
         own = name_in_file(name, settings, adapter)
-        if own is not None and not (name in aliases and _DELTA in name):  # peft ties those of a tied head itself
+        # peft restores the names of a tied head itself
+        if own is not None and not (name in aliases and _DELTA in name):
             entries[own] = entry
     left = [name for name in trained if f".{adapter}." in f"{name}." and name_in_file(name, settings, adapter) is None]
     if left:
@@ -163,10 +166,10 @@ _OTHER = re.compile(r"\.lora_(?!A\.|B\.|embedding_A|embedding_B|magnitude_vector
 
 
 def the_adapter(source: CheckpointSource) -> str:
-    """The name of the only adapter in a model, or ``default``.
+    """Return the name of the only adapter in a model, or ``default``.
 
     Raises:
-        CheckpointError: none is there, or several; their names are listed.
+        CheckpointError: there is no adapter, or several; the message lists their names.
     """
     found = sorted({match[2] for name in source.tensors() if (match := _RANKED.fullmatch(name))})
     if not found:
@@ -177,19 +180,19 @@ def the_adapter(source: CheckpointSource) -> str:
 
 
 def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: str | None = None) -> dict[str, Any]:
-    """``adapter_config.json`` of the adapter in ``source``.
+    """Return ``adapter_config.json`` of the adapter in ``source``.
 
-    Rank, targets, ``modules_to_save``, DoRA and biases of ``lora_B`` are in names and shapes. The scale ``lora_alpha``
-    is not, and of what else is not there (rsLoRA, an alpha of single modules) peft's defaults are taken.
+    Rank, targets, ``modules_to_save``, DoRA and biases of ``lora_B`` are known from names and shapes. The scale
+    ``lora_alpha`` is not. Other settings that are not known (rsLoRA, an alpha of single modules) have peft's defaults.
 
     Args:
-        source: with the parameters of a ``PeftModel``.
+        source: a checkpoint with the parameters of a ``PeftModel``.
         adapter: its name in the model.
         alpha: ``lora_alpha``.
         base: ``base_model_name_or_path``: a name or a directory.
 
     Raises:
-        CheckpointError: there is no such adapter, or parameters of a kind that is not known.
+        CheckpointError: there is no such adapter, or it has parameters of an unknown kind.
     """
     names = [name for name in source.tensors() if f".{adapter}" in name]
     ranks = {
@@ -223,7 +226,7 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
 
 
 def _shortest(source: CheckpointSource, targets: set[str]) -> set[str]:
-    """The last parts of the targets' names where no other module has them; whole names otherwise."""
+    """Return the last parts of the targets' names if no other module has them; otherwise the full names."""
     others = {
         name.removeprefix("model/").removeprefix("base_model.model.").rpartition(".")[0] for name in source.tensors()
     }
@@ -233,7 +236,7 @@ def _shortest(source: CheckpointSource, targets: set[str]) -> set[str]:
 
 
 _USUAL = ("embed_tokens", "lm_head")
-"""The names by which peft knows an embedding that is targeted."""
+"""Names by which peft recognises a targeted embedding."""
 _BASE = "base_model.model."
 _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[A-Za-z_]+)(\..*)?$")
 
@@ -241,12 +244,12 @@ _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapt
 def embedding_weights(
     facts: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
 ) -> list[str]:
-    """Names of base weights in a ``PeftModel`` that belong into the adapter's file.
+    """Return the names of base weights in a ``PeftModel`` that are saved with the adapter.
 
     Args:
-        facts: of all its tensors, by name.
+        facts: all its tensors by name.
         settings: the adapter's configuration.
-        vocabulary: what ``vocabulary_of`` said of the model; ``None``: not known.
+        vocabulary: the result of ``vocabulary_of`` for the model; ``None``: unknown.
 
     Warns if the base model's configuration is not on this machine, so that a resize cannot be detected.
     """
@@ -283,7 +286,7 @@ def _targeted(paths: Iterable[str], settings: Mapping[str, Any]) -> bool:
 
 
 def _resized(size: int, base: object, warns: bool) -> bool:
-    """Whether the base model's vocabulary has another size."""
+    """Return True if the base model's vocabulary has another size."""
     if not isinstance(base, str) or not base:
         return False
     theirs = _vocabulary_of_base(base)
@@ -307,7 +310,7 @@ def _vocabulary_of_base(base: str) -> int | None:
 
 
 def _downloaded(base: str) -> Path:
-    """The configuration that loading the base model has left in the cache; nothing is fetched."""
+    """Return the configuration of the base model in the local cache; nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(base, "config.json")

@@ -2,7 +2,7 @@
 
 The layout is eight bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), and the
 tensors in row-major order without gaps (https://github.com/huggingface/safetensors, "Format"). The library's own
-``save_file`` wants every tensor in memory at once; this writer holds one block.
+``save_file`` needs every tensor in memory at once; this writer holds one block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor."""
+    """Return the memory of a contiguous 1-D CPU tensor."""
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
@@ -48,7 +48,7 @@ class SafetensorsFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointDamage: the header is broken or the file is shorter or longer than its header says.
+        CheckpointDamage: the header is invalid or the file has another size than its header says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,21 +123,21 @@ class SafetensorsFile:
         return result
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
 
 def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
-    """Write one file block by block, flushed to the disk, and return its size in bytes.
+    """Write one file block by block, flush it to the disk, and return its size in bytes.
 
     Raises:
         TypeError: a tensor's dtype is not one that safetensors has.
         CheckpointError: there are more tensors than one such file can describe.
         OSError: the file cannot be written.
     """
-    # Wide elements first, as the library does, so that every tensor is aligned to its element.
+    # Wide dtypes come first, as in the library, so that every tensor is aligned to its element size.
     order = sorted(entries.items(), key=lambda item: -item[1].fact.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -170,27 +170,27 @@ EXTRA = "state/extra/"
 
 
 def extra_entries(source: CheckpointSource) -> dict[str, Entry]:
-    """The tensors of extra state, under their names in a file."""
+    """Return the tensors of extra state under their names in a file."""
     facts = source.tensors().items()
     return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in facts if n.startswith(EXTRA)}
 
 
 def model_metadata(source: CheckpointSource) -> dict[str, str]:
-    """A model file's metadata."""
+    """Return the metadata of a model file."""
     state = source.state()
     header = {"kind": "model", "aliases": state.get("aliases", {}), "extra": state.get("extra", {})}
     return {"format": "pt", HEADER: json.dumps(header, allow_nan=False)}
 
 
 def optimizer_metadata(source: CheckpointSource, index: int) -> dict[str, str]:
-    """The same of an optimizer's file."""
+    """Return the metadata of an optimizer file."""
     state = source.state()
     kept = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
     return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": kept}, allow_nan=False)}
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The entry in a file's metadata, ``{}`` where it is not one of ours."""
+    """Return our entry in a file's metadata; ``{}`` for files of others."""
     try:
         header = json.loads(metadata.get(HEADER, "{}"))
     except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:
 def named_entries(
     entries: Mapping[str, Entry], header: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """The entries of a model's files under the names that a source has, and its state."""
+    """Return the entries of a model's files under the names that a source has, and its state."""
     named: dict[str, Entry] = {}
     extra: dict[str, Any] = {}
     for name, entry in entries.items():

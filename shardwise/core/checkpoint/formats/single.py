@@ -1,6 +1,6 @@
 """Single files: a safetensors file, or a file of ``torch.save`` with a state dictionary or a training checkpoint.
 
-Of torch files three shapes are known: the state dictionary itself; a dictionary with it under ``state_dict``
+Three forms of torch files are supported: the state dictionary itself; a dictionary with it under ``state_dict``
 (Lightning), ``model``, ``model_state_dict`` or ``module``, with optimizers in other entries; an optimizer's
 ``state_dict()``.
 """
@@ -46,16 +46,16 @@ OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "opti
 
 
 def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) -> LazySource:
-    """A safetensors file or a torch file, told apart by the name's ending.
+    """Open a safetensors file or a torch file; the suffix of the name decides.
 
     Args:
         path: ``*.safetensors``, or ``*.bin``, ``*.pt``, ``*.pth``, ``*.ckpt``.
-        parameter_names: names of an optimizer's parameters in its own order, where the file only has numbers.
+        parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: another ending, or content that is not known.
-        CheckpointDamage: the file is not whole.
+        CheckpointError: the suffix or the content is unknown.
+        CheckpointDamage: the file is truncated or damaged.
         RefusedPickle: the file holds objects that could run code.
     """
     file = Path(path)
@@ -67,7 +67,7 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
 
 
 def open_safetensors(path: Path) -> LazySource:
-    """The model, or the optimizer that :func:`write_single_optimizer` wrote, in one safetensors file."""
+    """Open one safetensors file with the model, or with the optimizer that :func:`write_single_optimizer` wrote."""
     file = SafetensorsFile(path)
     try:
         header = read_header(file.metadata)
@@ -81,7 +81,7 @@ def open_safetensors(path: Path) -> LazySource:
 
 
 def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> LazySource:
-    """The model and the optimizers in one torch file."""
+    """Open the model and the optimizers in one torch file."""
     content = load_torch(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors")
@@ -125,13 +125,15 @@ def _optimizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the model of ``source`` as one file: of safetensors, with other names of tied tensors in its header, or, by
-    its ending, of ``torch.save``: the ``state_dict()``, for which all of it is in memory at once.
+    """Write the model of ``source`` as one file of safetensors or, by its suffix, of ``torch.save``.
+
+    A safetensors file has other names of tied tensors in its header. A torch file is the ``state_dict()``, which is in
+    memory at once.
 
     Raises:
-        ValueError: the name has neither of these endings.
+        ValueError: the name has neither of these suffixes.
         CheckpointError: the source has no model.
-        OSError: the file cannot be written; what stood there is still there.
+        OSError: the file cannot be written; an earlier file is unchanged.
     """
     file = _target(path)
     torchs = file.suffix in TORCH_SUFFIXES
@@ -148,13 +150,15 @@ def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
 
 
 def write_single_optimizer(source: CheckpointSource, path: str | Path, index: int = 0) -> Path:
-    """Write one optimizer of ``source`` as one file: of safetensors, with state by parameter name and the rest in its
-    header, or, by its ending, of ``torch.save``: the ``state_dict()``, with names and loss scale as text beside it.
+    """Write one optimizer of ``source`` as one file of safetensors or, by its suffix, of ``torch.save``.
+
+    A safetensors file has state by parameter name, and other values in its header. A torch file is the ``state_dict()``
+    with names and loss scale as additional text.
 
     Raises:
-        ValueError: the name has neither of these endings.
+        ValueError: the name has neither of these suffixes.
         CheckpointError: the source has no such optimizer.
-        OSError: the file cannot be written; what stood there is still there.
+        OSError: the file cannot be written; an earlier file is unchanged.
     """
     file = _target(path)
     if index >= len(source.state().get("optimizers", [])):

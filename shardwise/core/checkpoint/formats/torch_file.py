@@ -1,7 +1,7 @@
-"""Files of ``torch.save``, read with torch's ``weights_only`` loader and mapped instead of copied where they can be.
+"""Files of ``torch.save``, read with torch's ``weights_only`` loader and memory-mapped where possible.
 
-The loader builds tensors, plain containers and nothing else. Where a format is known to hold a few classes of its
-library (DeepSpeed's loss scaler), inert classes of ours stand in for exactly those.
+The loader builds only tensors and plain containers. If a format has a few classes of its library (DeepSpeed's loss
+scaler), inert classes of ours replace exactly those.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ __all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_pickle", "check_zip", "load
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
 LEGACY_PICKLES = 5
-"""At the start of a file of the older format; tensors follow."""
+"""Number of pickles at the start of a file of the older format; tensors follow."""
 SPARE_VALUES = 1 << 20
 SPARE_BYTES = 8 << 20
-"""Of expanded tensors, which take no room in a file."""
+"""Bytes of expanded tensors that are accepted beyond the size of the file."""
 
 
 class RefusedPickle(CheckpointError):
-    """A file that could only be read by building objects of arbitrary classes, which can run any code."""
+    """A file can only be read by building objects of arbitrary classes, which can run any code."""
 
 
 def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
-    """The content of a torch file, tensors on the CPU and mapped from the file where its format allows.
+    """Return the content of a torch file with tensors on the CPU, mapped from the file if its format allows it.
 
     Args:
         path: a file that ``torch.save`` wrote, in its zip format or the older one.
-        stand_ins: ``(class of ours, "module.Class" in the file)`` pairs that may be built besides tensors.
+        stand_ins: ``(class of ours, "module.Class" in the file)`` pairs that may be built in addition to tensors.
 
     Raises:
-        RefusedPickle: the file needs other classes; they are named.
-        CheckpointDamage: the file is not whole.
+        RefusedPickle: the file needs other classes; the message names them.
+        CheckpointDamage: the file is truncated or damaged.
         FileNotFoundError: there is no such file.
     """
     if not path.is_file():
@@ -71,22 +71,22 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The beginning of what an error says; it may repeat line ends of the file."""
+    """Return the beginning of an error's message, which may repeat line ends of the file."""
     return " ".join(str(error)[:300].split())
 
 
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # it looks like one; whoever opens it says what is wrong
+    except zipfile.BadZipFile:  # it looks like a zip file; opening it raises the error
         return True
 
 
 def load_value(content: bytes, where: str) -> Any:
-    """What one ``torch.save`` in the middle of a file wrote: a tensor, or plain containers.
+    """Return the value of one ``torch.save`` inside a file: a tensor, or plain containers.
 
     Raises:
-        CheckpointDamage: it is something else; ``where`` is named.
+        CheckpointDamage: the value is of another kind; the message names ``where``.
     """
     file = io.BytesIO(content)
     _check_pickles(file, where, content[:2] == b"PK")
@@ -100,11 +100,13 @@ def load_value(content: bytes, where: str) -> Any:
 
 
 def _check_values(content: object, there: int, where: object) -> None:
-    """Containers end, and tensors whose elements share their bytes would need little more than the ``there`` bytes of
-    the file: those of them that are no weights are written out one by one.
+    """Check that containers are finite, and that expanded tensors need little more than the ``there`` bytes of the
+    file.
+
+    Tensors whose elements share bytes are written out in full if they are not weights.
 
     Raises:
-        CheckpointDamage: they do not, or would.
+        CheckpointDamage: a check fails.
     """
     checked_tree(content, there + SPARE_VALUES, where)
     needed: dict[tuple[object, ...], int] = {}
@@ -126,7 +128,9 @@ def _check_values(content: object, there: int, where: object) -> None:
 
 
 def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
-    """The pickles in a torch file cost no more than their bytes; a zip of torch's own is not compressed."""
+    """Check that the pickles in a torch file need no more memory than their bytes; torch does not compress its zip
+    files.
+    """
     if not is_zip:
         nbytes = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -155,7 +159,7 @@ def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
     try:
         found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
         return sorted(map(in_a_line, found))
-    except Exception:  # the names only make the message better
+    except Exception:  # the names only improve the message
         return []
 
 
@@ -170,7 +174,8 @@ def check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError) as error:  # a name's bytes, too
+    # also invalid bytes of a name
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError) as error:
         raise CheckpointDamage(
             f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
         ) from error
@@ -179,7 +184,7 @@ def check_zip(path: Path) -> None:
 
 
 def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
-    """The tensors of a state dictionary: entries by name, names that are the same tensor as an earlier one, the rest.
+    """Return the tensors of a state dictionary as entries by name, aliases of earlier tensors, and other values.
 
     Raises:
         CheckpointError: a key is not a string, or a tensor is sparse or quantized.
@@ -209,8 +214,9 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
 
 SPARE = 1 << 20
 WIDE = 1 << 12
-"""What an integer of more than 64 bits counts for: those that are the same modulo 2^61 - 1 have one hash, and as keys
-of a dictionary each would be compared with all others."""
+"""Cost of an integer of more than 64 bits. Integers that are equal modulo 2^61 - 1 have one hash, so as keys of a
+dictionary each would be compared with all others.
+"""
 MARK = -1
 _TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "INST", "OBJ", "BINPERSID"}
 _PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -220,13 +226,13 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
     """Read the pickle that starts at the position of ``file``, up to its end.
 
     Args:
-        file: has ``nbytes`` bytes in all.
-        nbytes: what time and memory are measured by.
+        file: a file of ``nbytes`` bytes.
+        nbytes: the limits of time and memory are proportional to it.
         where: its name, for messages.
-        kind: what it should be, for messages.
+        kind: the expected content, for messages.
 
     Raises:
-        CheckpointDamage: it is no pickle, or would take time or memory out of proportion to its bytes.
+        CheckpointDamage: it is not a pickle, or would take time or memory out of proportion to its bytes.
     """
     scan = _Scan(8 * nbytes + SPARE)
     try:
@@ -265,7 +271,7 @@ class _Scan:
             made = 1 + sum(popped) if name in _TUPLES else 1
             if type(argument) is int and argument.bit_length() > 64:
                 made = WIDE
-            # A tuple of tuples of ... is told once wherever it stands; the sum of its parts cannot be more than this.
+            # A nested tuple is counted at each use, so sums may grow exponentially; the limit caps them.
             stack.extend([min(made, self._most + 1)] * len(opcode.stack_after))
 
     def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:

@@ -1,9 +1,9 @@
-"""Directories of Hugging Face's Trainer (``checkpoint-N``) and of accelerate's ``save_state``, read only.
+"""Read directories of Hugging Face's Trainer (``checkpoint-N``) and of accelerate's ``save_state``.
 
-Beside a model of another format (``model.safetensors``, an adapter, DCP of FSDP, a step of DeepSpeed's) there are
+A directory has a model of another format (``model.safetensors``, an adapter, DCP of FSDP, a DeepSpeed step),
 ``optimizer.pt`` or ``optimizer.bin`` (``optimizer_1.bin``, ...; ``optimizer_0/`` in DCP), ``scheduler.pt`` or ``.bin``,
-``rng_state*.pth``, ``scaler.pt`` and ``trainer_state.json``. The optimizers number their
-parameters in the order of their groups, Trainer's those with weight decay first.
+``rng_state*.pth``, ``scaler.pt`` and ``trainer_state.json``. The optimizers number their parameters in the order of
+their groups; in Trainer's optimizers, parameters with weight decay come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEPT = ("global_step", "epoch", "max_steps", "num_train_epochs", "train_batch_s
 
 
 def kind_of(path: Path) -> str | None:
-    """``"trainer"`` or ``"accelerate"``, whose directory this is; ``None``: neither's."""
+    """Return ``"trainer"`` or ``"accelerate"`` if the directory is theirs, otherwise ``None``."""
     if (path / STATE).is_file():
         return "trainer"
     names = [item.name for item in path.iterdir()]
@@ -61,8 +61,11 @@ def kind_of(path: Path) -> str | None:
 
 
 def find_latest(path: Path) -> Path | None:
-    """The last of several checkpoints by its number: ``checkpoint-N`` in Trainer's directory, as its
-    ``resume_from_checkpoint=True`` takes it; ``checkpoint_N`` in accelerate's, or in ``checkpoints`` of its project."""
+    """Return the checkpoint with the highest number.
+
+    It is ``checkpoint-N`` in Trainer's directory, as for ``resume_from_checkpoint=True``, and ``checkpoint_N`` in
+    accelerate's directory or in ``checkpoints`` of its project.
+    """
     for folder in (path, path / "checkpoints"):
         found = [item for item in folder.iterdir() if _CHECKPOINT.fullmatch(item.name)] if folder.is_dir() else []
         numbered = {int(item.name[len("checkpoint") + 1 :]): item for item in found if item.is_dir()}
@@ -72,22 +75,22 @@ def find_latest(path: Path) -> Path | None:
 
 
 def scheduler_files(path: Path) -> list[Path]:
-    """The files of the learning-rate schedulers in such a directory, in their order."""
+    """Return the files of the learning-rate schedulers in a directory, in order."""
     return _numbered(path, _SCHEDULER)
 
 
 def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None) -> LazySource:
-    """Model, optimizers, schedulers, loss scale and, of Trainer's, random number generators.
+    """Open model, optimizers, schedulers, loss scale and, for Trainer, random number generators.
 
     Args:
         path: one checkpoint's directory.
-        parameter_names: of the optimizer's parameters in its own order. Where the files only number them, a run that
-            the checkpoint is loaded into names them by its own optimizer's groups.
+        parameter_names: names of the optimizer's parameters in its own order. If the files only number them, the groups
+            of the optimizer that loads the checkpoint give the names.
 
     Raises:
-        FileNotFoundError: no model is there.
-        CheckpointError: a part of a form that is not read: it is named.
-        CheckpointDamage: a file is missing or cut off.
+        FileNotFoundError: there is no model.
+        CheckpointError: a part has a form that cannot be read; the message names it.
+        CheckpointDamage: a file is missing or truncated.
         RefusedPickle: a file holds objects that could run code.
     """
     directory = Path(path)
@@ -161,7 +164,7 @@ def _with_state(
     return LazySource(kind, entries, state, notes, close)
 
 
-# -- optimizers
+# ---- optimizers
 
 Numbered = tuple[dict[str, Entry], dict[str, Any]]
 
@@ -184,7 +187,7 @@ def _optimizers(
     if any((folder / ".metadata").is_file() for folder in folders):
         return [_of_folder(folder, i, opened) for i, folder in enumerate(_numbered(directory, _OPTIMIZER_FOLDER))]
     found = []
-    # Safetensors are sorted by name, so their order says nothing of the optimizer's.
+    # Safetensors are sorted by name, so their order differs from the optimizer's.
     ordered = not any(item.suffix == ".safetensors" for item in directory.iterdir())
     shapes: Shapes = {n.removeprefix("model/"): f.shape for n, f in model.tensors().items()} if ordered else {}
     for index, file in enumerate(_numbered(directory, _OPTIMIZER)):
@@ -210,7 +213,7 @@ def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
 
 
 def _updates(state: Mapping[str, Any]) -> int:
-    """How often the optimizers were stepped, as far as their own state says."""
+    """Return the number of optimizer steps, if the optimizer state has it."""
     most = 0
     for record in state.get("optimizers", []):
         for small in record["small"].values():
@@ -220,7 +223,7 @@ def _updates(state: Mapping[str, Any]) -> int:
     return most
 
 
-# -- schedulers, random number generators, loss scale
+# ---- schedulers, random number generators, loss scale
 
 
 def _add_schedulers(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
@@ -275,7 +278,7 @@ def _plain(value: object) -> bool:
 
 
 class _Array:
-    """Holds what a pickle says of an array."""
+    """Receives the fields of a pickled array."""
 
     state: Any = None
 
@@ -283,7 +286,7 @@ class _Array:
         self.state = state
 
     def words(self) -> np.ndarray[Any, Any]:
-        """Its 32-bit numbers."""
+        """Return the array's 32-bit numbers."""
         _, shape, dtype, _, content = self.state
         if not isinstance(dtype, _Dtype) or dtype.name not in ("u4", "uint32") or not isinstance(content, bytes):
             raise ValueError(f"no array of 32-bit numbers: {dtype!r:.40}, {shape!r:.40}")
@@ -294,7 +297,7 @@ class _Array:
 
 
 class _Dtype:
-    """Holds what a pickle says of a type of numbers."""
+    """Receives the fields of a pickled numpy dtype."""
 
     def __init__(self, *arguments: Any) -> None:
         self.name, self.order = str(arguments[0]) if arguments else "", "<"
@@ -304,7 +307,7 @@ class _Dtype:
 
 
 class _Reconstruct:
-    """The call that a pickle of an array begins with."""
+    """Stands for the function call at the start of a pickled array."""
 
     def __new__(cls, *_: Any) -> Any:
         return _Array()
@@ -319,11 +322,11 @@ STAND_INS: tuple[tuple[type, str], ...] = (
 
 
 def read_random_states(path: Path) -> dict[str, Any]:
-    """The generators of one rank: Python's, numpy's, torch's on the CPU and, where it was saved, on a GPU.
+    """Return the generators of one rank: Python's, numpy's, torch's on the CPU and, if saved, on a GPU.
 
     Raises:
-        CheckpointDamage: the file does not hold them, or in another form.
-        RefusedPickle: it holds objects of other classes.
+        CheckpointDamage: the file does not have them, or in another form.
+        RefusedPickle: it has objects of other classes.
     """
     content = load_torch(path, STAND_INS)
     if not isinstance(content, Mapping):
@@ -347,12 +350,12 @@ def read_random_states(path: Path) -> dict[str, Any]:
             },
             "torch": content["cpu"],
         }
-        # Tried on generators of our own: what is refused later would be refused after weights were loaded.
+        # Try the values on separate generators now: an error after the weights were loaded would be too late.
         random.Random().setstate((version, tuple(words), gauss))
         np.random.RandomState().set_state((str(kind), array, int(position), int(has_gauss), float(cached)))
         torch.Generator().set_state(content["cpu"])
         gpu = content.get("cuda")
-        if isinstance(gpu, list | tuple) and gpu:  # one process with all GPUs: it trains on the first
+        if isinstance(gpu, list | tuple) and gpu:  # saved by one process with all GPUs, which trains on the first
             gpu = gpu[0]
         if isinstance(gpu, torch.Tensor) and gpu.dtype == torch.uint8 and gpu.dim() == 1:
             state["cuda"] = gpu
