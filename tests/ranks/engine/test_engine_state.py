@@ -307,7 +307,7 @@ def limits_an_overflow() -> list[bool]:
     optimizer.register_step_pre_hook(limit)
     with sharded(model, optimizer, plan) as session:
         for scale in (1e4, 1e-3):
-            session.backward((session.module(torch.full((2, 4), scale)) * scale).sum())
+            session.backward((session.module(torch.full((2, 4), scale)).float() * scale).sum())
             session.optimizer.step()
             skipped.append(session.optimizer.last_step_skipped)
             session.optimizer.zero_grad()
