@@ -34,8 +34,8 @@ class SequenceBody:
     Attributes:
         end: the submodule after which ranks have full sequences again; ``""``: the body itself.
         positions: how the model computes missing ``position_ids``: ``"count"`` (0, 1, 2, ...), ``"mask"`` (counted
-            without padding), or ``"none"``: it has none.
-        packed: positions that start again begin another sequence, which does not see the one before.
+            without padding), or ``"none"`` (the model has no positions).
+        packed: positions that restart mark another packed sequence, which does not attend to the one before.
     """
 
     end: str = ""
@@ -55,7 +55,7 @@ TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _L
     "Gemma3TextModel": SequenceBody(),
     "OPTDecoder": SequenceBody(positions="mask", packed=False),
 }
-"""By the name of the body's class."""
+"""Entries by the class name of the body."""
 
 
 def known_sequences() -> tuple[str, ...]:
@@ -74,7 +74,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Requirements:
-    """What sequence parallelism needs to know of a model.
+    """The properties of a model that sequence parallelism needs.
 
     Attributes:
         body: the module in which ranks have parts of the sequences.
