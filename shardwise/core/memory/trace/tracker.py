@@ -229,9 +229,7 @@ class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return (
-                NotImplemented  # the wrapper unfolds into operations on plain tensors, which are dispatched here again
-            )
+            return NotImplemented  # the wrapper unfolds into operations on plain tensors, which are dispatched again
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _facts(func)
