@@ -1,4 +1,4 @@
-"""Adam moments on a disk between steps: read ahead of the update and written behind it, piece by piece."""
+"""Adam moments on a disk between steps: read ahead of the update and written after it, in pieces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwise.plan import DiskPlan
 __all__ = ["PIECE_NUMEL", "MomentPiece", "MomentStore", "OffloadedMoments"]
 
 PIECE_NUMEL = 1 << 22
-"""Elements of a parameter whose two moments are moved together (32 MiB in fp32): what bounds the store's buffers."""
+"""Elements of a parameter whose two moments are moved together (32 MiB in fp32); it bounds the store's buffers."""
 BUFFERS = 4
-"""One piece is written and one updated while two are read."""
+"""Number of buffers: one piece is written and one updated while two are read."""
 
 
 class _Fetch:
@@ -113,7 +113,7 @@ class MomentStore:
         self._store.give(fetched.buffer)
 
     def flush(self) -> None:
-        """Return when everything that was put is stored.
+        """Wait until everything that was put is stored.
 
         Raises:
             DiskError: something could not be stored. Call :meth:`abandon` then.
@@ -161,7 +161,7 @@ class OffloadedMoments:
         self._numel = 0
 
     def place(self, params: Sequence[Tensor]) -> None:
-        """Decide for those of ``params`` (all parameters of the optimizer) that are new; the others stay."""
+        """Decide for new parameters in ``params`` (all parameters of the optimizer); earlier decisions are kept."""
         new = [p for p in params if p not in self._keys]
         if not new:
             return
@@ -197,14 +197,14 @@ class OffloadedMoments:
             self.store.reserve(self._key(held[index], start), end - start, moment_dtype(held[index]))
 
     def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
-        """Yield the moments of ``params`` piece by piece, reading ahead.
+        """Yield the moments of ``params`` in pieces, reading ahead.
 
-        With ``store_back``, what the caller wrote into a piece is stored when the next is asked for, and all of it
-        counts once the last is stored. After a failure before that (close the generator then), the store has the
-        moments it had.
+        With ``store_back``, a piece that the caller has written is stored when the next one is requested, and all
+        pieces are committed after the last. After a failure before that (close the generator then), the store has the
+        previous moments.
 
         Raises:
-            DiskError: something could not be read or stored.
+            DiskError: moments could not be read or stored.
         """
         pieces = list(_pieces(params))
         waiting: deque[_Fetch] = deque()
