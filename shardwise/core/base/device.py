@@ -1,8 +1,8 @@
 """Devices: the runtime of GPUs, streams and events, page-locked memory, memory in use, and which GPUs there are.
 
-Torch answers a question that names no device for the *current* device of the calling thread: GPU 0 in a new thread, and
-whatever the program chose last elsewhere, which need not be the model's device. A wait on the wrong GPU's stream waits
-for nothing, and the numbers are silently wrong. So every function here takes a device, and
+For a call that names no device, torch uses the *current* device of the calling thread: GPU 0 in a new thread, elsewhere
+the last choice of the program, which need not be the model's device. A wait on the wrong GPU's stream waits for
+nothing, and the numbers are silently wrong. Every function here therefore takes a device, and
 ``tests/test_architecture.py`` keeps the rest of the library from calling ``torch.cuda`` directly.
 """
 
@@ -72,7 +72,7 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 class Runtime:
-    """What this library asks of ``torch.cuda``.
+    """The interface through which this library uses ``torch.cuda``.
 
     The one seam between the library and GPUs. Tests replace it (:func:`replace_runtime`) with a device whose streams
     are as late as possible (``tests/support/late``). Operations on tensors reach a device through torch's dispatcher.

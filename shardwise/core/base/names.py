@@ -1,4 +1,4 @@
-"""The names in a module's ``state_dict()``, whatever its hooks do with them, and loading of what is no parameter."""
+"""Names in a module's ``state_dict()``, including changes by hooks, and loading of entries that are not parameters."""
 
 from __future__ import annotations
 

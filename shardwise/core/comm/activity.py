@@ -68,7 +68,7 @@ class Activity:
         """Return how long to wait for the peers of ``group`` now; ``None``: as long as the communicator does.
 
         ``None`` applies in calls that may take one rank longer than others (a file, a disk), and at the first exchange
-        of a pass, before which a rank may have written a file or evaluated alone.
+        of a pass, before which a single rank may have written a file or run an evaluation.
         """
         return self._limit if group in self._met and not self._inside else None
 
@@ -171,7 +171,7 @@ def _read(store: Any, found: dict[int, str]) -> None:
 def _answering(store: Any) -> Any:
     """Return ``store`` if reads end when ranks die, otherwise ``None``.
 
-    A FileStore in which a killed rank has written half a record is read forever, whatever the timeout.
+    A FileStore in which a killed rank has written half a record is read forever, regardless of the timeout.
     """
     kept = store
     while isinstance(kept, PrefixStore):

@@ -51,7 +51,7 @@ def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_form(value: object) -> bool:
-    """Whether ``value`` is the structure of a nested value."""
+    """Return True if ``value`` is the structure of a nested value."""
     return isinstance(value, dict) and value.keys() == {NESTED}
 
 

@@ -65,14 +65,14 @@ class RngAlignment:
 
 
 def _of_numpy() -> tuple[Any, ...] | None:
-    """The state of numpy's generator, if numpy is imported and has its default kind."""
+    """Return the state of numpy's generator, if numpy is imported and has its default kind."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     return state if isinstance(state, tuple) else None
 
 
 def _others() -> list[Any]:
-    """The states of Python's and numpy's generators, as JSON values."""
+    """Return the states of Python's and numpy's generators, as JSON values."""
     version, numbers, normal = random.getstate()
     found = _of_numpy()
     own = None if found is None else [found[0], found[1].tolist(), *found[2:]]
