@@ -95,7 +95,7 @@ class Buffer:
         local: this rank's memory, 1-D.
         peers: the same buffer of every rank, by group rank (``peers[rank]`` is what peers see of ``local``); ``()`` if
             not mapped.
-        number: index of the buffer in the group, the same on every rank; 0 where the group needs none.
+        number: index of the buffer in the group, the same on every rank; 0 if the group needs none.
         bounds: offsets of the ranks' parts, if they differ in length; ``None``: equal parts.
     """
 
@@ -249,7 +249,7 @@ class Group(ABC):
             return self._shards(specs, joint)
 
     def joined(self, shard: Buffer) -> Tensor | None:
-        """Return a zero-copy view of the shards of all ranks in rank order; ``None`` where that is not possible.
+        """Return a zero-copy view of the shards of all ranks in rank order; ``None`` if that is not possible.
 
         It shows later changes of the shards, unlike a copy, and must not be read after the next :meth:`fence`. Writes
         to it are private to this rank, and lost with the next call.
@@ -713,7 +713,7 @@ def _padded(count: int) -> int:
 
 
 def _headed(values: Sequence[float], purpose: str, model_id: ModelId, count: int, quantum: int) -> list[float]:
-    """Return the values behind a header that identifies the operation, padded."""
+    """Return the values after a header that identifies the operation, padded."""
     sent = [float(_checksum(purpose)), float(model_id.number * LENGTHS + count), *values]
     return sent + [0.0] * (-len(sent) % quantum)
 

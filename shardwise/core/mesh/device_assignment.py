@@ -1,4 +1,4 @@
-"""Assignment of devices to ranks: one GPU per rank if there are enough; sharing a GPU needs consent or a warning."""
+"""Assignment of devices to ranks: one GPU per rank if there are enough GPUs, and no silent sharing of a GPU."""
 
 from __future__ import annotations
 

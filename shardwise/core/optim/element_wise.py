@@ -35,7 +35,8 @@ TOLERANCE = 1e-3
 MOST_GROUPS = 8
 """Maximal number of groups that are tested, since some optimizers have a group for every parameter."""
 NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.ProcessGroup] if dist.is_available() else []))
-"""Types through which an optimizer works. A copy without them would behave differently, or wait for other ranks."""
+"""Types that an optimizer may delegate to. An optimizer with one of them is not tested: its copy would behave
+differently, or wait for other ranks."""
 Parts = Sequence[Sequence[Sequence[Tensor]]]
 """By copy of the optimizer and call of its ``step()``: the parameters into which the matrix is split."""
 Cut = Callable[[Tensor], Parts]

@@ -65,16 +65,16 @@ class MomentStore:
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
-        """Make room for pieces of ``numel`` elements under ``key``, once.
+        """Reserve space for pieces of ``numel`` elements under ``key``, once.
 
         Raises:
-            DiskError: there is no room. What was reserved before stays.
+            DiskError: there is no space. Previous reservations are kept.
         """
         if key not in self._records:
             self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize, "moments")
 
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _Fetch:
-        """Start reading what was last stored under ``key``; zeros if nothing was."""
+        """Start reading the moments that were last stored under ``key``; zeros if there are none."""
         nbytes = 2 * numel * dtype.itemsize
         buffer = self._take(nbytes)
         if key not in self._stored:
@@ -125,7 +125,7 @@ class MomentStore:
         self._new.clear()
 
     def abandon(self) -> None:
-        """Drop what was put since the last :meth:`flush`; fetches return what was stored before."""
+        """Drop writes since the last :meth:`flush`; fetches return the previously stored moments."""
         while self._writing:
             with contextlib.suppress(DiskError):
                 self._finish_write()
@@ -187,10 +187,10 @@ class OffloadedMoments:
         return self._numel
 
     def reserve(self, params: Sequence[Tensor]) -> None:
-        """Make room for the moments of those of ``params`` that belong in the store.
+        """Reserve space for the moments of those of ``params`` that belong in the store.
 
         Raises:
-            DiskError: there is no room. No moments change.
+            DiskError: there is no space. No moments change.
         """
         held = [param for param in params if self.holds(param)]
         for index, start, end in _pieces(held):
@@ -245,7 +245,7 @@ class OffloadedMoments:
         """Store both moments of each parameter, zeros for ``None``. After an error none of them has changed.
 
         Raises:
-            DiskError: there is no room, or something could not be stored.
+            DiskError: there is no space, or moments could not be stored.
         """
         params = [param for param, _ in entries]
         self.reserve(params)

@@ -1,6 +1,6 @@
 """The file of one rank, and the directory of one run that holds it.
 
-The file is opened for direct I/O and without a name where that works, with its space reserved. It is in a directory
+The file is opened for direct I/O and without a name if that is supported, with its space reserved. It is in a directory
 ``shardwise-disk-<16 hexadecimal digits>`` with a file ``lock``, which is under flock for as long as its process lives.
 The system releases the lock when the process ends for any reason, so a process that can lock such a directory may
 remove it. Every new run directory first removes abandoned directories in the same parent.

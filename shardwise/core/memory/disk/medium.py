@@ -30,7 +30,7 @@ _METHODS = ("reserve", "read", "write", "close")
 # * A block is read as it was written, by offset and size: records are divided the same way each time. Its size is the
 #   block_bytes of the plan, or less at the end of a record or segment; always a multiple of 4096.
 # * Memory is lent for one call. The buffer is reused afterwards, so a view that is kept would read or write the values
-# of   another tile. The view is released after each call; views derived from it are not detected.
+#   of another tile. The view is released after each call; views derived from it are not detected.
 class Medium(Protocol):
     """Stores blocks of bytes for one rank, as long as its process lives.
 

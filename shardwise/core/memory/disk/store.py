@@ -163,7 +163,7 @@ class Record:
 
 
 class DiskStore:
-    """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
+    """The records of one rank, in a separate file under ``plan.directory``, for the lifetime of the process.
 
     Another medium may keep them elsewhere; see :class:`~shardwise.core.memory.disk.medium.Medium`. Several threads may
     use the store, each with its own records and buffers. Transfers run in threads of the store.
@@ -186,7 +186,7 @@ class DiskStore:
     Raises:
         DiskError: the directory cannot be made or written, the medium cannot be opened, or the system refuses threads.
         ValueError: no medium of that name is registered.
-        TypeError: what was registered opens no medium.
+        TypeError: the registered function does not return a medium.
     """
 
     def __init__(
@@ -225,7 +225,8 @@ class DiskStore:
 
         Raises:
             ValueError: the name is taken, or ``nbytes`` is negative.
-            DiskError: there is no space (what is needed and what is free is in the message), or the store is closed.
+            DiskError: there is not enough space (the message has the needed and the free space), or the store is
+                closed.
         """
         with self._lock:
             self._require_open()

@@ -101,7 +101,7 @@ class Outcome:
 # key, in the order in which the sender sends and the receiver receives (this is one order for all messages from one
 # rank to another; see given_schedule, and a test of all schedules):
 # * the key is cached: it becomes the most recently used one (send or send_sentinel; receive), also for a sentinel of
-# the   cached shape;
+#   the cached shape;
 # * it is not cached, and data comes: it is added, and the least recently used one is evicted (send; receive);
 # * it is not cached, and no data comes: nothing changes (send_sentinel; receive).
 # Lookups by one side only (told_of, check_shape) change nothing.
@@ -324,7 +324,7 @@ class _Step:
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._here: dict[Action, Tensor | None] = {}
-        """Results of this rank for other stages of its own."""
+        """Results of this rank for its other stages."""
         self._passed: dict[tuple[int, int], What | None] = {}
         """The shape of each hidden state that went into a stage; ``None``: there was no data, and no gradient is sent
         back."""

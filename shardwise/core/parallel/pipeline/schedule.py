@@ -132,11 +132,11 @@ class Schedule:
         return replace(self, orders=orders)
 
     def most_in_flight(self, rank: int) -> int:
-        """Return the maximal number of activations, over micro-batches and stages, that a rank holds from F to B."""
+        """Return the maximal number of (micro-batch, stage) pairs whose activations a rank holds, from F to B."""
         return self._most(rank, Kind.FORWARD, Kind.BACKWARD)
 
     def most_waiting(self, rank: int) -> int:
-        """Return the maximal number of operands of weight gradients that a rank holds from B to W, as above."""
+        """Return the maximal number of such pairs for which a rank holds operands of weight gradients, from B to W."""
         return self._most(rank, Kind.BACKWARD, Kind.WEIGHT) if self.splits else 0
 
     def _most(self, rank: int, begin: Kind, end: Kind) -> int:

@@ -47,7 +47,7 @@ class WeightGradients:
 # B and W, a micro-batch keeps the inputs and output gradients of its products.
 # * A node without an input that requires grad would not be in the graph: such a product is not split, and neither are
 #   embeddings, norms and products with other tensors than a parameter (stacked experts). Their gradients are computed
-# in   B.
+#   in B.
 # * A block that is recomputed in B uses the same nodes, so B runs inside this mode, too. The weights' gradients use the
 #   recomputed values; nothing is recomputed twice.
 # * torch's pipelining traverses the graph twice instead: it keeps the full graph until W, and recomputes checkpointed

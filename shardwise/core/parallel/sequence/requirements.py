@@ -1,4 +1,4 @@
-"""Which models can divide their sequences over ranks: a table by class name, and the checks of a model."""
+"""Models that support sequence parallelism: a table by class name, and the checks of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SequenceBody:
-    """The module in whose forward pass each rank has a part of the sequences.
+    """The module in which each rank has a part of the sequences during the forward pass.
 
     It takes ``input_ids`` or ``inputs_embeds`` and ``attention_mask``, uses transformers' masks and attention, and
     returns ``last_hidden_state``.
@@ -64,7 +64,8 @@ def known_sequences() -> tuple[str, ...]:
 
 
 def register_sequence(class_name: str, body: SequenceBody) -> None:
-    """Register where the sequences of a model class begin and end. Call it on every rank before the build."""
+    """Register the boundaries between which a model class shards its sequences. Call it on every rank before the
+    build."""
     TABLES[class_name] = body
 
 

@@ -138,8 +138,8 @@ class Sequences:
             self._replace(head, self._run_head)
 
     def remove(self) -> None:
-        """Undo :meth:`install`. Changes that another sharding of the same layers depends on stay until it is removed.
-        Idempotent."""
+        """Undo :meth:`install`, except in layers that are still sharded over another axis; a later call, after these
+        are restored, undoes the rest."""
         self._undo = [undo for undo in self._undo[::-1] if not undo()][::-1]
 
     def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:

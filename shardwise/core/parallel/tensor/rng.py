@@ -23,9 +23,9 @@ class RngAlignment:
     """Keeps the generators of tensor-parallel ranks equal; see [Note: Random numbers of a cut model].
 
     Args:
-        model: the user's.
+        model: the user's model.
         axis: the ranks.
-        device: where the model computes.
+        device: device of the model.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class RngAlignment:
         """Compare torch's generators before a step of a model with dropout. Collective.
 
         Raises:
-            RuntimeError: on all ranks, where they differ: dropout hit different elements of replicated activations.
+            RuntimeError: on all ranks, if they differ: dropout would drop different elements of replicated activations.
         """
         drawn = [(owner, name, getattr(owner, name)) for owner, name in self._rates if getattr(owner, name)]
         if not self._model.training or not drawn:
