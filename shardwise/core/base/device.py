@@ -368,7 +368,7 @@ class Lent:
     def drop(self) -> None:
         """Drop the memory; the current stream has waited for its users.
 
-        If the current stream is not the one that the memory was allocated on, the allocator is told to wait for it.
+        If the current stream is not the one that the memory was allocated on, the allocator is made to wait for it.
         """
         for tensor in self._tensors:
             if (current := _current_stream(tensor.device)) != self._owner:
@@ -453,7 +453,7 @@ class MemoryFacts:
         rss_bytes: resident now. Shared memory counts in every process that has touched it.
         peak_rss_bytes: the peak of ``rss_bytes`` since the start (or :func:`reset_peak`).
         pss_bytes: resident now, with shared pages divided by the number of processes that map them, so that the sum
-            over ranks is what the host holds. 0 where the system does not tell.
+            over ranks is the memory in use on the host. 0 if the system does not report it.
         device_bytes: allocated on the CUDA device now; 0 on CPU.
         peak_device_bytes: the peak of ``device_bytes``; 0 on CPU.
     """

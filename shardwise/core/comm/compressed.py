@@ -219,7 +219,7 @@ class _Steps:
 
     def finished(self) -> bool:
         while self._handle is not None and self._handle.finished():
-            self._handle.wait()  # tells what was lost
+            self._handle.wait()  # raises an error for a lost peer
             if not self._steps:
                 self._handle = None
                 return True

@@ -51,7 +51,7 @@ class Control:
     Args:
         name: the name of the group, for messages.
         process_group: a gloo process group.
-        activity: what this rank is doing, for messages.
+        activity: activity of this rank, for messages.
 
     Attributes:
         process_group: the gloo process group.

@@ -189,7 +189,7 @@ class Group(ABC):
         rank: this process in the group.
         size: ranks in the group.
         device: where buffers live.
-        traffic: what this rank has sent in this group.
+        traffic: counts of what this rank has sent in this group.
         one_sided_gather: all-gathers read the peers' memory without their participation. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
         starts_together: an operation that a peer has not started may block later operations or the host, so ranks that
@@ -199,7 +199,7 @@ class Group(ABC):
         uneven: collectives support parts of different lengths (:attr:`Buffer.bounds`).
         sends_slices: a rank can send each peer its slice only (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
-        activity: what this rank is doing, for messages.
+        activity: activity of this rank, for messages.
         rows_up_to: the most ranks of which each gets all numbers; see [Note: How many ranks an agreement takes].
     """
 
@@ -238,7 +238,7 @@ class Group(ABC):
 
         Args:
             specs: bounds and dtype of each array.
-            joint: put the parts of all ranks into one mapped array where possible, for :meth:`joined`.
+            joint: put the parts of all ranks into one mapped array if possible, for :meth:`joined`.
 
         Raises:
             ValueError: bounds are not in order, or parts differ in length and the group is not ``uneven``.
@@ -361,7 +361,7 @@ class Group(ABC):
     def fence(self, phase: str = "") -> None:
         """Return when all ranks' earlier writes into buffers are visible to all, and no gather reads any more.
 
-        Does nothing where memory is not mapped. Does not wait for reductions (:meth:`Buffer.wait_writable` does). See
+        Does nothing if memory is not mapped. Does not wait for reductions (:meth:`Buffer.wait_writable` does). See
         [Note: Fences].
 
         Args:
@@ -387,7 +387,7 @@ class Group(ABC):
     def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
         """Return every rank's ``values`` by rank, as float64 (integers below 2**53 are exact).
 
-        :meth:`summarize` serves more ranks where one number or a flag of all ranks is enough.
+        :meth:`summarize` supports more ranks, if one number or a flag of all ranks is sufficient.
 
         Args:
             values: this rank's, as many as on every other rank.

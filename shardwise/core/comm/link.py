@@ -159,7 +159,7 @@ class P2PChannel:
         device: where received tensors are.
 
     Attributes:
-        traffic: what this rank has sent.
+        traffic: counts of what this rank has sent.
     """
 
     def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -174,9 +174,9 @@ class P2PChannel:
     def compressed(self) -> P2PChannel:
         """Return a channel that sends floating-point tensors in 8 bits: activations in e4m3, gradients in e5m2.
 
-        Other dtypes (fp64, token ids) are sent as they are.
+        Other dtypes (fp64, token ids) are sent unchanged.
         """
-        twin = copy.copy(self)  # both share what is in flight
+        twin = copy.copy(self)  # both share the messages in flight
         twin._formats = (VALUES, GRADIENTS)
         return twin
 

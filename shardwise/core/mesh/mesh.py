@@ -137,7 +137,7 @@ class Mesh:
 
         Raises:
             ValueError: this rank is not in ``group``; the plan does not fit the number of ranks, or differs between
-                them; ``comm.shared_memory`` is True where memory cannot be shared; or two ranks would share a GPU
+                them; ``comm.shared_memory`` is True and memory cannot be shared; or two ranks would share a GPU
                 under a backend other than gloo. Every rank raises it.
             RuntimeError: a launcher started several processes, and torch.distributed is not initialised.
         """

@@ -176,7 +176,7 @@ class DiskStore:
 
     Attributes:
         path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
-            where the file system allows it.
+            if the file system supports it.
         direct: whether transfers bypass the page cache.
         removed: run directories of dead processes that were removed at the start.
 
