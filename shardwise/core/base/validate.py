@@ -1,8 +1,7 @@
 """Validation of arguments, and values in error messages: for plans, front-ends and the command line.
 
 NaN is never accepted, ``True`` is not a number and ``1`` is not a boolean, infinity is accepted only if it has a
-meaning, and sizes that no machine has are rejected. Every error names the argument, its value and what to
-give.
+meaning, and sizes that no machine has are rejected. Every error names the argument, its value and valid values.
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ class GroupMaker:
             )
         return make(self, request)
 
-    # Exchanges over all ranks happen only while a mesh is created, by one thread, in the same order on all ranks, and each
-    # blocks until all ranks have arrived. The groups have no other users before the mesh exists, and no exchange over all
-    # ranks happens after that. Both therefore never use the communicator at the same time. There is no such guarantee for
-    # two groups, nor for the default process group, which belongs to the program.
+    # Exchanges over all ranks happen only while a mesh is created, by one thread, in the same order on all ranks, and
+    # each blocks until all ranks have arrived. The groups have no other users before the mesh exists, and no exchange
+    # over all ranks happens after that. Both therefore never use the communicator at the same time. There is no such
+    # guarantee for two groups, nor for the default process group, which belongs to the program.
     def _for_messages(self, name: str, rank_lists: list[list[int]]) -> dist.ProcessGroup:
         """Return the communicator for a group's host-side messages: the one over all ranks if the group has all.
 

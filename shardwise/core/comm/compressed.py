@@ -33,9 +33,9 @@ def compressed(group: Group, format_: BlockFormat, on_the_way: bool = False, row
 class CompressedGroup(Group):
     """The ranks and buffers of another group, with gathers and reductions in 8 bits or less.
 
-    With ``sends_slices``, the data is sent quantized; otherwise the numbers are the same, without savings. See [Note:
-    The same rounding on every way]. Messages, fences and broadcasts are those of the other group. Parts are equal
-    (``uneven`` is False).
+    With ``sends_slices``, the data is sent quantized; otherwise the numbers are the same, without savings. See
+    [Note: The same rounding on every way]. Messages, fences and broadcasts are those of the other group. Parts are
+    equal (``uneven`` is False).
 
     Args:
         group: the other group; its creator closes it.

@@ -284,8 +284,10 @@ class StageRun:
         return self._told.setdefault((stage, sent), OrderedDict())
 
     def _use(self, stage: int, sent: bool, key: object) -> What | None:
-        """Return the cached shape for ``key`` and mark it as most recently used; see [Note: Shapes that both sides
-        know]."""
+        """Return the cached shape for ``key`` and mark it as most recently used.
+
+        See [Note: Shapes that both sides know].
+        """
         if not self._keeps_shapes:
             return None
         shapes = self._shapes(stage, sent)
