@@ -377,8 +377,7 @@ class Lent:
 
 
 def recorded(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Prevent reuse of the memory of ``tensor`` until ``stream`` has done the work queued when ``tensor`` is
-    dropped."""
+    """Prevent reuse of the memory of ``tensor`` until ``stream`` has done the work queued when it is dropped."""
     runtime().record_stream(tensor, stream)
 
 

@@ -87,8 +87,7 @@ __all__ = [
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return the identity of a storage, also on the meta device, where all addresses are 0; Python objects may
-    differ."""
+    """Return the identity of a storage, also on the meta device; several Python objects may share it."""
     return int(storage._cdata)
 
 
@@ -106,8 +105,7 @@ def tensor_holders(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with every in-place change of ``tensor`` (0 for inference tensors, which have
-    none)."""
+    """Return a number that grows with every in-place change of ``tensor``; always 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -133,8 +131,7 @@ def point(tensor: Tensor, values: Tensor) -> None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a ``torch.Tensor`` with the same memory and no graph, even if the class of ``tensor`` overrides
-    ``detach``."""
+    """Return a plain ``torch.Tensor`` with the same memory and no graph, for any class of ``tensor``."""
     with no_torch_function():
         return tensor.detach()
 
@@ -165,8 +162,7 @@ def accumulate_hooks(param: Tensor) -> dict[int, Any]:
 
 
 def with_negative_bit(tensor: Tensor) -> Tensor:
-    """Return a view with the negative bit (``is_neg()``), like ``x.conj().imag``; there is no public function for
-    it."""
+    """Return a view with the negative bit (``is_neg()``), like ``x.conj().imag``; torch has no public function."""
     return torch._neg_view(tensor)
 
 
@@ -312,8 +308,7 @@ def add_each(tensors: Sequence[Tensor], value: Tensor) -> None:
 
 
 def fused_adam(decoupled: bool) -> Callable[..., None]:
-    """Return the kernel of ``Adam(fused=True)`` or ``AdamW(fused=True)``, for flat slices and state of another
-    dtype."""
+    """Return the kernel of ``Adam(fused=True)`` or ``AdamW(fused=True)``, which supports flat slices."""
     return torch._fused_adamw_ if decoupled else torch._fused_adam_
 
 
@@ -369,8 +364,7 @@ running_ddp: Callable[[], torch.nn.Module | None] = DistributedDataParallel._get
 
 
 def stored_at(file: str, start: int, length: int) -> Any:
-    """Return the location of a value in a checkpoint of torch.distributed, in bytes, in the class its readers
-    expect."""
+    """Return the location of a value in a checkpoint of torch.distributed, as the object that readers expect."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes a while to import
 
     return _StorageInfo(file, start, length)

@@ -112,8 +112,7 @@ class NativeGroup(Group):
         return _Launched([_started(work)], result, out, self._factor(scale))
 
     def _start_reduces(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        """Reduce each part to its rank; see :meth:`_start_spread`. Other ranks' parts of ``full`` may be
-        overwritten."""
+        """Reduce each part to its rank, as :meth:`_start_spread` does; other parts of ``full`` may be overwritten."""
         parts = [self.part_of(full, rank) for rank in range(self.size)]
         works = [
             dist.reduce(part, group_dst=rank, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)

@@ -69,8 +69,7 @@ class RankSum:
 
 
 def _scaled(out: Tensor, source: Tensor, scale: float) -> bool:
-    """Compute ``out = scale * source`` with one rounding and no allocation; do nothing and return False if
-    impossible."""
+    """Compute ``out = scale * source`` with one rounding and no allocation; return False if that is impossible."""
     if scale == 1.0:
         if out.data_ptr() != source.data_ptr() or out.dtype != source.dtype:
             out.copy_(source)

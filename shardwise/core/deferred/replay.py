@@ -160,8 +160,7 @@ class Operation:
 
 
 def _settle(cell: Cell, parts: list[tuple[Ref, Tensor]], inputs: set[int]) -> torch.UntypedStorage:
-    """Return the outputs in the layout of the meta outputs, since real kernels may use other strides or alias
-    inputs."""
+    """Return the outputs in the layout of the meta outputs; real kernels may differ in strides or aliasing."""
     ref, output = parts[0]
     storage = output.untyped_storage()
     same = output.stride() == ref.stride and output.storage_offset() == ref.offset

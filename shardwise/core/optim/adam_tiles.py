@@ -250,8 +250,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flattened(slot: AdamSlot, copies: list[tuple[Tensor, Tensor]]) -> AdamSlot:
-    """Return the slot as 1-D views. Tensors without such a view are copied; ``(target, copy)`` is added to
-    ``copies``."""
+    """Return the slot as 1-D views; add ``(target, copy)`` to ``copies`` for tensors without such a view."""
     tensors = [slot.param, slot.grad, slot.exp_avg, slot.exp_avg_sq, *([] if slot.out is None else [slot.out])]
     if not all(t.is_contiguous() for t in tensors):
         strides = slot.param.stride()

@@ -81,8 +81,7 @@ def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return options that differ in more than the learning rate, which is replaced; sort those that differ in text
-    last."""
+    """Return the distinct options without regard to the learning rate, with differences only in text last."""
     changed = []
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}

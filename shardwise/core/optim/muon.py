@@ -16,8 +16,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 kellerjordan.github.io/posts/muon."""
 LEAST_NORM = 1e-7
 RESTART = 2
-"""Iterations per Gram matrix; its rounding error grows, so it is recomputed. Source: tridao.me/blog, Gram
-Newton-Schulz."""
+"""Iterations per Gram matrix, whose rounding error grows. Source: tridao.me/blog, Gram Newton-Schulz."""
 METHODS = ("gram", "standard")
 OF_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 OF_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}

@@ -111,8 +111,7 @@ class ThreadQueue:
         self._start_one()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submit requests, with one thread for each request in flight up to the limit, or fewer if the system
-        refuses."""
+        """Submit requests, with one thread per request in flight up to the limit, or fewer if the system refuses."""
         self._inside += len(requests)
         with contextlib.suppress(RuntimeError):
             while len(self._threads) < min(self._inside, self._depth, MOST_AT_ONCE):

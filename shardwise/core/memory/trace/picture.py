@@ -97,8 +97,7 @@ def _columns(moments: Sequence[Moment], most: int) -> list[_Column]:
 
 
 def _tick_step(top: float) -> tuple[float, str, float]:
-    """Return the tick distance in bytes, the unit, and the bytes of the unit, for about five ticks up to ``top``
-    bytes."""
+    """Return the distance of about five ticks up to ``top`` bytes, the unit, and the bytes of the unit."""
     unit = 0
     while top >= 1024 ** (unit + 1) and unit < len(BINARY) - 1:
         unit += 1

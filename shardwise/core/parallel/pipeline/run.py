@@ -253,8 +253,7 @@ class StageRun:
         return self._shapes(stage, True).get(key) if self._keeps_shapes else None
 
     def receive(self, action: Action, rank: int, key: object, what: What | None) -> Tensor | None:
-        """Receive the result of ``action`` from another rank, or ``None`` for no data; ``what`` is a gradient's
-        shape."""
+        """Receive the result of ``action`` from another rank (None: no data); ``what`` is a gradient's shape."""
         assert self._wire is not None
         lane = _lane(action)
         if lane == FORWARD and self._keeps_shapes:
@@ -328,8 +327,7 @@ class _Step:
         self._here: dict[Action, Tensor | None] = {}
         """Results of this rank for its other stages."""
         self._passed: dict[tuple[int, int], What | None] = {}
-        """The shape of each hidden state that went into a stage; ``None``: there was no data, and no gradient is sent
-        back."""
+        """Shape of each hidden state that went into a stage; ``None``: no data came, and no gradient goes back."""
         self._under_way: dict[int, deque[tuple[int, SendHandle]]] = {}
         """By rank: messages in flight to it, with the position in its order at which it receives each."""
         self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]

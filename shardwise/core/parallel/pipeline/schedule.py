@@ -218,8 +218,7 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> list
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Each rank has ``chunks`` stages, ``ranks`` apart. Micro-batches pass through all stages in groups of
-    ``ranks``."""
+    """Each rank has ``chunks`` stages, ``ranks`` apart; groups of ``ranks`` micro-batches pass through them."""
     rounds = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     orders = []
     for rank in range(ranks):

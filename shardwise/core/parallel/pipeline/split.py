@@ -1,5 +1,4 @@
-"""Split backward pass of a stage: first the gradient of its input, for which another rank waits, then of its
-weights."""
+"""Split backward pass of a stage: gradients of its input first, those of its weights later."""
 
 from __future__ import annotations
 

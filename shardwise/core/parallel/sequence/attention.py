@@ -1,5 +1,4 @@
-"""Attention of transformers models whose sequences are sharded over ranks: masks, all-to-all of heads, ring
-attention."""
+"""Sequence-parallel attention of transformers models: masks, all-to-all of heads, ring attention."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ class SequenceMask:
         return torch.nn.functional.pad(seen, (0, k_end - k_inside, 0, q_end - q_inside))
 
     def whole(self, device: torch.device) -> Tensor:
-        """Return the full mask, ``[rows or 1, 1, length, length]``. It is cached, since the layers of a model share
-        it."""
+        """Return the full mask, ``[rows or 1, 1, length, length]``, cached for all layers of a model."""
         if self._whole is None:
             self._whole = self.tile(0, self.length, 0, self.length, device)
         return self._whole

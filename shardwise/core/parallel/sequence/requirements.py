@@ -64,8 +64,7 @@ def known_sequences() -> tuple[str, ...]:
 
 
 def register_sequence(class_name: str, body: SequenceBody) -> None:
-    """Register the boundaries between which a model class shards its sequences. Call it on every rank before the
-    build."""
+    """Register where a model class shards and gathers its sequences. Call it on every rank before the build."""
     TABLES[class_name] = body
 
 

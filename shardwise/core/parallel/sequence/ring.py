@@ -65,8 +65,7 @@ class Rotation:
         return (ring + turns) % rings * self.inner + (place + shift) % self.inner
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the owner and its ``own`` (same shape on all ranks) for each step, while the next one is in
-        transfer."""
+        """Yield the owner and its ``own`` (same shape on all ranks) by step, while the next is in transfer."""
         axis, inner = self.axis, self.inner
         rank, size, tags = axis.rank, axis.size, axis.tags(axis.size)
         ring, place = divmod(rank, inner)

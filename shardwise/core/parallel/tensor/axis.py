@@ -106,8 +106,7 @@ class Axis(Ranks):
         return _GatheredForParts.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]
 
     def summed_part(self, x: Tensor, dim: int, sizes: Sequence[int], gradient: bool = False) -> Tensor:
-        """Return this rank's slice (``sizes`` by rank in ``dim``) of the sum of ``x`` over the ranks
-        (reduce-scatter)."""
+        """Reduce-scatter ``x``: return this rank's slice, with ``sizes`` by rank in ``dim``, of the sum."""
         if self.size == 1:
             return x
         return _SummedPart.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]

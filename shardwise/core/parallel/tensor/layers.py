@@ -216,8 +216,7 @@ class PerHead(CutLayer):
 
 
 def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
-    """Return a shallow copy of the module with some parameters replaced, so that the module itself does not change
-    during the forward pass."""
+    """Return a shallow copy of the module with some parameters replaced; the module itself does not change."""
     stand_in = object.__new__(type(module))
     vars(stand_in).update(vars(module))
     vars(stand_in)["_parameters"] = {**module._parameters, **changed}
@@ -307,8 +306,7 @@ class Guard(nn.Module):
 
 
 def _own_heads(x: Any, heads: int, first: int, end: int) -> Any:
-    """Slice ``[batch, heads, ...]`` or ``[batch * heads, 1, length]`` to this rank's heads; return other values
-    unchanged."""
+    """Slice ``[batch, heads, ...]`` or ``[batch * heads, 1, length]`` to this rank's heads."""
     if not isinstance(x, torch.Tensor):
         return x
     if x.dim() == 3 and x.shape[0] % heads == 0 and x.shape[1] == 1:

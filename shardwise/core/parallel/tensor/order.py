@@ -17,8 +17,7 @@ from shardwise.core.parallel.tensor.shard_spec import Part, Range, ShardSpec
 __all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
 
 ReadInto = Callable[[int, Tensor], None]
-"""``read(start, out)`` reads elements ``[start, start + out.numel())`` in stored order into ``out`` (1-D,
-contiguous)."""
+"""Reads elements ``[start, start + out.numel())`` in stored order into ``out`` (1-D, contiguous)."""
 
 BLOCK_NUMEL = 1 << 20
 """Number of elements per read when only some of their columns are needed."""
@@ -81,8 +80,7 @@ class StoredCut:
 
     @classmethod
     def of(cls, whole: Sequence[int], cut: ShardSpec) -> StoredCut | None:
-        """Return the stored order of a tensor with full shape ``whole`` sharded by ``cut``; ``None``: row-major
-        order."""
+        """Return the stored order of a tensor of shape ``whole`` sharded by ``cut``; None: row-major order."""
         if prod(whole[: cut.dim]) <= 1 or not prod(whole):
             return None
         parts = tuple(_merged((start, end) for _, start, end in _owned(cut, rank, whole)) for rank in range(cut.ranks))
@@ -171,8 +169,7 @@ Place = tuple[int, int, int]
 
 
 def _owned(cut: ShardSpec, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return ``(index in the part, start, end)`` for the ranges of the full dimension that ``rank`` is the first to
-    hold."""
+    """Return ``(index in the part, start, end)`` of the full ranges that ``rank`` is the first to hold."""
     size = whole[cut.dim]
     before = [each for ranges in cut.ranges[:rank] for each in ranges]
     found, at = [], 0

@@ -103,8 +103,7 @@ class ShardSpec:
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
 
     def whole(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the full tensor from ``parts`` by rank; where several ranks hold the same, that of the first is
-        used."""
+        """Return the full tensor from ``parts`` by rank; shared ranges come from the first rank that holds them."""
         held = list(parts)
         shape = list(held[0].shape)
         shape[self.dim] = self.size

@@ -205,8 +205,7 @@ class TPPlan:
         known.update(widths)
 
     def replicated(self, module: nn.Module) -> None:
-        """Declare that the module is used before or after sharded layers, so its gradients are complete on each
-        rank."""
+        """Declare a module before or after sharded layers; its gradients are complete on each rank."""
         self._replicated.update(id(each) for each in module.modules())
 
     def drops(self, module: nn.Module, own: bool) -> None:
@@ -252,8 +251,7 @@ class TPPlan:
         self._swap(module, kind, own)
 
     def _swap(self, module: nn.Module, kind: type[nn.Module], own: dict[str, Any]) -> None:
-        """Schedule a class change of the module to ``kind``. A module that is used several times is visited each
-        time."""
+        """Schedule a class change of the module to ``kind``; a module in several places is visited repeatedly."""
         _, before, said = self._layers.setdefault(id(module), (module, kind, own))
         if before is not kind or said != own:
             raise ValueError(
