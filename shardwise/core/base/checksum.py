@@ -41,7 +41,7 @@ def word_of(x: Tensor, start: int = 1) -> Tensor:
 def sample_words(values: Sequence[Any]) -> list[int | None]:
     """Return a fingerprint of each tensor from :data:`SAMPLED` elements, which tells apart files of different runs.
 
-    ``None`` for what is not a plain, non-empty, real tensor in memory. Waits for each device once.
+    ``None`` for values that are not plain, non-empty, real tensors in memory. Synchronizes with each device once.
     """
     words = {place: _word_of_some(value) for place, value in enumerate(values) if _is_readable(value)}
     by_device: dict[torch.device, list[int]] = {}

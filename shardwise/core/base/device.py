@@ -1,8 +1,8 @@
 """Devices: the runtime of GPUs, streams and events, page-locked memory, memory in use, and which GPUs there are.
 
-Torch answers a question that names no device for the *current* device of the calling thread: GPU 0 in a new thread, and
-whatever the program chose last elsewhere, which need not be the model's device. A wait on the wrong GPU's stream waits
-for nothing, and the numbers are silently wrong. So every function here takes a device, and
+For a call that names no device, torch uses the *current* device of the calling thread: GPU 0 in a new thread, elsewhere
+the last choice of the program, which need not be the model's device. A wait on the wrong GPU's stream waits for
+nothing, and the numbers are silently wrong. Every function here therefore takes a device, and
 ``tests/test_architecture.py`` keeps the rest of the library from calling ``torch.cuda`` directly.
 """
 
@@ -72,10 +72,10 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 class Runtime:
-    """What this library asks of ``torch.cuda``.
+    """The interface through which this library uses ``torch.cuda``.
 
-    The one seam between the library and GPUs. Tests replace it (:func:`replace_runtime`) with a device whose streams
-    are as late as possible (``tests/support/late``). Operations on tensors reach a device through torch's dispatcher.
+    It is the only interface between the library and GPUs. Tests replace it (:func:`replace_runtime`) with a device
+    whose streams are as late as possible (``tests/support/late``). Operations on tensors use torch's dispatcher.
     """
 
     def device_count(self) -> int:
@@ -83,7 +83,7 @@ class Runtime:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> tuple[str, str | None]:
-        """Return a GPU's name and its UUID, or ``None`` where the driver gives no UUID."""
+        """Return a GPU's name and its UUID, or ``None`` if the driver gives no UUID."""
         facts = torch.cuda.get_device_properties(index)
         return facts.name, getattr(facts, "uuid", None)
 
@@ -104,7 +104,7 @@ class Runtime:
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return a stream from torch's pool; it waits for no other stream."""
+        """Return a stream from torch's pool, which waits for no other stream."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
@@ -112,15 +112,15 @@ class Runtime:
         return torch.cuda.stream(stream)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of ``tensor`` from reuse until ``stream`` has done the work that it has by then."""
+        """Prevent reuse of the memory of ``tensor`` until ``stream`` has done its current work (``record_stream``)."""
         tensor.record_stream(stream)
 
     def synchronize(self, device: torch.device) -> None:
-        """Have the host wait for all streams of a GPU."""
+        """Make the host wait for all streams of a GPU."""
         torch.cuda.synchronize(device)
 
     def empty_cache(self, device: torch.device) -> None:
-        """Return unused memory of the allocator to the driver. Torch looks at the current device's streams only."""
+        """Return unused memory of the allocator to the driver. Torch checks only streams of the current device."""
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
@@ -155,7 +155,7 @@ class Runtime:
     def lock_pages(self, block: Tensor, device: torch.device) -> int:
         """Page-lock existing memory; return 0, or the number of an error.
 
-        The GPU is named: the thread's current GPU would otherwise get a context of hundreds of megabytes.
+        The GPU is an argument, since the thread's current GPU could otherwise get a context of hundreds of megabytes.
         """
         library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
@@ -175,7 +175,7 @@ class Runtime:
         torch.cuda.set_rng_state(state, device)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the GPU's default generator; starts CUDA, since there is none before."""
+        """Return the GPU's default generator; this initialises CUDA, since the generator does not exist before."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
         return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
@@ -206,7 +206,7 @@ def replace_runtime(new: Runtime) -> Runtime:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Return ``device`` as tensors on it name it: a GPU without an index gets that of the thread's current GPU."""
+    """Return ``device`` with an index: a GPU without one gets that of the thread's current GPU, as tensors do."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", runtime().current_device())
@@ -224,7 +224,7 @@ def make_current(device: torch.device) -> None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether work on ``device`` is asynchronous: reading a value there waits for everything queued before."""
+    """Return whether work on ``device`` is asynchronous, so that reading a value waits for all queued work."""
     return device.type != "cpu"
 
 
@@ -245,25 +245,25 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object
 
 @contextlib.contextmanager
 def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Send a GPU's work to ``stream`` inside the block, after everything that its current stream has by now."""
+    """Send a GPU's work to ``stream`` inside the block, after the work that is in its current stream by now."""
     stream.wait_stream(_current_stream(device))
     with runtime().on_stream(stream):
         yield
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:
-    """Return an event that happens when the GPU's current stream has done its work so far."""
+    """Return an event that completes when the GPU's current stream has done its work so far."""
     event: torch.cuda.Event = _current_stream(device).record_event()
     return event
 
 
 def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
-    """Have later work of the GPU's current stream wait for ``event``; the host does not wait."""
+    """Make later work of the GPU's current stream wait for ``event``; the host does not wait."""
     _current_stream(device).wait_event(event)
 
 
 def synchronize(device: torch.device) -> None:
-    """Have the host wait until a GPU has done all its work; does nothing for other devices."""
+    """Make the host wait until a GPU has done all its work; does nothing for other devices."""
     if device.type == "cuda":
         runtime().synchronize(device)
 
@@ -283,19 +283,19 @@ def total_bytes(device: torch.device) -> int:
 
 
 def random_state(device: torch.device) -> RandomState:
-    """Return the state of the CPU's generator and, where ``device`` is a GPU, of that GPU's."""
+    """Return the state of the CPU's generator and, if ``device`` is a GPU, that of the GPU's generator."""
     return torch.get_rng_state(), runtime().random_state(device) if device.type == "cuda" else None
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Set what :func:`random_state` returned for ``device``."""
+    """Set the states that :func:`random_state` returned for ``device``."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         runtime().set_random_state(device, state[1])
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of ``device`` (of the current device of its type where it has no index)."""
+    """Return the default generator of ``device`` (of the current device of its type if it has no index)."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -345,7 +345,7 @@ def is_page_locked(tensor: Tensor) -> bool:
 def copy_ahead(target: Tensor, source: Tensor) -> None:
     """Queue a copy on the current stream; between a GPU and page-locked memory the host does not wait for it.
 
-    Until the copy is done only later work of the same stream may write ``source`` or use ``target``.
+    Until the copy is done, only later work of the same stream may write ``source`` or use ``target``.
     """
     target.copy_(source, non_blocking=True)
 
@@ -368,7 +368,7 @@ class Lent:
     def drop(self) -> None:
         """Drop the memory; the current stream has waited for its users.
 
-        If the current stream is not the one that the memory was allocated on, the allocator is told to wait for it.
+        If the current stream is not the one that the memory was allocated on, the allocator is made to wait for it.
         """
         for tensor in self._tensors:
             if (current := _current_stream(tensor.device)) != self._owner:
@@ -377,22 +377,23 @@ class Lent:
 
 
 def recorded(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of ``tensor`` from reuse until ``stream`` has done the work that it has when it is dropped."""
+    """Prevent reuse of the memory of ``tensor`` until ``stream`` has done the work queued when it is dropped."""
     runtime().record_stream(tensor, stream)
 
 
 class SideCopy:
-    """A copy from host memory to a GPU on a stream of its own; the result is usable after :meth:`wait`.
+    """A copy from host memory to a GPU on a separate stream; the result is usable after :meth:`wait`.
 
-    ``out`` may be dropped at any time after :meth:`wait`, without ``record_stream``: the allocator gives dropped memory
-    to the stream that it was allocated on, which is the current one when the copy begins, and :meth:`wait` makes that
-    stream wait for the copy. ``record_stream`` would instead keep the memory from reuse until the *host* finds the copy
-    done, so a host that runs ahead would allocate more and more, which ``memory_allocated`` does not count.
+    ``out`` may be dropped at any time after :meth:`wait`, without ``record_stream``: the allocator returns dropped
+    memory to the stream that it was allocated on, which is the current one when the copy begins, and :meth:`wait` makes
+    that stream wait for the copy. ``record_stream`` would instead prevent reuse of the memory until the *host* sees
+    that the copy is done, so a host that runs ahead would allocate more and more, which ``memory_allocated`` does not
+    count.
 
     Args:
-        source: host memory; it must live and keep its values until the copy is done. Only page-locked memory is
-            copied asynchronously.
-        out: on a GPU; just allocated, or used only by work that the current stream waits for.
+        source: host memory; it must stay alive and unchanged until the copy is done. Only page-locked memory is copied
+            asynchronously.
+        out: tensor on a GPU; just allocated, or used only by work that the current stream waits for.
         stream: a stream of the same GPU.
     """
 
@@ -409,7 +410,7 @@ class SideCopy:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Have later work of the current stream wait for the copy; the host does not wait."""
+        """Make later work of the current stream wait for the copy; the host does not wait."""
         reader = _current_stream(self._out.device)
         reader.wait_event(self._event)
         if reader != self._owner:  # the program has changed streams: the owner reuses the memory after this stream
@@ -417,10 +418,10 @@ class SideCopy:
 
 
 class Later:
-    """A value on its way from a device to the host.
+    """A copy of a value from a device to the host, in progress.
 
     Args:
-        value: a tensor of one element; later writes to it do not count.
+        value: a tensor of one element; later writes to it have no effect.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -434,7 +435,7 @@ class Later:
         self._arrived = record_event(value.device) if on_gpu else None
 
     def value(self) -> bool | float:
-        """Return the value; waits only for work that was queued before this object was made."""
+        """Return the value; waits only for work that was queued before this object was created."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.item()
@@ -451,7 +452,7 @@ class MemoryFacts:
         rss_bytes: resident now. Shared memory counts in every process that has touched it.
         peak_rss_bytes: the peak of ``rss_bytes`` since the start (or :func:`reset_peak`).
         pss_bytes: resident now, with shared pages divided by the number of processes that map them, so that the sum
-            over ranks is what the host holds. 0 where the system does not tell.
+            over ranks is the memory in use on the host. 0 if the system does not report it.
         device_bytes: allocated on the CUDA device now; 0 on CPU.
         peak_device_bytes: the peak of ``device_bytes``; 0 on CPU.
     """
@@ -477,7 +478,7 @@ def memory_facts(device: torch.device | None = None) -> MemoryFacts:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Restart the peaks from what is used now. The host's peak stays where the system does not allow that."""
+    """Restart the peaks from the current usage. The host's peak is kept if the system does not allow a reset."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     if device is not None and device.type == "cuda":
@@ -485,7 +486,7 @@ def reset_peak(device: torch.device | None = None) -> None:
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what the caching allocator holds for tensors of a GPU now, and the peak since the last reset.
+    """Return the caching allocator's bytes for tensors of a GPU now, and the peak since the last reset.
 
     This includes memory that was dropped and waits for another stream (``record_stream``), which cannot be allocated
     and which torch's ``memory_allocated`` leaves out.
@@ -493,7 +494,7 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
     found = runtime().memory_stats(device)
     if not found:
         return 0, 0  # nothing was allocated there
-    kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators know only one
+    kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators have only one
     return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
 
 
@@ -538,15 +539,15 @@ def visible_gpus() -> int:
 
 
 def gpus_of_host() -> int:
-    """Return how many NVIDIA GPUs the system shows to this process, whether torch can use them or not."""
+    """Return how many NVIDIA GPUs are visible to this process, whether torch can use them or not."""
     return len(glob("/dev/nvidia[0-9]*"))
 
 
 def gpu_identity(index: int, visible: str | None) -> str | None:
-    """Return what identifies GPU ``index`` of this process on all hosts, or ``None`` if nothing does.
+    """Return an identity of GPU ``index`` of this process that is unique over all hosts, or ``None`` if it has none.
 
     Args:
-        index: as torch counts.
+        index: torch's index.
         visible: ``CUDA_VISIBLE_DEVICES``. MIG slices of one GPU are identified by their names there, since CUDA may
             give all of them the UUID of the whole GPU.
     """
@@ -563,7 +564,7 @@ def gpu_identity(index: int, visible: str | None) -> str | None:
 class Accelerator:
     """One interface to a GPU or the CPU. Other attributes are those of ``torch.cuda`` or ``torch.cpu``.
 
-    On the CPU, memory is that of the process, there are no caches to empty, and nothing has to be waited for.
+    On the CPU, memory is that of the process, there is no cache to empty, and there is nothing to wait for.
 
     Attributes:
         device: the device.

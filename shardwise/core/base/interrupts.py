@@ -55,15 +55,15 @@ _GUARD = _Guard()
 
 # [Note: Ctrl-C]
 # Python raises KeyboardInterrupt between any two operations of the main thread. step(), builds, loads and saves cannot
-# be continued from an arbitrary point, so they run to their end first. A second Ctrl-C is raised at once: what it stops
-# is marked as half-done, and has to be loaded before the run goes on. In forward and backward passes Ctrl-C is raised
-# at once as well: zero_grad() drops the pass.
+# continue from an arbitrary point, so they are completed first. A second Ctrl-C is raised immediately: the interrupted
+# operation is marked as incomplete, and a checkpoint has to be loaded before the run continues. In forward and backward
+# passes, Ctrl-C is raised immediately as well: zero_grad() drops the pass.
 @contextmanager
 def deferred_interrupts(what: str) -> Iterator[None]:
     """Hold back Ctrl-C until the block ends; a second one is raised at once.
 
-    Blocks may be nested: the outermost counts. Outside the main thread, and where the program ignores SIGINT or leaves
-    it to the system, the block changes nothing.
+    Blocks may be nested: only the outermost has an effect. The block changes nothing outside the main thread, or if the
+    program ignores SIGINT or leaves it to the system.
 
     Args:
         what: what the block does, for the message on a terminal.

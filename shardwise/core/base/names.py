@@ -1,4 +1,4 @@
-"""The names in a module's ``state_dict()``, whatever its hooks do with them, and loading of what is no parameter."""
+"""Names in a module's ``state_dict()``, including changes by hooks, and loading of entries that are not parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "with_load_hooks",
 ]
 
-EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
+EXTRA_STATE = "_extra_state"  # torch's suffix of extra state after a module's name
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def put_others(
             modules[name.removesuffix(EXTRA_STATE).rstrip(".")].set_extra_state(value)
         elif name not in apart:
             own[name].copy_(value)
-    # By the module's own method, all entries at once, since they may belong together.
+    # Load all entries of a module at once by its own method, since they may depend on each other.
     for path, given in by_module.items():
         if path in later:
             continue

@@ -1,4 +1,4 @@
-"""Random numbers of one rank's own, where ranks that hold different parts must not draw the same numbers."""
+"""Random number streams of single ranks, for ranks that hold different parts and must not draw the same numbers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from shardwise.core.base.device import default_generator
 __all__ = ["Dropouts", "RankRng", "dropouts_of"]
 
 Dropouts = tuple[tuple[Any, str], ...]
-"""Objects and the names of their attributes that are dropout rates; nothing is drawn where all of them are 0."""
+"""Objects and the names of their attributes that are dropout rates; no numbers are drawn if all of them are 0."""
 
 SPREAD = 0x9E3779B1  # odd, so that no two ranks get the same seed
 WORD = 2**32
 
 
 # [Note: Random numbers of a cut model]
-# Between layers all ranks hold the same values, so dropout must hit the same elements: the default generator, which is
-# equal on all ranks, is used as in any model. Between a column-parallel layer and the next row-parallel one each rank
-# holds different elements, and equal numbers would drop the same ones of every part. There the default generator gets a
-# state made of a number that it drew itself and the rank. Its previous state, after that number, is restored where the
-# region ends: at the row-parallel layer, or where the module that holds both is left, also by an error. Everything
-# follows from the generator's state before, so activation checkpointing draws the same numbers again by restoring it.
-# The stages of a pipeline hold different layers and start with equal generators, so each training pass of a stage is
-# such a region too: what its layers draw has many names (stochastic depth, noise).
+# Between layers, all ranks hold the same activations, so dropout must drop the same elements: the default generator,
+# which is equal on all ranks, is used as in any model. Between a column-parallel layer and the next row-parallel one,
+# each rank holds different elements, and equal numbers would drop the same ones of every part. In this region, the
+# default generator gets a state derived from a number that it has drawn and the rank. Its previous state, after that
+# number, is restored where the region ends: at the row-parallel layer, or when the module that contains both returns or
+# raises. Everything follows from the generator's state before, so activation checkpointing draws the same numbers again
+# by restoring it. The stages of a pipeline hold different layers and start with equal generators, so each training pass
+# of a stage is such a region, too: its layers may draw numbers in many ways (stochastic depth, noise).
 class RankRng:
-    """The random numbers of one rank of an axis, or of one stage. Each thread enters and leaves on its own.
+    """The random number stream of one rank of an axis, or of one stage. Each thread enters and leaves separately.
 
     Args:
         rank: this rank.
@@ -46,15 +46,15 @@ class RankRng:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread draws the rank's own numbers."""
+        """Whether this thread uses the rank's own stream."""
         return getattr(self._local, "before", None) is not None
 
     def enter(self, device: torch.device, dropouts: Dropouts | None) -> None:
-        """Draw this rank's own numbers from here on, if any rate is above 0 or ``dropouts`` is ``None``."""
+        """Start to use this rank's own stream, if any rate is above 0 or ``dropouts`` is ``None``."""
         if self.inside or not (dropouts is None or any(getattr(owner, name) for owner, name in dropouts)):
             return
         generator = default_generator(device)
-        if generator.device.type == "cuda":  # a drawn number would be on the device, and reading it waits
+        if generator.device.type == "cuda":  # a drawn number would be on the device, and reading it would synchronize
             common, drawn = generator.initial_seed(), generator.get_offset()
             generator.set_offset(drawn + 4)
             seed = (common + (drawn // 4 + 1) * (WORD + 1) + self.rank * SPREAD) % 2**63
@@ -65,14 +65,14 @@ class RankRng:
         generator.manual_seed(seed)
 
     def leave(self) -> None:
-        """Draw the numbers that are equal on all ranks from here on."""
+        """Return to the common stream, which is equal on all ranks."""
         if self.inside:
             _put(*self._local.before)
             self._local.before = None
 
     @contextmanager
     def drawing(self, own: bool, device: torch.device, dropouts: Dropouts | None) -> Iterator[None]:
-        """Draw this rank's own numbers (``own``) or the common ones inside the block."""
+        """Use this rank's own stream (``own``) or the common one inside the block."""
         if own == self.inside:
             yield
         elif own:

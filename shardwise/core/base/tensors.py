@@ -1,4 +1,4 @@
-"""Small facts about tensors: storage they reach, parts of sparse ones, and tensors made in inference mode."""
+"""Helpers for tensors: the memory that they span, parts of sparse ones, and tensors created in inference mode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 class _OutsideInference:
-    """Neither inference mode nor a graph."""
+    """Context with neither inference mode nor autograd."""
 
     def __enter__(self) -> None:
         self._modes = torch.inference_mode(False), torch.no_grad()
@@ -48,10 +48,10 @@ class _OutsideInference:
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:
-    """Build no graph inside the block, and make tensors that can be written and trained anywhere.
+    """Build no graph inside the block, and create tensors that can be written and trained anywhere.
 
-    A tensor made in inference mode could not be written outside of it, changed in place or trained. Free of cost where
-    neither mode is on, as in most backward passes.
+    A tensor created in inference mode could not be written outside of it, changed in place or trained. The context is
+    free if neither mode is active, as in most backward passes.
     """
     if torch.is_inference_mode_enabled():
         return _OutsideInference()

@@ -1,7 +1,7 @@
 """Validation of arguments, and values in error messages: for plans, front-ends and the command line.
 
-NaN never passes, ``True`` is not a number and ``1`` is not a boolean, infinity is accepted only where it means
-something, and sizes that no machine has are rejected. Every error names the argument, its value and what to give.
+NaN is never accepted, ``True`` is not a number and ``1`` is not a boolean, infinity is accepted only if it has a
+meaning, and sizes that no machine has are rejected. Every error names the argument, its value and valid values.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MOST_COUNT = 2**31 - 1
 MOST_RANKS = 2**12
 """Ranks that one host starts."""
 MOST_STEP = 2**53
-"""What JSON holds exactly everywhere."""
+"""The largest integer that is exact in every JSON implementation."""
 MOST_SEED = 2**63 - 1
-"""What torch's generators take, with room to add an epoch or a rank."""
+"""The largest seed that torch's generators accept, with room to add an epoch or a rank."""
 MOST_SCALE = 2.0**126
 """The largest loss scale: fp32 can hold it and double it once."""
 LONG = 200  # bits

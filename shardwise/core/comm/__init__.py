@@ -1,7 +1,7 @@
 """Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of bytes sent.
 
-Nothing here knows about modules, chunks or optimizers: callers describe in words what they exchange. Backends for other
-kinds of devices are registered (:func:`register_backend`). The mesh decides which ranks belong to a group.
+This package is independent of modules, chunks and optimizers: callers describe in words what they exchange. Backends
+for other kinds of devices are registered (:func:`register_backend`). The mesh decides which ranks belong to a group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank is doing, in words, for the errors of ranks that wait for it."""
+"""The current activity of each rank, in words, for error messages of ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Activity"]
 KEY = "shardwise/doing/"
 ANSWER_S = 5.0
 TELL_S = 2.0
-"""Seconds between two reports of where a rank's training is."""
+"""Seconds between two reports of a rank's position in training."""
 GRACE_S = 2.0
 """Seconds in which the other ranks, which wait as long as this one, also give up."""
 
@@ -68,7 +68,7 @@ class Activity:
         """Return how long to wait for the peers of ``group`` now; ``None``: as long as the communicator does.
 
         ``None`` applies in calls that may take one rank longer than others (a file, a disk), and at the first exchange
-        of a pass, before which a rank may have written a file or evaluated alone.
+        of a pass, before which a single rank may have written a file or run an evaluation.
         """
         return self._limit if group in self._met and not self._inside else None
 
@@ -90,7 +90,7 @@ class Activity:
 
     @property
     def place(self) -> str:
-        """Where training is, in words; empty before it has begun."""
+        """The position in training, in words; empty before training has begun."""
         if self._place is None:
             return ""
         step, phase, operation, name_of, number = self._place
@@ -115,7 +115,7 @@ class Activity:
         self._publish([f"{what} (where it gave up)", "", self.place])
 
     def around(self, ranks: Sequence[int]) -> str:
-        """Return what this rank is doing and what global ``ranks`` were last known to do; empty if nothing is known."""
+        """Return this rank's activity and the last known activity of global ``ranks``; empty if nothing is known."""
         told = {rank: "" for rank in ranks if rank != self.rank}
         own = f"rank {self.rank} is in: {self.now or self.place or 'training'}"
         if not self._ask(told):
@@ -171,7 +171,7 @@ def _read(store: Any, found: dict[int, str]) -> None:
 def _answering(store: Any) -> Any:
     """Return ``store`` if reads end when ranks die, otherwise ``None``.
 
-    A FileStore in which a killed rank has written half a record is read forever, whatever the timeout.
+    A FileStore in which a killed rank has written half a record is read forever, regardless of the timeout.
     """
     kept = store
     while isinstance(kept, PrefixStore):

@@ -1,13 +1,14 @@
-"""Numbers of 8 or 4 bits in blocks with a common scale: what travels instead of 16 or 32 bits, and what it is worth.
+"""Quantized formats with 8 or 4 bits per number and a scale per block, for communication instead of 16 or 32 bits.
 
-A block is :data:`BLOCK` neighbours, the last one of a row what is left. Its scale is a power of two, so it costs one
-byte and no rounding of its own (OCP Microscaling Formats 1.0, 2023): the smallest ``2**k`` with which the block's
-largest value fits the format. Rounding what was rounded changes nothing.
+A block has :data:`BLOCK` adjacent numbers; the last one of a row may be shorter. Its scale is a power of two, so it
+costs one byte and adds no rounding error (OCP Microscaling Formats 1.0, 2023): the smallest ``2**k`` with which the
+block's largest value fits the format. Rounding is idempotent.
 
 Error of one rounding of x in a block whose largest absolute value is M: at most ``max(2**-4 |x|, 2**-17 M)`` in e4m3,
-``max(2**-3 |x|, 2**-31 M)`` in e5m2, ``M / 127`` in int8 and ``M / 7`` in int4 (half of that where M is just below a
-power of two times 127 or 7); where M is below 2**-110 at most ``2**-127``, in e4m3 and e5m2 ``2**-136``. A block with
-an infinity or a NaN becomes NaN altogether. What would round up beyond a dtype's largest number becomes that.
+``max(2**-3 |x|, 2**-31 M)`` in e5m2, ``M / 127`` in int8 and ``M / 7`` in int4 (half of that if M is just below a power
+of two times 127 or 7). If M is below 2**-110, the error is at most ``2**-127``, or ``2**-136`` in e4m3 and e5m2. A
+block with an infinity or a NaN becomes NaN. Values that would be rounded up beyond a dtype's largest number become that
+number.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ __all__ = ["BLOCK", "FORMATS", "GRADIENTS", "INT4", "INT8", "VALUES", "BlockForm
 
 BLOCK = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be written so: fp64 has reasons to be exact."""
+"""Dtypes that can be quantized; fp64 is not, since programs that use it need exact values."""
 NOT_FINITE = 255
-"""The byte of the scale of a block that is not finite; others are the exponent plus :data:`BIAS`."""
+"""The scale byte of a block with an infinity or a NaN; that of other blocks is the exponent plus :data:`BIAS`."""
 BIAS, SMALLEST = 127, -126
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format and how rows of numbers are written in it: first their codes, then a byte for each block.
+    """A format, and the layout of rows in it: first their codes, then one byte for each block.
 
     Attributes:
-        name: for messages.
-        dtype: of codes.
-        exponent: the largest number is ``mantissa`` times two to it.
-        mantissa: from 0.5 up to 1.
-        bits: of a code; 4 are two to a byte.
+        name: name for messages.
+        dtype: dtype of codes.
+        exponent: the largest number is ``mantissa * 2**exponent``.
+        mantissa: in [0.5, 1).
+        bits: bits of a code; two codes with 4 bits share a byte.
     """
 
     name: str
@@ -46,18 +47,18 @@ class BlockFormat:
     bits: int = 8
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether numbers of ``dtype`` can be written."""
+        """Return True if numbers of ``dtype`` can be quantized."""
         return dtype in DTYPES
 
     def row_bytes(self, numel: int) -> int:
-        """Of a row of ``numel`` numbers."""
+        """Return the number of bytes of a row of ``numel`` numbers."""
         return self._code_bytes(numel) + -(-numel // BLOCK)
 
     def _code_bytes(self, numel: int) -> int:
         return -(-numel * self.bits // 8)
 
     def write(self, rows: Tensor) -> Tensor:
-        """``rows`` (2-D, float) as bytes ``[rows, row_bytes(columns)]``, new and contiguous."""
+        """Quantize ``rows`` (2-D, float) to bytes ``[rows, row_bytes(columns)]``, new and contiguous."""
         count, numel = rows.shape
         written = torch.empty(count, self.row_bytes(numel), dtype=torch.uint8, device=rows.device)
         scales = written[:, self._code_bytes(numel) :]
@@ -71,19 +72,19 @@ class BlockFormat:
         return written
 
     def read(self, written: Tensor, out: Tensor) -> None:
-        """The numbers that :meth:`write` was given, rounded, into ``out`` (2-D, float)."""
+        """Dequantize the result of :meth:`write` into ``out`` (2-D, float)."""
         numel = out.shape[1]
         scales, codes = written[:, self._code_bytes(numel) :], written
         if self.bits == 4:
             pairs = written[:, : self._code_bytes(numel)]
-            # Signed: a half byte is shifted up to the sign and down again.
+            # Signed: shift four bits up to the sign and down again.
             codes = torch.stack([pairs << 4, pairs], 2).view(torch.int8).flatten(1).bitwise_right_shift(4)
             codes = codes.view(torch.uint8)
         for start, end, blocks in _parts(numel):
             self._read(codes[:, start:end], scales[:, blocks], out[:, start:end])
 
     def round_(self, row: Tensor) -> None:
-        """In place, what :meth:`read` gives of ``row`` (1-D, float)."""
+        """Replace ``row`` (1-D, float) by its quantized values, as :meth:`read` returns them."""
         if row.numel():
             rows = row.view(1, -1)
             self.read(self.write(rows), rows)
@@ -95,7 +96,7 @@ class BlockFormat:
         k = (exponent - self.exponent + (mantissa > self.mantissa)).clamp_(SMALLEST, BIAS)
         scales.copy_(torch.where(largest.isfinite(), k + BIAS, NOT_FINITE))
         blocks = blocks * _power_of_two(-k).unsqueeze(2)
-        if not self.dtype.is_floating_point:  # a block that is not finite has any codes
+        if not self.dtype.is_floating_point:  # the codes of a block with an infinity or a NaN are arbitrary
             blocks = blocks.nan_to_num_(0.0, 0.0, 0.0).round_()
         codes.copy_(blocks.to(self.dtype).view(torch.uint8).flatten(1))
 
@@ -107,21 +108,21 @@ class BlockFormat:
 
 
 def _parts(numel: int) -> list[tuple[int, int, slice]]:
-    """Of a row: first and last element, and numbers of the blocks, of whole blocks and of what is left."""
+    """Divide a row into complete blocks and the remainder: first and last element, and the range of blocks of each."""
     whole = numel // BLOCK
     parts = [(0, whole * BLOCK, slice(0, whole)), (whole * BLOCK, numel, slice(whole, whole + 1))]
     return [(start, end, blocks) for start, end, blocks in parts if start < end]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """fp32, of whole numbers from -126 to 127."""
+    """Return ``2**exponent`` in fp32, for integers from -126 to 127."""
     return ((exponent + BIAS).to(torch.int32) << 23).view(torch.float32)
 
 
 VALUES = BlockFormat("e4m3", torch.float8_e4m3fn, 9, 0.875)
-"""For parameters and activations."""
+"""Format of parameters and activations."""
 GRADIENTS = BlockFormat("e5m2", torch.float8_e5m2, 16, 0.875)
 INT8 = BlockFormat("int8", torch.int8, 7, 127 / 128)
 INT4 = BlockFormat("int4", torch.int8, 3, 7 / 8, bits=4)
 FORMATS = {"fp8": (VALUES, GRADIENTS), "int8": (INT8, INT8), "int4": (INT4, INT4)}
-"""Of parameters and of gradients, by their names in a plan."""
+"""Formats of parameters and of gradients, by their names in a plan."""

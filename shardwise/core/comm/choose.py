@@ -59,10 +59,10 @@ def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = 
     Every rank registers the same backend before a mesh is made. Groups of one rank do not use it.
 
     Args:
-        device_type: of the ranks.
-        make: makes the groups.
-        lane: makes communicators for point-to-point messages, which keep their order; ``None``: torch's communicators
-            for such devices.
+        device_type: type of the ranks' device.
+        make: creates the groups.
+        lane: creates communicators for point-to-point messages, which keep their order; ``None``: use torch's
+            communicators for such devices.
 
     Returns:
         A function that restores the previous backend.
@@ -94,13 +94,13 @@ class GroupMaker:
     """Makes groups of ranks, and keeps their communicators until it is closed or garbage-collected.
 
     Attributes:
-        device: where the groups' buffers live.
-        shared_memory: use shared memory between CPU ranks of one host: ``None`` where possible, ``True`` required,
-            ``False`` never.
-        timeout_s: how long a rank waits for its peers.
+        device: device of the groups' buffers.
+        shared_memory: use shared memory between CPU ranks of one host: ``None``: if possible, ``True``: required,
+            ``False``: never.
+        timeout_s: timeout for peers.
         members: the ranks; ``None``: those of the default process group.
         wait_timeout_s: a shorter timeout in training; see :class:`~shardwise.plan.CommPlan`.
-        activity: what this rank is doing, for messages of all groups made here.
+        activity: activity of this rank, for messages of all groups created here.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class GroupMaker:
         let_go_with(self, self._process_groups)
         self._world: Control | None = None
         self._lent = False
-        """A group has the communicator of :attr:`_world` for its own messages."""
+        """Whether a group uses the communicator of :attr:`_world` for its own messages."""
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
         """Return the group of this rank. Collective over all ranks of the lists.
 
-        Every rank gives the same lists of global ranks, which together have each rank of the default process group (or
+        Every rank passes the same lists of global ranks, which together have each rank of the default process group (or
         each member) once.
 
         Raises:
@@ -133,12 +133,12 @@ class GroupMaker:
         """
         if all(len(ranks) == 1 for ranks in rank_lists):
             return LocalGroup(name, self.device, self.activity)
-        # Messages name ranks of the group, so if these are not all ranks the name lists them.
+        # Messages name ranks of the group; if these are not all ranks, the name lists them.
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
         control = Control(called, self._for_messages(name, rank_lists), self.activity)
         request = GroupRequest(name, called, rank_lists, control)
         make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
-        # Compared before it is used: different makers would exchange different things, and wait.
+        # Compared first, since different makers would exchange different things, and deadlock.
         makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
         if any(maker != makers[0] for maker in makers):
             raise ValueError(
@@ -146,10 +146,10 @@ class GroupMaker:
             )
         return make(self, request)
 
-    # Exchanges over all ranks happen only while a mesh is made, by one thread, in the same order on all ranks, and each
-    # blocks until all ranks have come. The groups have no other users before the mesh exists, and no exchange over all
-    # ranks happens after that. So both never use the communicator at once. That would not be known of two groups, nor
-    # of the default process group, which belongs to the program.
+    # Exchanges over all ranks happen only while a mesh is created, by one thread, in the same order on all ranks, and
+    # each blocks until all ranks have arrived. The groups have no other users before the mesh exists, and no exchange
+    # over all ranks happens after that. Both therefore never use the communicator at the same time. There is no such
+    # guarantee for two groups, nor for the default process group, which belongs to the program.
     def _for_messages(self, name: str, rank_lists: list[list[int]]) -> dist.ProcessGroup:
         """Return the communicator for a group's host-side messages: the one over all ranks if the group has all.
 
@@ -169,7 +169,7 @@ class GroupMaker:
         # gloo has tags; see [Note: Messages that do not wait for each other].
         ways = ("",) if over_gloo and made is None else ("_down", "_up")
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        with unbound(dist.group.WORLD):  # torch sends messages of all pairs of a bound group one after the other
+        with unbound(dist.group.WORLD):  # torch sends messages of all pairs of a bound group sequentially
             lanes = [self.process_group(each, rank_lists, backend) for each in names]
         return P2PChannel(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
@@ -183,10 +183,10 @@ class GroupMaker:
         return self.members.exchange(obj) if self.members is not None else self._everyone().exchange_object(obj)[0]
 
     def agree(self, argument: str, wanted: object) -> None:
-        """Check that all ranks of the run want the same (JSON-able) for ``argument``. Collective; not with ``members``.
+        """Check that ``wanted`` (JSON-compatible) is equal on all ranks of the run. Collective; not with ``members``.
 
         Raises:
-            ValueError: on every rank, if they differ; says what each wants.
+            ValueError: on every rank, if they differ; the message has the value of each rank.
         """
         if dist.get_world_size() > 1:
             rows, _ = self._everyone().exchange_object(wanted)
@@ -203,7 +203,7 @@ class GroupMaker:
             own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 rank_lists,
                 backend=backend,
-                timeout=timedelta(seconds=self.timeout_s),  # torch's default is not that of the ranks' own group
+                timeout=timedelta(seconds=self.timeout_s),  # torch's default differs from the ranks' own group
                 group_desc=f"shardwise_{name}",
             )
         self._process_groups.append(own)
@@ -275,7 +275,7 @@ class GroupMaker:
 
 def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     """Make a group of the backend's own collectives."""
-    # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
+    # NCCL requires a GPU for each rank; ranks that share one use gloo.
     backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
@@ -289,7 +289,7 @@ def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
         raise ValueError(
             f"shared_memory=True, but ranks of group {request.called!r} cannot share memory ({refusal}); give None"
         )
-    # torch's new groups are made by all ranks of the run, also by those whose own list needs none.
+    # torch's new groups are collective over all ranks of the run, including those whose own list needs none.
     if not maker.any_rank(shared is None, request.rank_lists):
         assert shared is not None
         return shared

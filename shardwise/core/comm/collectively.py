@@ -1,7 +1,7 @@
 """A block of work that succeeds on every rank of a group, or raises on every rank.
 
-Where the ranks must be given the same things, a small digest of a description is compared in the same exchange. Only if
-digests differ the descriptions follow, so that the error can say which rank differs in what.
+If the ranks have to be given the same values, a small digest of a description is compared in the same exchange. Only if
+digests differ, the descriptions follow, so that the error can name the differences of each rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def collectively(
 ) -> Iterator[None]:
     """Run the block on every rank of ``group``; if it raises on one of them, every rank raises. Collective.
 
-    A few numbers per rank are exchanged when all is well; messages follow only if not.
+    If the block succeeds everywhere, a few numbers per rank are exchanged; messages follow only after an error.
 
     Args:
         group: The ranks. The block must not wait for the others: a rank whose block raises leaves it early.

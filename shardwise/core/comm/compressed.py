@@ -23,27 +23,28 @@ def compressed(group: Group, format_: BlockFormat, on_the_way: bool = False, row
 
 
 # [Note: The same rounding on every way]
-# The result of a quantized collective does not depend on how it is sent. The owner of a shard rounds it before it is
-# gathered (round_, between the fences of an update), and writing rounded numbers in 8 bits loses nothing: they may be
+# The result of a quantized collective does not depend on the transport. The owner of a shard rounds it before it is
+# gathered (round_, between the fences of an update), and writing rounded numbers in 8 bits is lossless: they may be
 # sent as bytes, read in mapped memory, or sent in full width over a backend that cannot send slices. If the owner must
-# keep its values (on_the_way), all blocks, its own included, are rounded on arrival, unless they came as bytes. What is
-# reduced is rounded when it is sent, summed in fp32 in the order of the ranks, rounded to its dtype, and for an
-# all-reduce rounded once more when the sum is sent to all, its owner included. Sums are never made in 8 bits.
+# keep its values (on_the_way), all blocks, including its own, are rounded on arrival, unless they arrive as bytes.
+# Inputs of a reduction are rounded when they are sent, summed in fp32 in the order of the ranks, and rounded to the
+# output's dtype. For an all-reduce, the sum is rounded again when it is sent, also on its owner. Sums are never
+# computed in 8 bits.
 class CompressedGroup(Group):
     """The ranks and buffers of another group, with gathers and reductions in 8 bits or less.
 
-    With ``sends_slices`` the bytes are sent quantized; otherwise the numbers are the same and nothing is saved. See
+    With ``sends_slices``, the data is sent quantized; otherwise the numbers are the same, without savings. See
     [Note: The same rounding on every way]. Messages, fences and broadcasts are those of the other group. Parts are
     equal (``uneven`` is False).
 
     Args:
-        group: the other group; its maker closes it.
-        format_: the format to send in.
-        on_the_way: shards are gathered into other memory and stay unrounded.
+        group: the other group; its creator closes it.
+        format_: the format of messages.
+        on_the_way: gather shards into other memory, so that they stay unrounded.
         rows: number of separately rounded shards in a rank's part of a gather.
 
     Raises (all collectives):
-        ValueError: the dtype cannot be written in 8 bits.
+        ValueError: the dtype cannot be quantized.
     """
 
     def __init__(self, group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> None:
@@ -69,7 +70,7 @@ class CompressedGroup(Group):
         return None if self.on_the_way else self._inner.joined(shard)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self._inner.barrier()
 
     def fence(self, phase: str = "") -> None:
@@ -136,7 +137,7 @@ class CompressedGroup(Group):
         if not self.sends_slices:
             self._round_slices(full.local)
             handle = self._inner._all_reduce(full, scale)
-            # Where memory is mapped peers copy this rank's sums from here.
+            # With mapped memory, peers copy this rank's sums from here.
             return _Steps(handle, [lambda: _Writable(full), lambda: self._round_slices(full.local)])
         return self._reduce(self.slice_of(full.local, self.rank), full, scale, spread=True)
 
@@ -153,7 +154,7 @@ class CompressedGroup(Group):
 
         if self._beside is None:
             steps = _Steps(self._inner._all_to_all(found, sent), [add_up], sent)
-            if self.starts_together:  # collectives begin in one order, so the second does now
+            if self.starts_together:  # collectives start in one order, so start the second now
                 steps.wait_for_first()
             return steps
         lent = Lent(found, sent.local)  # dropped by the steps on a stream that the current one does not wait for
@@ -218,7 +219,7 @@ class _Steps:
 
     def finished(self) -> bool:
         while self._handle is not None and self._handle.finished():
-            self._handle.wait()  # tells what was lost
+            self._handle.wait()  # raises an error for a lost peer
             if not self._steps:
                 self._handle = None
                 return True

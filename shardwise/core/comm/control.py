@@ -51,7 +51,7 @@ class Control:
     Args:
         name: the name of the group, for messages.
         process_group: a gloo process group.
-        activity: what this rank is doing, for messages.
+        activity: activity of this rank, for messages.
 
     Attributes:
         process_group: the gloo process group.
@@ -101,7 +101,7 @@ class Control:
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called this."""
         self._gather(torch.zeros(1, device="cpu"), "barrier")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
@@ -146,7 +146,7 @@ class Control:
         )
 
     def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
-        """Return ``error`` with what all ranks of the group are doing; tell the others that this rank timed out."""
+        """Return ``error`` with the activity of all ranks of the group; publish that this rank timed out."""
         limit = self.limit
         self.activity.gave_up(self.activity.now or operation)
         around = self.around([rank for rank in range(self.size) if rank != self.rank])

@@ -1,8 +1,8 @@
 """Point-to-point patterns over gloo, for CPU ranks on several hosts.
 
-gloo's own reduce-scatter sends as much as an all-reduce and blocks while it is started, and its all-gather copies
-through a fresh buffer every time; sending each slice straight to the rank that needs it takes about a third of the time
-at 64 MB, and lets the sum be made in fp32 with one rounding.
+gloo's own reduce-scatter sends as much as an all-reduce and blocks when it is started, and its all-gather copies
+through a new buffer every time. Sending each slice directly to the rank that needs it takes about a third of the time
+at 64 MB, and allows sums in fp32 with one rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scratch:
             block = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
         else:
             if self._free:
-                # Grow by replacing, so that mixed sizes do not pile up.
+                # Replace a buffer instead of adding one, so that buffers of mixed sizes do not accumulate.
                 self._free.pop(min(range(len(self._free)), key=lambda index: self._free[index].numel()))
             with ordinary_tensors():
                 block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -55,27 +55,27 @@ class Scratch:
 
 
 # [Note: Who waits for a message]
-# gloo tells whether a message is through only to a thread that waits for it, and a wait blocks the thread. A rank in
-# backward wants to ask and go on. So the first question (``finished``) gives the batch to a worker thread that waits. A
-# batch has one waiter at a time, under its lock: a user that needs it now does not queue behind others in the worker,
-# and the worker skips a batch that a user waits for. Gathers and reductions have a worker each, since a reduction may
-# be late for reasons that gathers do not depend on. Workers touch messages and nothing else; sums are made in the
-# thread that asks, in the order in which reductions began.
+# gloo reports the completion of a message only to a thread that waits for it, and a wait blocks the thread. A rank in
+# backward has to poll and continue. The first poll (``finished``) therefore passes the batch to a worker thread that
+# waits. A batch has one waiter at a time, under its lock: a user that needs it now does not queue behind others in the
+# worker, and the worker skips a batch that a user waits for. Gathers and reductions have separate workers, since a
+# reduction may be late for reasons that gathers do not depend on. Workers handle only messages; sums are computed in
+# the thread that polls, in the order in which reductions began.
 class Worker:
-    """One thread that waits for batches one after the other, from the first one on.
+    """A thread that waits for batches one after the other; it starts with the first batch.
 
-    A thread for each batch would cost its start, and torch keeps 150 bytes for every thread that ever waited.
+    A thread for each batch would cost its start, and torch keeps 150 bytes for every thread that has ever waited.
     """
 
     def __init__(self) -> None:
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.close = weakref.finalize(self, self._batches.put, None)
-        """Ends the thread; so does the loss of the last reference to this object."""
+        """Stops the thread; losing the last reference to this object does so, too."""
         self.close.atexit = False
 
     def wait_for(self, batch: Batch) -> None:
-        """Wait for ``batch`` in the thread, unless its user waits for it by then."""
+        """Wait for ``batch`` in the thread, unless its user is already waiting for it."""
         self._batches.put(batch)
         if self._thread is None:
             self._thread = threading.Thread(target=_wait_for_each, args=[self._batches], daemon=True)
@@ -92,7 +92,7 @@ def _wait_for_each(batches: queue.SimpleQueue[Batch | None]) -> None:
 class Batch:
     """Messages that are waited for together: the handle of an all-gather. See [Note: Who waits for a message].
 
-    A wait for a peer takes as long as :attr:`Activity.limit` says.
+    The timeout for a peer is :attr:`Activity.limit`.
     """
 
     def __init__(self, messages: list[Message], worker: Worker, control: Control) -> None:
@@ -108,14 +108,14 @@ class Batch:
             raise self._error
 
     def finished(self) -> bool:
-        """Return whether all messages are through (or lost, which ``wait`` raises); has the worker wait for them."""
+        """Return whether all messages are completed (or lost, which ``wait`` raises); starts a wait in the worker."""
         if self._messages and self._worker is not None:
             self._worker.wait_for(self)
         self._worker = None
         return not self._messages
 
     def wait_in_worker(self) -> None:
-        """Wait for the messages, unless another thread does; ``wait`` raises what goes wrong."""
+        """Wait for the messages, unless another thread does; ``wait`` raises any error."""
         if self._lock.acquire(blocking=False):
             try:
                 self._finish()
@@ -135,7 +135,7 @@ class Batch:
 
 
 class _Reduction:
-    """A reduce-scatter, or the two phases of an all-reduce: messages start at once, the sum is made in ``finish()``."""
+    """A reduce-scatter, or the two phases of an all-reduce: messages start at once, ``finish()`` computes the sum."""
 
     def __init__(self, group: GlooGroup, out: Tensor, buffer: Buffer, scale: float, spread: bool) -> None:
         self._group, self._out, self._scale = group, out, scale
@@ -143,8 +143,8 @@ class _Reduction:
         link, full, own = group.reduce_link, buffer.local, group.part_of(buffer, group.rank)
         kind = "all_reduce" if spread else "reduce_scatter"
         what = f"{kind} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
-        # Tags are taken now, while all ranks are at the same operation. Receives are posted first, so that data has a
-        # place when it arrives; also those of an all-reduce's sums, which peers send once they have this rank's part.
+        # Tags are assigned now, while all ranks are at the same operation. Receives are posted first, so that arriving
+        # data has a buffer; also those for the sums of an all-reduce, which peers send once they have this rank's part.
         tag, peers = link.tag(buffer.number), group.others()
         self._received = {peer: group.scratch.take(own.numel(), own.dtype) for peer in peers}
         messages = [link.receive(place, peer, tag, what) for peer, place in self._received.items()]
@@ -166,16 +166,16 @@ class _Reduction:
         return self._group.finished_through(self)
 
     def arrived(self) -> bool:
-        """Do what can be done without waiting; return whether nothing is left to wait for."""
+        """Do what is possible without waiting; return whether nothing is left to wait for."""
         return self.done or (self._slices.finished() and self._reduced().finished())
 
     def finish(self) -> None:
-        """Wait for the slices, sum them, and for an all-reduce wait for the others' sums."""
+        """Wait for the slices, sum them, and for an all-reduce wait for the sums of the other ranks."""
         self._reduced().wait()
         self.done = True
 
     def _reduced(self) -> Batch:
-        """Make the sum, and return the messages that distribute the sums (none for a reduce-scatter)."""
+        """Compute the sum, and return the messages that distribute the sums (none for a reduce-scatter)."""
         if self._sums is None:
             group = self._group
             self._slices.wait()
@@ -214,10 +214,10 @@ class GlooGroup(Group):
         self.scratch = Scratch()
         self.sum = RankSum()
         self.workers = Worker(), Worker()
-        """For gathers and for reductions, which do not wait for each other."""
+        """For gathers and for reductions, so that neither waits for the other."""
 
     def others(self) -> list[int]:
-        """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
+        """Return the other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def send_to_all(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
@@ -242,7 +242,7 @@ class GlooGroup(Group):
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self.control.barrier()
 
     def close(self) -> None:

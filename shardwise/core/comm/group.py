@@ -35,19 +35,19 @@ __all__ = [
 ]
 
 Bounds = Sequence[int]
-"""Offsets of the ranks' parts of an array in elements, and the end of the last part. A ``range`` where parts are equal,
-since a table of all ranks for each array would be large."""
+"""Offsets of the ranks' parts of an array in elements, and the end of the last part. It is a ``range`` if parts are
+equal, since a table of all ranks for each array would be large."""
 PHASES = ("", "before an update", "after an update")
-"""What a fence may be for."""
+"""Purposes of a fence."""
 EXCHANGE_QUANTUM = 32
-"""Values; an exchange with a purpose is padded to a multiple, so that ranks in different operations still match."""
+"""Number of values; an exchange with a purpose is padded to a multiple, so that ranks in different operations match."""
 LENGTHS = 2**32
-"""A model's number is sent above the number of values."""
+"""Factor of a model's number in a header; the number of values is added."""
 MOST_NAMED = 16
 BITS = 48
 """Flags per number; integers below 2**53 are exact."""
 FIRST_NUMBERS = 256
-"""Numbers of a rank in the first message of those that are reduced."""
+"""Numbers that a rank sends in the first message of a reduction of host values."""
 
 _checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
 
@@ -57,8 +57,8 @@ class ModelId:
     """A model among those that share process groups; sent along, so that ranks never mix up two models' values.
 
     Attributes:
-        number: of the model in its mesh, from 1, in the order of registration; the same on every rank.
-        name: for messages.
+        number: index of the model in its mesh, from 1, in the order of registration; the same on every rank.
+        name: name for messages.
         advice: what to tell ranks that came to different operations for this model.
     """
 
@@ -95,7 +95,7 @@ class Buffer:
         local: this rank's memory, 1-D.
         peers: the same buffer of every rank, by group rank (``peers[rank]`` is what peers see of ``local``); ``()`` if
             not mapped.
-        number: index of the buffer in the group, the same on every rank; 0 where the group needs none.
+        number: index of the buffer in the group, the same on every rank; 0 if the group needs none.
         bounds: offsets of the ranks' parts, if they differ in length; ``None``: equal parts.
     """
 
@@ -171,12 +171,12 @@ DONE: Handle = _Done()
 
 
 # [Note: Fences]
-# Where memory is mapped (``one_sided_gather``) a rank reads its peers' shards while they do something else, so no shard
+# With mapped memory (``one_sided_gather``), a rank reads its peers' shards while they do something else, so no shard
 # may be written while a peer reads it. The engine divides time with two fences: "before an update", which each rank
 # enters when it no longer reads (also through arrays that map the shards themselves), and "after an update", when all
-# have written. In between, shards are written and read by their owners only (engine/values.py). A third fence, without
-# a phase, frees reused memory (staging). A fence does not wait for reductions, which have counters of their own, so
-# ranks that have started different reductions may enter it. Where gathers need their peers, a fence does nothing.
+# ranks have written. In between, only the owners write and read shards (engine/values.py). A third fence, without a
+# phase, frees reused memory (staging). A fence does not wait for reductions, which have their own counters, so ranks
+# that have started different reductions may enter it. If gathers need their peers, a fence does nothing.
 class Group(ABC):
     """The ranks of one mesh axis and the collectives among them.
 
@@ -189,7 +189,7 @@ class Group(ABC):
         rank: this process in the group.
         size: ranks in the group.
         device: where buffers live.
-        traffic: what this rank has sent in this group.
+        traffic: counts of what this rank has sent in this group.
         one_sided_gather: all-gathers read the peers' memory without their participation. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
         starts_together: an operation that a peer has not started may block later operations or the host, so ranks that
@@ -199,7 +199,7 @@ class Group(ABC):
         uneven: collectives support parts of different lengths (:attr:`Buffer.bounds`).
         sends_slices: a rank can send each peer its slice only (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
-        activity: what this rank is doing, for messages.
+        activity: activity of this rank, for messages.
         rows_up_to: the most ranks of which each gets all numbers; see [Note: How many ranks an agreement takes].
     """
 
@@ -238,7 +238,7 @@ class Group(ABC):
 
         Args:
             specs: bounds and dtype of each array.
-            joint: put the parts of all ranks into one mapped array where possible, for :meth:`joined`.
+            joint: put the parts of all ranks into one mapped array if possible, for :meth:`joined`.
 
         Raises:
             ValueError: bounds are not in order, or parts differ in length and the group is not ``uneven``.
@@ -249,7 +249,7 @@ class Group(ABC):
             return self._shards(specs, joint)
 
     def joined(self, shard: Buffer) -> Tensor | None:
-        """Return a zero-copy view of the shards of all ranks in rank order; ``None`` where that is not possible.
+        """Return a zero-copy view of the shards of all ranks in rank order; ``None`` if that is not possible.
 
         It shows later changes of the shards, unlike a copy, and must not be read after the next :meth:`fence`. Writes
         to it are private to this rank, and lost with the next call.
@@ -259,7 +259,7 @@ class Group(ABC):
     # Collectives
 
     def all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        """``out`` (as long as all shards, same dtype) becomes ``shard.local`` of every rank, in rank order.
+        """Gather ``shard.local`` of every rank in rank order into ``out`` (as long as all shards, same dtype).
 
         Raises:
             ValueError: shapes or dtypes do not fit.
@@ -276,7 +276,7 @@ class Group(ABC):
         return self._all_gather(out, shard)
 
     def all_gather_in_place(self, full: Buffer) -> Handle:
-        """Slice r of ``full.local`` becomes rank r's slice r; the own slice is left as it is.
+        """Gather slice r of rank r's ``full.local`` into slice r; the own slice is not changed.
 
         Raises:
             ValueError: ``full`` has no bounds and does not divide by the number of ranks.
@@ -286,7 +286,7 @@ class Group(ABC):
         return self._all_gather_in_place(full)
 
     def reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        """``out`` (as long as the own slice) becomes ``scale`` times the sum over ranks of slice ``rank`` of ``full``.
+        """Set ``out`` (as long as the own slice) to ``scale`` times the sum over ranks of slice ``rank`` of ``full``.
 
         16-bit inputs are summed in fp32, in rank order, and rounded once to ``out.dtype``, which may differ from
         ``full``'s (fp32 out of bf16). ``out`` may be ``full.local``'s own slice, and otherwise must not overlap it.
@@ -313,8 +313,8 @@ class Group(ABC):
         return self._reduce_scatter(out, full, scale)
 
     def all_reduce(self, full: Buffer, scale: float) -> Handle:
-        """``full.local`` becomes ``scale`` times the sum over ranks, rounded as in :meth:`reduce_scatter`; the same
-        bits on every rank. The rule for writing to ``full`` is the same too.
+        """Set ``full.local`` to ``scale`` times the sum over ranks, rounded as in :meth:`reduce_scatter`. The result is
+        bitwise equal on every rank. The rule for writing to ``full`` is that of :meth:`reduce_scatter`, too.
 
         Raises:
             ValueError: ``full`` does not divide by the number of ranks, or is not of a floating-point dtype.
@@ -341,7 +341,7 @@ class Group(ABC):
         return shard
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """``tensor`` (any shape, dtype and strides, on ``device``) becomes group rank ``src``'s. Blocks.
+        """Overwrite ``tensor`` (any shape, dtype and strides, on ``device``) with that of group rank ``src``. Blocks.
 
         Raises:
             ValueError: there is no rank ``src``.
@@ -361,7 +361,7 @@ class Group(ABC):
     def fence(self, phase: str = "") -> None:
         """Return when all ranks' earlier writes into buffers are visible to all, and no gather reads any more.
 
-        Does nothing where memory is not mapped. Does not wait for reductions (:meth:`Buffer.wait_writable` does). See
+        Does nothing if memory is not mapped. Does not wait for reductions (:meth:`Buffer.wait_writable` does). See
         [Note: Fences].
 
         Args:
@@ -376,18 +376,18 @@ class Group(ABC):
     # Small exchanges between hosts
     #
     # [Note: How many ranks an agreement takes]
-    # Up to ``rows_up_to`` ranks, every rank gets every rank's numbers: one small all-gather, and sums that do not
-    # depend on the order of the ranks. With thousands of ranks that would be megabytes each time, and a loop over them
-    # in Python. There ranks get the minimum and maximum of each number and flag by one all-reduce, which is all they
-    # need where the ranks agree, and nearly all exchanges are about values that should be equal. A sum is one more
-    # all-reduce. Only where ranks ask for each other's numbers and these differ does each get all of them. The first
-    # message has the same size for every purpose: ranks in different operations match in it, see that they differ, and
-    # tell each other in words.
+    # Up to ``rows_up_to`` ranks, every rank gets every rank's numbers, by one small all-gather, and sums do not depend
+    # on the order of the ranks. With thousands of ranks that would be megabytes each time, and a loop over them in
+    # Python. Ranks then get the minimum and maximum of each number and flag by one all-reduce. That is sufficient if
+    # the ranks agree, and nearly all exchanges are about values that should be equal. A sum is one more all-reduce.
+    # Each rank gets all numbers only if ranks request each other's numbers and these differ. The first message has the
+    # same size for every purpose: ranks in different operations match in it, detect that they differ, and exchange
+    # descriptions.
 
     def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
         """Return every rank's ``values`` by rank, as float64 (integers below 2**53 are exact).
 
-        :meth:`summarize` serves more ranks where one number or a flag of all ranks is enough.
+        :meth:`summarize` supports more ranks, if one number or a flag of all ranks is sufficient.
 
         Args:
             values: this rank's, as many as on every other rank.
@@ -399,7 +399,7 @@ class Group(ABC):
             By rank. Rows that are equal may be one object: do not write to them.
 
         Raises:
-            PeerError: the ranks' purposes, lengths or models differ; says what each rank came for.
+            PeerError: the ranks' purposes, lengths or models differ; the message has the purpose of each rank.
         """
         if not purpose:
             self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
@@ -415,7 +415,7 @@ class Group(ABC):
 
         Args:
             values: this rank's; none may be NaN.
-            purpose, model_id: as in :meth:`exchange`. Ranks that call that instead are told so.
+            purpose, model_id: as in :meth:`exchange`. Ranks that call that instead get an error.
             flags: this rank's.
 
         Raises:
@@ -449,7 +449,8 @@ class Group(ABC):
     ) -> tuple[float, list[bool]]:
         """Return the sum (or maximum) of all ranks' values, and for each number in ``beside`` whether all ranks agree.
 
-        Up to :attr:`rows_up_to` ranks a sum is exact, and rounded once, whatever the order of the ranks.
+        Up to :attr:`rows_up_to` ranks, a sum is exact and rounded once, so it does not depend on the order of the
+        ranks.
 
         Args:
             value: this rank's, above minus infinity. If any is NaN, so is the result; otherwise infinity wins.
@@ -486,7 +487,7 @@ class Group(ABC):
         return [math.nan if least == -math.inf else most for least, most in bounds], same
 
     def broadcast_values(self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL) -> list[float]:
-        """Return rank 0's values. Every rank gives as many; nothing more is sent where all are equal.
+        """Return rank 0's values. Every rank passes equally many; if all are equal, nothing more is sent.
 
         Args:
             values: this rank's.
@@ -570,7 +571,7 @@ class Group(ABC):
         return self._all_reduced(values, operation, purpose)
 
     def _check_same_op(self, same: bool, purpose: str, count: int, model_id: ModelId) -> None:
-        """Raise PeerError unless ``same``, which is equal on all ranks: they tell each other what they came for."""
+        """Raise PeerError unless ``same``, which is equal on all ranks. The message has the purpose of each rank."""
         if same:
             return
         came_for = f"{purpose}{f' of {model_id.name}' if model_id.name else ''} ({count} values)"
@@ -582,7 +583,7 @@ class Group(ABC):
         for rank, (what, *_) in enumerate(told):
             by_purpose.setdefault(what, []).append(rank)
         lines = [f"{ranks_text(ranks)}: {what}" for what, ranks in by_purpose.items()]
-        # A call that some ranks are in explains more than the model's advice.
+        # The advice of a call that some ranks are in is more specific than that of the model.
         lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
         raise PeerError(f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}")
 
@@ -712,7 +713,7 @@ def _padded(count: int) -> int:
 
 
 def _headed(values: Sequence[float], purpose: str, model_id: ModelId, count: int, quantum: int) -> list[float]:
-    """Return the values behind a header that identifies the operation, padded."""
+    """Return the values after a header that identifies the operation, padded."""
     sent = [float(_checksum(purpose)), float(model_id.number * LENGTHS + count), *values]
     return sent + [0.0] * (-len(sent) % quantum)
 
@@ -744,7 +745,7 @@ def _check_flat(operation: str, name: str, tensor: Tensor) -> None:
         )
 
 
-# Addresses, not storages: torch.frombuffer makes one of its own for each part of a mapping.
+# Compare addresses, not storages: torch.frombuffer creates a separate storage for each part of a mapping.
 def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or not one.numel() or not other.numel():
         return False

@@ -134,11 +134,11 @@ class SendHandle:
 
 # [Note: Messages that do not wait for each other]
 # gloo matches messages by tags. NCCL has no tags: between two ranks, a communicator matches messages in the order in
-# which both issue them, and one that waits blocks those behind it. Two ranks that both send first and then receive
-# would deadlock; so would a gradient behind an activation that is received later. So each kind and each direction
-# between two ranks (to a higher rank, to a lower one) has a communicator of its own, in which one side only sends and
-# the other only receives. The schedules issue both sides in the same order, and a test checks that. A message that a
-# rank waits for has been sent, or waits for an earlier one in an order that ends (simulate), never for room in a
+# which both issue them, and one that waits blocks those after it. Two ranks that both send first and then receive
+# would deadlock; so would a gradient after an activation that is received later. Therefore each kind and each direction
+# between two ranks (to a higher rank, to a lower one) has a separate communicator, in which one side only sends and the
+# other only receives. The schedules issue both sides in the same order, which a test checks. A message that a rank
+# waits for has been sent, or waits for an earlier one in an order that terminates (simulate), never for capacity of a
 # communicator.
 #
 # [Note: The first message]
@@ -159,7 +159,7 @@ class P2PChannel:
         device: where received tensors are.
 
     Attributes:
-        traffic: what this rank has sent.
+        traffic: counts of what this rank has sent.
     """
 
     def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -174,9 +174,9 @@ class P2PChannel:
     def compressed(self) -> P2PChannel:
         """Return a channel that sends floating-point tensors in 8 bits: activations in e4m3, gradients in e5m2.
 
-        Other dtypes (fp64, token ids) are sent as they are.
+        Other dtypes (fp64, token ids) are sent unchanged.
         """
-        twin = copy.copy(self)  # both share what is in flight
+        twin = copy.copy(self)  # both share the messages in flight
         twin._formats = (VALUES, GRADIENTS)
         return twin
 

@@ -25,7 +25,7 @@ class LocalGroup(Group):
         self._sum = RankSum()
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._private_buffers(specs)

@@ -1,8 +1,8 @@
 """Memory of every rank of a group, mapped into every rank of it.
 
-Each rank makes an anonymous file (memfd), whose pages live as long as somebody maps them: nothing is left behind, even
-by SIGKILL. Peers open it through /proc/<pid>/fd. Where that is forbidden, a file in /dev/shm takes its place and is
-unlinked as soon as all have opened it.
+Each rank creates an anonymous file (memfd), whose pages live as long as a process maps them, so nothing remains even
+after SIGKILL. Peers open it through /proc/<pid>/fd. If that is not permitted, a file in /dev/shm is used instead; it is
+unlinked as soon as all ranks have opened it.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ Method = Literal["memfd", "file"]
 
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 8
-# Looked for in a peer's file once it is mapped: the path has led to the right one.
+# Checked in a peer's file after mapping, to verify that the path is that of the right file.
 MAGIC = 0x53_68_61_72_64_77_69_73
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SHM_FOLDER = "/dev/shm"
-MAP_NORESERVE = 0x4000  # x86-64; what is private is dropped again soon
+MAP_NORESERVE = 0x4000  # x86-64; pages that become private are dropped again soon
 
 
 class MappingError(RuntimeError):
-    """Memory could not be made or mapped. Raised by every rank of the group together."""
+    """Memory could not be created or mapped. Every rank of the group raises it."""
 
 
 # [Note: Counters in shared memory]
-# What ranks tell each other through shared memory are counters, each with one writer, in cache lines of their own.
-# There are no locks: a rank writes its data and then its counter; who sees the counter sees the data. That is x86-64's
-# order of stores, hence the check of the machine. A counter only grows, so a reader that looks late has missed nothing.
-# * A reduction has three, of the last operation that this rank has published (its data may be read), reduced (its own
-#   slice is summed) and consumed (it reads the peers' data no more). A buffer may be written again when all have
-#   consumed.
-# * A meeting has one, of arrivals, and two slots for what is told, in turn: who writes a slot again has seen all arrive
-#   at the meeting in between, so nobody reads it then.
-# * A rank that leaves or fails says so in a word of its own; one that is killed is found by its process. So a wait
-#   ends, with a name. Who gives up a meeting says so in its slot, for those that come late; who has failed, and meets
-#   all others again, takes that back.
-# Whoever waits does its own part of older reductions meanwhile, or two ranks could wait for each other's.
+# Ranks synchronize through counters in shared memory, each with a single writer and in its own cache line. There are no
+# locks: a rank writes its data and then its counter, and a rank that sees the counter sees the data. This relies on
+# x86-64's order of stores, which is why the machine is checked. A counter only grows, so a late reader misses nothing.
+# * A reduction has three counters, with the last operation that this rank has published (its data may be read), reduced
+#   (its own slice is summed) and consumed (it no longer reads the peers' data). A buffer may be written again when all
+#   ranks have consumed it.
+# * A host all-gather has one counter, of arrivals, and two slots for its data, used alternately: a rank that writes a
+#   slot again has seen all ranks arrive at the all-gather in between, so no rank reads the slot then.
+# * A rank that leaves or fails sets a flag of its own; a killed rank is detected through its process. So a wait ends
+#   with an error that names the rank. A rank that gives up a host all-gather writes that to its slot, for late ranks; a
+#   rank that failed and then completes a host all-gather with all others resets this.
+# A waiting rank meanwhile does its own part of older reductions; otherwise two ranks could wait for each other's.
 def host_facts() -> dict[str, str]:
-    """What must be equal for ranks to share memory with plain loads and stores; empty where that is not possible.
+    """Return the values that must be equal for ranks to share memory with plain loads and stores; empty if unsupported.
 
     The counters rely on x86-64's store order: a rank that sees a counter also sees the data written before it.
     """
@@ -72,24 +72,24 @@ def host_facts() -> dict[str, str]:
 
 
 def start_time(pid: int) -> int:
-    """Clock tick at which process ``pid`` started, or -1 where it is gone or dead but not yet collected."""
+    """Return the clock tick at which process ``pid`` started, or -1 if it is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
-    # A process number may be used again; with its start time it is one process's.
+    # A pid may be reused; together with the start time it is unique.
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Whether the process that had this pid and start time still runs."""
+    """Return True if the process that had this pid and start time is still running."""
     return start_time(pid) == started
 
 
 @dataclass
 class _Own:
-    """This rank's file while the others open it."""
+    """This rank's file while the peers open it."""
 
     fd: int
     path: str
@@ -104,12 +104,12 @@ class _Own:
 
 
 def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mmap]:
-    """One zero-filled segment of ``nbytes`` per rank, by rank. Collective. The first cache line of each is taken.
+    """Return one zero-filled segment of ``nbytes`` per rank, by rank. Collective. The first cache line is reserved.
 
     Raises:
-        MappingError: on every rank, when any rank could not make or map its part.
+        MappingError: on every rank, if any rank could not create or map its segment.
     """
-    # A rank that cannot make its part comes to the exchange all the same, and all of them raise.
+    # A rank that cannot create its segment takes part in the exchange as well, and all ranks raise.
     own = _make(nbytes, method)
     try:
         offers, _ = control.exchange_object([own.path, nbytes, own.error])
@@ -119,19 +119,19 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
         errors, _ = control.exchange_object(error)
         _raise_together("map", [str(error) for error in errors])
     finally:
-        # All have mapped it, or given up: the mappings keep the memory.
+        # All ranks have mapped it or failed: the mappings keep the memory alive.
         own.close()
     return maps
 
 
 def map_joint(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
-    """One segment of ``nbytes`` that all ranks share, mapped twice: shared, and privately. Collective.
+    """Return one segment of ``nbytes`` that all ranks share, mapped twice: shared, and private. Collective.
 
-    What is written through the private mapping is this process's alone (copy on write); ``madvise(MADV_DONTNEED)``
-    drops it, and shows what is shared again. The first cache line is taken.
+    Writes through the private mapping are visible only to this process (copy on write); ``madvise(MADV_DONTNEED)``
+    discards them, so that the shared contents are visible again. The first cache line is reserved.
 
     Raises:
-        MappingError: on every rank, when rank 0 could not make it or any rank not map it.
+        MappingError: on every rank, if rank 0 could not create it or any rank could not map it.
     """
     own = _make(nbytes if control.rank == 0 else LINE_BYTES, "memfd")
     try:
@@ -176,7 +176,7 @@ def _make(nbytes: int, method: Method) -> _Own:
             os.ftruncate(fd, nbytes)
         else:
             fd, path = tempfile.mkstemp(prefix="shardwise-", dir=SHM_FOLDER)
-            # Reserved now, since a full /dev/shm would otherwise kill the process at the first write.
+            # Reserve the space now, since with a full /dev/shm the first write would kill the process.
             os.posix_fallocate(fd, 0, nbytes)
         os.pwrite(fd, struct.pack("<q", MAGIC), 0)
     except (OSError, AttributeError) as error:
@@ -198,7 +198,7 @@ def _open_all(paths: list[str], nbytes: int) -> tuple[list[mmap.mmap], str]:
         if struct.unpack_from("<q", segment)[0] != MAGIC:
             return maps, f"{path} of rank {rank} holds something else"
         if nbytes >= HUGE_PAGE_BYTES:
-            # Advice only: fewer page faults where the kernel grants huge pages to shared memory.
+            # A hint only: fewer page faults if the kernel grants huge pages to shared memory.
             with contextlib.suppress(OSError, AttributeError):
                 segment.madvise(mmap.MADV_HUGEPAGE)
         maps.append(segment)

@@ -128,10 +128,10 @@ def timeout_s(group: dist.ProcessGroup | None = None) -> float:
 
 
 def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -> None:
-    """Check that all ranks of ``argument`` want the same.
+    """Check that ``wanted`` is the same on all ranks of ``argument``.
 
     Raises:
-        ValueError: they do not; says what each wants.
+        ValueError: it differs; the message has the value of each rank.
     """
     if any(want != wanted[0] for want in wanted):
         told = "; ".join(f"rank {rank}: {want}" for rank, want in zip(ranks, wanted, strict=True))
@@ -155,19 +155,19 @@ def unbound(default: Any) -> Iterator[None]:
 def made_alone(
     name: str, ranks: Sequence[int], backend: str, token: str, times: int, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A process group of ``ranks`` (world ranks, this one among them), in that order. Collective over these alone.
+    """Create a process group of ``ranks`` (world ranks, including this one), in that order. Collective over these only.
 
     Args:
-        name: what it is for.
+        name: name of its purpose.
         ranks: its members.
-        backend: its name.
-        token: the same on all of them; no other run of groups has had it.
-        times: how many of that token, name and ranks there are with this one.
-        timeout_s: of its operations.
+        backend: name of its backend.
+        token: the same on all of them, and unique among the sets of members of this run.
+        times: number of groups with that token, name and ranks, including this one.
+        timeout_s: timeout of its operations.
     """
     if backend == "gloo":
         make_room(len(ranks))
-    # It is a part of every key under which the ranks meet: thousands of numbers would be kilobytes in each.
+    # The ranks are a part of every key in the store: thousands of numbers would be kilobytes in each key.
     among = blake2b(" ".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
     unique = f"shardwise/{token}/{name}/{among}/{times}"
     with unbound(dist.group.WORLD):
@@ -175,13 +175,14 @@ def made_alone(
 
 
 def made_together(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    """A process group of ``ranks`` that may be destroyed at once. Collective over all ranks.
+    """Create a process group of ``ranks`` that may be destroyed at once. Collective over all ranks.
 
-    Over gloo its members meet in it: who destroys a group (or ends) while a peer still connects fails the peer.
+    Over gloo, its members synchronize in it: destroying a group (or exiting) while a peer still connects fails the
+        peer.
 
     Args:
         ranks: world ranks.
-        backend: its name; ``None``: that of all ranks.
+        backend: name of its backend; ``None``: that of the default group.
     """
     group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend)
     if dist.get_rank() in ranks and _on_host(group):
@@ -190,7 +191,7 @@ def made_together(ranks: Sequence[int], backend: str | None) -> dist.ProcessGrou
 
 
 def _on_host(group: dist.ProcessGroup) -> bool:
-    """Whether it carries tensors of the host. NCCL, which does not, connects when it is first used."""
+    """Return True if the group supports CPU tensors. NCCL, which does not, connects at its first operation."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -199,21 +200,21 @@ def _on_host(group: dist.ProcessGroup) -> bool:
 
 
 class Members:
-    """The ranks of a process group that this rank belongs to. Collective over them to make.
+    """The members of a process group that this rank belongs to. The constructor is collective over them.
 
     Args:
-        group: theirs.
-        argument: what it was given as, for messages.
-        agreed: what all of them have to want alike, JSON-able.
+        group: the process group.
+        argument: name of the argument that it was passed as, for messages.
+        agreed: a JSON-compatible value that has to be equal on all members.
 
     Attributes:
-        process_group: theirs.
+        process_group: the process group.
         ranks: world ranks, by rank in it.
-        timeout_s: how long they wait for each other, here and in all that is made here.
+        timeout_s: timeout of its operations, and of those of all groups that are created here.
 
     Raises:
-        ValueError: this rank is no member; on every member, where they want different things.
-        PeerError: a member died, or did not come in time.
+        ValueError: this rank is not a member; on every member, if ``agreed`` differs.
+        PeerError: a member died, or did not arrive in time.
     """
 
     def __init__(self, group: dist.ProcessGroup, argument: str = "group", agreed: object = None) -> None:
@@ -221,16 +222,16 @@ class Members:
         self.process_group = group
         self.timeout_s = timeout_s(group)
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        # Each draws, the first one's counts: a name that no group of this run has had.
+        # Each member draws a token, and the first one's is used: no other group of this run has it.
         rows = self.exchange([uuid.uuid4().hex, agreed])
         check_alike(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]
 
     def exchange(self, obj: object) -> list[Any]:
-        """Every member's ``obj``, by rank. Collective over them; on GPUs the current one speaks.
+        """Return every member's ``obj``, by rank. Collective over them; on GPUs, it uses the current device.
 
         Raises:
-            PeerError: a member died, or did not come in time.
+            PeerError: a member died, or did not arrive in time.
         """
         rows: list[Any] = [None] * len(self.ranks)
         try:
@@ -240,11 +241,11 @@ class Members:
         return rows
 
     def new_group(self, name: str, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-        """A process group of ``ranks`` (world ranks of members, this rank among them), in that order. Collective over
-        these alone.
+        """Create a process group of ``ranks`` (world ranks of members, including this rank), in that order. Collective
+        over these only.
 
         Raises:
-            PeerError: one of them died, or did not come in time.
+            PeerError: one of them died, or did not arrive in time.
         """
         ranks = list(ranks)
         self._made[name, tuple(ranks)] += 1

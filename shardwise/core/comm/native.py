@@ -1,4 +1,4 @@
-"""The backend's own collectives: NCCL, where they are the best there is."""
+"""Collectives of the backend itself: NCCL, if it is the best available transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["NativeGroup"]
 
 
 class _Launched:
-    """A started collective, of one call or several, and what is left to do with its result."""
+    """A collective in flight, of one or several calls, and the remaining work on its result."""
 
     def __init__(self, works: Sequence[dist.Work], result: Tensor, out: Tensor, factor: float) -> None:
         self._works = works
@@ -24,18 +24,18 @@ class _Launched:
         self._factor = factor
 
     def finished(self) -> bool:
-        # Asked of the device, since what is queued behind a wait for it would wait for the peers as well; NCCL's future
-        # is done once it is launched. gloo's reduce-scatter has no future, is never completed by its own account, and
-        # comes to its end in wait() alone: whoever asks has to go on without a yes, too.
+        # Query the work, because operations queued after it would wait for the peers as well; NCCL's future is done as
+        # soon as the kernel is launched. gloo's reduce-scatter has no future, never reports completion, and completes
+        # only in wait(). Callers must therefore make progress without a positive answer, too.
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         if not self._works:
             return
-        # On CUDA this makes the current stream wait, not the host, and what follows is queued behind it.
+        # On CUDA, this makes the current stream wait, not the host; the following work is queued after it.
         for work in self._works:
             work.wait()
-        # Before what is queued behind it, which must be queued once.
+        # Clear the list before the following work is queued, since that must happen only once.
         self._works = []
         if self._result is not self._out:
             self._out.copy_(self._result)
@@ -44,12 +44,12 @@ class _Launched:
 
 
 class NativeGroup(Group):
-    """One library call per collective, on a communicator for gathers and another for reductions.
+    """One library call per collective, on one communicator for gathers and another for reductions.
 
-    Gathers and reductions may therefore be in flight together. Two differences from the other groups: sums are in the
-    library's order and in the dtype that travels (NCCL rounds 16-bit sums at every hop), and where ``out.dtype``
-    differs from the buffer's, the sum is made in the buffer's dtype and converted in ``wait()``. A dead peer is
-    reported by the backend's own watchdog.
+    Gathers and reductions may therefore be in flight at the same time. There are two differences from the other groups:
+    sums are computed in the library's order and in the dtype of the transfer (NCCL rounds 16-bit sums at every hop),
+    and if ``out.dtype`` differs from the dtype of the buffer, the sum is computed in the latter and converted in
+    ``wait()``. The backend's own watchdog reports a dead peer.
     """
 
     starts_together = True
@@ -68,11 +68,11 @@ class NativeGroup(Group):
         self._control = control
         self._gather = gather
         self._reduce = reduce
-        # gloo takes tensors of a GPU too, and has the host wait for them.
+        # gloo also accepts GPU tensors, and then blocks the host.
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self._control.barrier()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
@@ -90,7 +90,7 @@ class NativeGroup(Group):
         return self._start_gather(full.local, self.slice_of(full.local, self.rank))
 
     def _start_spread(self, out: Tensor, bounds: Bounds) -> Handle:
-        """Every rank's part of ``out`` to all: no flat collective of a library has parts of different lengths."""
+        """Broadcast every rank's part of ``out``, since no flat collective of the library supports uneven parts."""
         parts = [self.slice_of(out, rank, bounds).view(torch.uint8) for rank in range(self.size)]
         works = [
             dist.broadcast(part, group_src=rank, group=self._gather, async_op=True) for rank, part in enumerate(parts)
@@ -98,7 +98,7 @@ class NativeGroup(Group):
         return _Launched([_started(work) for work in works], out, out, 1.0)
 
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
-        if not out.dtype.is_floating_point:  # libraries know some of the other dtypes; all of them know bytes
+        if not out.dtype.is_floating_point:  # libraries support some of the other dtypes; all of them support bytes
             out, shard = out.view(torch.uint8), shard.view(torch.uint8)
         work = all_gather_single(out, shard, group=self._gather, async_op=True)
         return _Launched([_started(work)], out, out, 1.0)
@@ -106,20 +106,20 @@ class NativeGroup(Group):
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         if full.bounds is not None:
             return self._start_reduces(out, full, scale)
-        # The average, and not the sum, keeps fp16 from overflowing on the way.
+        # The average instead of the sum avoids an overflow of fp16 during the reduction.
         result = out if out.dtype == full.local.dtype else torch.empty_like(out, dtype=full.local.dtype)
         work = reduce_scatter_single(result, full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
         return _Launched([_started(work)], result, out, self._factor(scale))
 
     def _start_reduces(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        """Each part to its rank: see :meth:`_start_spread`. The other ranks' parts of ``full`` may be overwritten."""
+        """Reduce each part to its rank, as :meth:`_start_spread` does; other parts of ``full`` may be overwritten."""
         parts = [self.part_of(full, rank) for rank in range(self.size)]
         works = [
             dist.reduce(part, group_dst=rank, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
             for rank, part in enumerate(parts)
         ]
         own = parts[self.rank]
-        # Not a view of its own: whoever waits compares the two to tell whether a copy is needed.
+        # Do not create a new view, since the two objects are compared in wait() to find out whether a copy is needed.
         result = out if out.data_ptr() == own.data_ptr() and out.dtype == own.dtype else own
         return _Launched([_started(work) for work in works], result, out, self._factor(scale))
 

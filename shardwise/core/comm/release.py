@@ -24,14 +24,14 @@ MOST_S = 5.0
 LOOK_S = 4 * sys.getswitchinterval()
 """Seconds between two checks."""
 UNKNOWN_S = 0.05
-"""Seconds to wait where the system does not tell the states of threads."""
+"""Seconds to wait if the system does not report the states of threads."""
 TASKS = Path("/proc/self/task")
 
 
 # [Note: What is given back, and when]
 # close() releases at once; otherwise the garbage collector does when the last user is gone. Each rank collects garbage
 # at its own time, so nothing may wait for peers then: a communicator is dropped or aborted, not finished, and in shared
-# memory one word is set. At process exit nothing is released. A forked child has copies of all of this and owns
+# memory one word is set. At process exit, nothing is released. A forked child has copies of all of this and owns
 # nothing: process ids are compared before anything is released.
 def let_go_with(owner: object, process_groups: list[dist.ProcessGroup]) -> None:
     """Release what is in ``process_groups`` when ``owner`` is garbage-collected, unless :func:`destroy` came first.
@@ -50,7 +50,7 @@ def leave_with(owner: object, words: memoryview, at: int, present: int, gone: in
     pid = os.getpid()
 
     def leave() -> None:
-        if words[at] == present and os.getpid() == pid:  # a forked child is no member
+        if words[at] == present and os.getpid() == pid:  # a forked child is not a member
             words[at] = gone
 
     finalizer = weakref.finalize(owner, leave)
@@ -67,7 +67,7 @@ def destroy(process_groups: list[dist.ProcessGroup]) -> None:
 
 
 def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
-    while process_groups and os.getpid() == pid:  # connections of a parent are the parent's
+    while process_groups and os.getpid() == pid:  # a forked child does not own its parent's connections
         group = process_groups.pop()
         if not group_is_known(group):
             continue
@@ -79,13 +79,13 @@ def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
 
 
 # [Note: Workers that are late]
-# A collective of gloo ends for its caller when the values are there, and for the worker thread that ran it a moment
-# later, when it drops the tensors. That takes Python's lock, and a thread that requests it once Python has begun to
-# finalize is ended in a way that C++ does not allow: the process aborts after all its work is done. A program that ends
-# right after `dist.all_reduce(loss)` does that now and then (one in eight on a busy machine, also without this
-# package). So Python finalizes only after all workers have gone to sleep. A worker that sleeps from before this thread
-# released the lock until it has it again waits for its next collective or for a peer; a worker that waits for the lock
-# does not sleep that long, since it wakes up after each switch interval.
+# For its caller, a collective of gloo ends when the values are there. For the worker thread that ran it, it ends a
+# moment later, when the thread drops the tensors. That takes the GIL, and a thread that requests it once Python has
+# begun to finalize is ended in a way that C++ does not allow: the process aborts after all its work is done. A program
+# that ends right after `dist.all_reduce(loss)` does that occasionally (one in eight on a busy machine, also without
+# this package). Python therefore finalizes only after all workers have gone to sleep. A worker that sleeps from before
+# this thread released the GIL until it has it again waits for its next collective or for a peer; a worker that waits
+# for the GIL does not sleep that long, since it wakes up after each switch interval.
 def resting() -> dict[str, str] | None:
     """Return how often each of gloo's workers has gone to sleep, by thread; ``None`` while one is awake."""
     found = {}
@@ -101,7 +101,7 @@ def resting() -> dict[str, str] | None:
 
 @atexit.register
 def let_workers_rest() -> None:
-    """Return when gloo's workers have dropped the tensors of finished collectives."""
+    """Wait until gloo's workers have dropped the tensors of finished collectives."""
     if not TASKS.is_dir():
         time.sleep(UNKNOWN_S)
         return

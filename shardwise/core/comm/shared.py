@@ -46,16 +46,16 @@ from shardwise.core.comm.summing import RankSum
 
 __all__ = ["SharedGroup"]
 
-# Waiting: yield first, then sleep with growing intervals; check now and then whether the peers are alive.
+# Waiting: yield first, then sleep with growing intervals; check periodically whether the peers are alive.
 SPINS = 100
 SLEEP_FIRST_S = 10e-6
 SLEEP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
-# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then; or an interrupt has taken it
-# there, which the others see by the head. A slot's first word is its head: so many times the number of the
-# synchronisation, and its kind.
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used alternately. A
+# rank that writes slot s again has seen all peers arrive at s + 1, so no rank reads it then; or an interrupt has caused
+# the second write, which the others detect by the head. A slot's first word is its head: the number of the
+# synchronisation times the number of kinds, plus its kind.
 ARRIVED, STATE = LINE_WORDS, LINE_WORDS + 1
 SLOT_VALUES = 256
 SLOT_WORDS = LINE_WORDS + SLOT_VALUES
@@ -91,7 +91,7 @@ class _Reduction:
         return not self.advance()
 
     def advance(self) -> list[int]:
-        """Do what can be done without waiting; return the ranks to wait for, none when it is finished."""
+        """Do what is possible without waiting; return the ranks to wait for, empty when it is finished."""
         if self.done:
             return []
         if not self._summed:
@@ -124,9 +124,9 @@ class _Reduction:
 class SharedGroup(Group):
     """Ranks that map each other's buffers.
 
-    All-gathers copy at once, without the participation of peers, whose shards only change between two fences.
-    Reductions are published when started, and carried out by any wait in this group, in the calling thread. Sums are in
-    rank order, with the same bits as over gloo.
+    All-gathers copy immediately, without the participation of peers, whose shards change only between two fences.
+    Reductions are published when started, and computed by any wait in this group, in the calling thread. Sums are in
+    rank order, bitwise equal to those over gloo.
 
     Raises (all methods that wait):
         PeerError: a peer died, closed the group, failed, or timed out.
@@ -161,7 +161,7 @@ class SharedGroup(Group):
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         self._agree_on(specs)
-        # Line 0 belongs to the mapping, then one line of counters a buffer, then the buffers on page bounds.
+        # Line 0 belongs to the mapping, then one line of counters per buffer, then the buffers at page boundaries.
         page = mmap.PAGESIZE
         offset = -(-LINE_BYTES * (1 + len(specs)) // page) * page
         offsets = []
@@ -190,7 +190,7 @@ class SharedGroup(Group):
     def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
         made = self._joint(specs) if joint else None
         if made is None:
-            # All as long as the longest part; memory is used only for what is touched.
+            # All are as long as the longest part; pages use memory only once they are touched.
             longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
             made = self._buffers(longest)
             for buffer, (bounds, _) in zip(made, specs, strict=True):
@@ -329,11 +329,11 @@ class SharedGroup(Group):
         if missing():
             self.wait_until(missing, _full_name(head, purpose), meeting=True)
         rows = [list(map(float, row[body : body + len(values)])) for row in self._values]
-        # Heads are read after the values: a rank that rewrites a slot clears its head first.
+        # Heads are read after the values, since a rank that rewrites a slot clears its head first.
         heads = [(words[slot], words[slot + 1]) for words in self._words]
         if any(each != (head, total) for each in heads):
             raise self._apart(heads, purpose)
-        mine[STATE] = OPEN  # a rank that meets all others is in sync again, whatever failed before
+        mine[STATE] = OPEN  # after a complete synchronisation, the rank is in sync again, even if it failed before
         return rows
 
     def _show(self) -> None:
@@ -381,7 +381,7 @@ class SharedGroup(Group):
         started = checked = time.monotonic()
         sleep_s = SLEEP_FIRST_S
         while missing():
-            # Peers may wait for this rank's part of an older reduction; doing it here prevents a deadlock.
+            # Peers may wait for this rank's part of an older reduction; computing it here prevents a deadlock.
             self._progress()
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, SLEEP_MAX_S)
@@ -408,7 +408,7 @@ class SharedGroup(Group):
         if not waited_for:
             return
         self.fail()
-        if meeting:  # first, since ranks that come late have to see it
+        if meeting:  # first, since late ranks have to see it
             self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + GIVEN_UP
         self.activity.gave_up(self.activity.now or what)
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)

@@ -1,4 +1,4 @@
-"""Buffers that all ranks of a host map, and what these tell each other about them."""
+"""Buffers that all ranks of a host map, and the ranks' counters for them."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ __all__ = [
 ]
 
 # A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
-# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
+# may be read), reduced (its own slice is summed in place) and consumed (it no longer reads the peers' data).
 PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)
 SHOWN = (PUBLISHED, REDUCED)
-"""Those that say that peers may read what has been written."""
+"""Counters after which peers may read the written data."""
 REDUCE_SCATTER, ALL_REDUCE = range(2)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 # [Note: A storage that moves]
 # The program's parameters are views of ``local``, and torch may exchange the memory of a storage under all its tensors:
-# ``share_memory_()`` does, and so does whoever sends a parameter to another process of torch.multiprocessing. Peers map
-# what it was. So ``peers[rank]`` has a storage of its own, which nobody outside sees, and stays where it was mapped.
-# What ``local`` has then is the parameter, which those who share it see change; peers are shown it wherever they are
-# told that they may read: by a counter, or at a fence.
+# ``share_memory_()`` does, and so does sending a parameter to another process of torch.multiprocessing. Peers map the
+# previous memory. ``peers[rank]`` therefore has a separate storage, which is internal and stays where it was mapped.
+# ``local`` then refers to the parameter, which processes that share it may change; it is copied to the mapped memory
+# whenever peers are allowed to read it: with a counter, or at a fence.
 class SharedBuffer(Buffer):
     """A buffer that all ranks map.
 
     Args:
-        local: this rank's memory, in a storage of its own.
+        local: this rank's memory, in a separate storage.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         sequence: number of the last operation published by this rank.
     """
 
@@ -66,11 +66,11 @@ class SharedBuffer(Buffer):
         self._segments = segments
 
     def writable(self) -> bool:
-        """Whether this rank's part is finished and no peer reads what was last published."""
+        """Return True if this rank's part is finished and no peer reads the last published data."""
         return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
 
     def wait_writable(self) -> None:
-        """Block until no peer reads what was last published; finishes this rank's own part first."""
+        """Block until no peer reads the last published data; this rank's own part is finished first."""
         if self.unfinished is not None:
             self.unfinished.wait()
         sequence = self.sequence
@@ -80,15 +80,15 @@ class SharedBuffer(Buffer):
             )
 
     def behind(self, cell: int, sequence: int) -> list[int]:
-        """Ranks whose counter has not come to ``sequence``."""
+        """Return the ranks whose counter has not reached ``sequence``."""
         index = self._base + cell
         return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
 
     def publish(self, kind: int) -> None:
-        """The peers may read what is there, for a reduction of this ``kind``.
+        """Publish the buffer to the peers for a reduction of this ``kind``.
 
         Raises:
-            RuntimeError: some still read what was published before.
+            RuntimeError: some ranks still read the data published before.
         """
         readers = self.behind(CONSUMED, self.sequence)
         if readers:
@@ -102,10 +102,10 @@ class SharedBuffer(Buffer):
         self.tell(PUBLISHED, self.sequence)
 
     def check_published(self, what: str) -> None:
-        """All have published the same.
+        """Check that all ranks have published the same operation.
 
         Raises:
-            PeerError: they have not; the peers are told that this rank will not come any more.
+            PeerError: they have not; this rank is marked as failed for its peers.
         """
         published = self.published()
         if any(other != published[0] for other in published):
@@ -117,22 +117,22 @@ class SharedBuffer(Buffer):
             )
 
     def published(self) -> list[tuple[int, int]]:
-        """Kind and number of elements of what each rank last published."""
+        """Return the kind and the number of elements of the last operation that each rank published."""
         return [(words[self._base + KIND], words[self._base + NUMEL]) for words in self._segments]
 
     def tell(self, cell: int, value: int) -> None:
-        """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
+        """Set a counter of this rank; a rank that sees the new value also sees everything written before."""
         if cell in SHOWN:
             self.show()
         self._segments[self.group.rank][self._base + cell] = value
 
     def show(self) -> None:
-        """Have the peers see what ``local`` has, which may have moved; see [Note: A storage that moves]."""
+        """Copy ``local`` to the mapped memory if it has moved; see [Note: A storage that moves]."""
         if self.local.data_ptr() != self._mapped_at and self.peers:
             self.peers[self.group.rank].copy_(self.local)
 
     def release(self) -> None:
-        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        """Drop the memory; it is unmapped when no other tensor refers to it."""
         self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers = ()
         self._whole = (self.local, ())
@@ -145,8 +145,8 @@ class JointBuffer(Buffer):
     Args:
         group: its group.
         peers: every rank's part of the array.
-        private: where it is mapped privately: shows what is shared wherever this rank has written nothing.
-        start: in ``private``, bytes, a multiple of the page size.
+        private: the private mapping, which shows the shared contents where this rank has written nothing.
+        start: offset in ``private`` in bytes, a multiple of the page size.
     """
 
     def __init__(self, group: Group, peers: list[Tensor], private: mmap.mmap, start: int) -> None:
@@ -157,8 +157,8 @@ class JointBuffer(Buffer):
         self._nbytes = sum(peer.nbytes for peer in peers)
 
     def whole(self) -> Tensor:
-        """The array, in a storage of its own; see [Note: A storage that moves]. What this rank has written to it before
-        is dropped."""
+        """Return the array in a separate storage; see [Note: A storage that moves]. Previous writes of this rank to it
+        are discarded."""
         if self._private is None:
             raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
         page = mmap.PAGESIZE
@@ -167,14 +167,14 @@ class JointBuffer(Buffer):
         return tensor_in(self._private, self._start, sum(peer.numel() for peer in self.peers), self.local.dtype)
 
     def release(self) -> None:
-        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        """Drop the memory; it is unmapped when no other tensor refers to it."""
         self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers, self._private = (), None
         self._whole = (self.local, ())
 
 
 def tensor_in(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """``numel`` elements of a mapping, from byte ``offset`` on."""
+    """Return ``numel`` elements of a mapping, starting at byte ``offset``."""
     if not numel:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

@@ -12,18 +12,18 @@ from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["TILE_NUMEL", "RankSum"]
 
-# A megabyte of running sum in fp32. 16-bit values need five calls a tile for two ranks, which cost as much as the
-# arithmetic where a tile is smaller: at 64 Ki elements a reduction of bf16 took 1.6 times one of fp32 as long as this.
+# One MiB of running sum in fp32. 16-bit values need five calls per tile for two ranks, whose overhead is as large as
+# the arithmetic for smaller tiles: with 64 Ki elements, a reduction of bf16 took 1.6 times as long as one of fp32.
 TILE_NUMEL = 256 * 1024
 
 
 class RankSum:
-    """``out = scale * (sources[0] + sources[1] + ...)``, added in that order.
+    """Computes ``out = scale * (sources[0] + sources[1] + ...)``, added in that order.
 
     fp64 is summed in fp64 and everything else in fp32; the scale is applied to the sum, and the result is rounded once
-    to ``out.dtype``. What is infinite on one of two ranks may come out as NaN. The scratch tiles are kept, because
-    fresh pages cost more than the arithmetic. A single source needs no sum, and nothing is kept for it unless it is
-    also converted to a dtype that cannot hold it.
+    to ``out.dtype``. A value that is infinite on one of two ranks may become NaN. The scratch tiles are cached, because
+    fresh pages cost more than the arithmetic. A single source needs no sum, and no scratch memory unless it is also
+    converted to a dtype that cannot represent it.
     """
 
     def __init__(self, tile_numel: int = TILE_NUMEL) -> None:
@@ -31,8 +31,8 @@ class RankSum:
         self._kept: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
 
     def __call__(self, out: Tensor, sources: Sequence[Tensor], scale: float) -> None:
-        """Sum equally long 1-D ``sources`` of one dtype into ``out``, which may be one of them (and may not overlap
-        them otherwise)."""
+        """Sum 1-D ``sources`` of equal length and dtype into ``out``, which may be one of them but must not overlap
+        them otherwise."""
         if out.numel() == 0:
             return
         if len(sources) == 1 and _scaled(out, sources[0], scale):
@@ -69,22 +69,22 @@ class RankSum:
 
 
 def _scaled(out: Tensor, source: Tensor, scale: float) -> bool:
-    """``out = scale * source`` with one rounding and without memory; False, and nothing done, where that cannot be."""
+    """Compute ``out = scale * source`` with one rounding and no allocation; return False if that is impossible."""
     if scale == 1.0:
         if out.data_ptr() != source.data_ptr() or out.dtype != source.dtype:
             out.copy_(source)
         return True
     if out.dtype != source.dtype:
         return False
-    torch.mul(source, scale, out=out)  # kernels multiply 16 bits in fp32
+    torch.mul(source, scale, out=out)  # kernels multiply 16-bit values in fp32
     return True
 
 
 def _mean_of_two(out: Tensor, sources: Sequence[Tensor], scale: float) -> bool:
-    """The mean of two ranks' 16-bit values in one pass; False, and nothing done, for all else.
+    """Compute the mean of two ranks' 16-bit values in one pass; otherwise do nothing and return False.
 
-    ``b - (b - a) / 2``, which kernels compute in fp32, has the bits of ``(a + b) / 2``: of finite 16-bit values below
-    1e38 what either loses is too small to change how the result is rounded. It takes 0.4 of the time.
+    ``b - (b - a) / 2``, which kernels compute in fp32, is bitwise equal to ``(a + b) / 2``: for finite 16-bit values
+    below 1e38, the rounding error of either is too small to change the rounded result. It takes 0.4 of the time.
     """
     alike = all(source.dtype in HALF_DTYPES and source.dtype == out.dtype for source in sources)
     if len(sources) != 2 or scale != 0.5 or not alike or out.device.type != "cpu":
@@ -94,8 +94,8 @@ def _mean_of_two(out: Tensor, sources: Sequence[Tensor], scale: float) -> bool:
 
 
 def _add_up(total: Tensor, tiles: list[Tensor], converted: Tensor) -> None:
-    """``total`` becomes the sum of ``tiles``; those of another dtype pass through ``converted``, because an addition
-    of mixed dtypes would allocate its own converted copy."""
+    """Set ``total`` to the sum of ``tiles``. Tiles of another dtype are copied to ``converted`` first, because an
+    addition of mixed dtypes would allocate its own converted copy."""
     first, rest = tiles[0], tiles[1:]
     if rest and first.dtype == total.dtype:
         torch.add(first, rest[0], out=total)

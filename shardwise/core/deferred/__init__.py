@@ -1,6 +1,6 @@
-"""Deferred initialisation: models without memory, whose values are made one tensor at a time.
+"""Deferred initialisation: models without memory, whose values are materialized one tensor at a time.
 
-Nothing here knows about chunks or shards: each value is made in full, and the caller shards and drops it.
+This package is independent of chunks and shards: each full value is created, and the caller shards and drops it.
 """
 
 from __future__ import annotations

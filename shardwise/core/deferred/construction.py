@@ -1,16 +1,16 @@
-"""Deferred initialisation: build a model without memory, then make its values one tensor at a time.
+"""Deferred initialisation: build a model without memory, then materialize its values one tensor at a time.
 
-There are two ways, which can be mixed:
+There are two ways, which can be combined:
 
 * ``with deferred_init(): model = build()``. The operations on every tensor are recorded (see
-  :mod:`shardwise.core.deferred.record`) and replayed later, so the values equal those of a normal construction bit
-  for bit, whatever the constructors do, and the random generators advance as usual.
+  :mod:`shardwise.core.deferred.record`) and replayed later. The values equal those of a normal construction bit for
+  bit, with any constructors, and the random generators advance as usual.
 * ``with torch.device("meta"): model = build()``. Nothing is recorded, so each module's own ``reset_parameters()`` is
   called in the order of ``named_modules()``, as torch's FSDP2 documents. The values equal a normal construction with
-  the same seed where constructors initialise through ``reset_parameters()`` alone, in the order of registration.
+  the same seed if constructors initialise only through ``reset_parameters()``, in the order of registration.
 
-Either way the random numbers are drawn on the device that the construction named (the CPU unless told otherwise), so
-the values do not depend on where they are needed. Every rank must build with the same seed.
+In both cases the random numbers are drawn on the device of the construction (the CPU by default), so the values do not
+depend on the device that they are moved to. Every rank must build with the same seed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Record nothing inside the block; what was built so far is as if :func:`deferred_init` had ended."""
+    """Record nothing inside the block; models built so far are as if :func:`deferred_init` had ended."""
     active = recorders()
     for recorder in active:
         recorder.paused = True
@@ -114,7 +114,7 @@ def paused() -> Iterator[None]:
 def is_deferred(model: nn.Module) -> bool:
     """Return whether any parameter or buffer of ``model`` is recorded and has no values yet.
 
-    A model on the meta device without a record is not deferred in this sense; :func:`initial_values` takes both.
+    A model on the meta device without a record is not deferred in this sense; :func:`initial_values` supports both.
     """
     return any(tape_of(tensor) is not None for _, _, tensor, _ in _own_tensors(model.modules()))
 
@@ -136,13 +136,13 @@ def set_buffer(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 
 def adopt(param: Tensor, data: Tensor) -> None:
-    """Make ``param``, real or on the meta device, hold ``data``; any shape, dtype and device, and no copy is made.
+    """Make ``param``, real or on the meta device, use ``data`` of any shape, dtype and device, without a copy.
 
-    The object stays the same, so optimizers, tied modules and Python weak references keep it, and so do
-    ``requires_grad``, its Python attributes and its hooks. A deferred parameter becomes a plain ``nn.Parameter``.
+    The object stays the same, so optimizers, tied modules and Python weak references keep it. ``requires_grad``, its
+    Python attributes and its hooks are kept, too. A deferred parameter becomes a plain ``nn.Parameter``.
 
     Raises:
-        RuntimeError: an autograd graph or C++ code still holds a meta ``param``.
+        RuntimeError: an autograd graph or C++ code still refers to a meta ``param``.
     """
     data = plain(data)
     with no_torch_function():
@@ -170,7 +170,7 @@ def adopt(param: Tensor, data: Tensor) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """A parameter or buffer of one module. ``names`` is empty where an earlier module yields the tensor."""
+    """A parameter or buffer of one module. ``names`` is empty if an earlier module yields the tensor."""
 
     module: nn.Module
     leaf: str
@@ -215,19 +215,21 @@ def _slots(model: nn.Module) -> dict[nn.Module, list[_Slot]]:
 def initial_values(
     model: nn.Module, device: torch.device
 ) -> Iterator[tuple[tuple[str, ...], nn.Parameter | Tensor, Tensor, bool]]:
-    """Every distinct parameter and buffer of ``model`` with its initial value, one at a time.
+    """Yield every distinct parameter and buffer of ``model`` with its initial value, one at a time.
 
-    Yields ``(names, tensor, value, is_parameter)``: all full names of the object ``tensor`` (several when it is tied),
-    in the order of ``model.modules()``, each module's parameters before its buffers; ``value`` is detached, on
-    ``device``, and has the full shape. A real tensor yields its own memory (moved to ``device`` where that differs).
-    A deferred one is replayed; one on the bare meta device is made by its module (see this file's head), together
-    with that module's other tensors. Nothing yielded is held on to: drop ``value`` and its memory is free. The model
-    is not changed; :func:`adopt` and :func:`set_buffer` put values in, during the iteration or after it.
+    Yields ``(names, tensor, value, is_parameter)``. ``names`` are all full names of the object ``tensor`` (several if
+    it is tied), in the order of ``model.modules()``, each module's parameters before its buffers. ``value`` is
+    detached, on ``device``, and has the full shape. For a real tensor, it is its own memory (moved to ``device`` if
+    that differs). A deferred tensor is replayed. One on the bare meta device is initialised by its module (see the
+    module docstring), together with that module's other tensors. No references are kept: the memory of ``value`` is
+    free when the caller drops it. The model is not changed; :func:`adopt` and :func:`set_buffer` set values, during the
+    iteration or later.
 
-    A tied tensor on the bare meta device gets the values that the first module holding it makes.
+    A tied tensor on the bare meta device gets its values from the first module that has it.
 
     Raises:
-        RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot make its values.
+        RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot initialise its
+            values.
     """
     if is_recording():
         raise RuntimeError(
@@ -246,7 +248,7 @@ def initial_values(
             tensor, slot.tensor = slot.tensor, None
             if tensor is None or not slot.names:
                 continue
-            # The value is never bound to a name here: the consumer alone holds it.
+            # The value is not bound to a name here, so that only the consumer holds it.
             yield slot.names, tensor, _value(tensor, made.pop(id(slot), None), device), slot.is_parameter
 
 
@@ -259,7 +261,7 @@ def _value(tensor: Tensor, made: Tensor | None, device: torch.device) -> Tensor:
 
 
 class _Makers:
-    """Makes the tensors of modules on the bare meta device, through the modules' own initialisation."""
+    """Initialises the tensors of modules on the bare meta device, through the modules' own initialisation."""
 
     def __init__(self, model: nn.Module, slots: dict[nn.Module, list[_Slot]]) -> None:
         self._slots = {module: list(own) for module, own in slots.items()}
@@ -274,7 +276,7 @@ class _Makers:
             self._refuse_second_pass(module)
 
     def _refuse_second_pass(self, module: nn.Module) -> None:
-        """A module like nn.Transformer initialises its children again, which module by module would be left out."""
+        """Raise for modules that initialise their children again (nn.Transformer), which would be left out."""
         own_rule = hasattr(module, "reset_parameters") or module in self._rules
         second_pass = hasattr(module, "_reset_parameters") and not self._slots[module]
         if second_pass and not own_rule and any(slot.bare for child in module.modules() for slot in self._slots[child]):
@@ -285,7 +287,7 @@ class _Makers:
             )
 
     def make(self, module: nn.Module) -> dict[int, Tensor]:
-        """The values of ``module``'s bare tensors, by the id of their slots; {} when they are made already."""
+        """Return the values of ``module``'s bare tensors by the id of their slots; {} if they were returned before."""
         if module in self._done:
             return {}
         modules, steps = self._plan(module)
@@ -306,14 +308,14 @@ class _Makers:
             rule = self._rules[module]
             steps.append(lambda: rule(module))
         elif not own_rule and hasattr(module, "_reset_parameters"):
-            # nn.MultiheadAttention: the constructor makes its children first, then initialises them and itself.
+            # nn.MultiheadAttention: the constructor creates its children first, then initialises them and itself.
             children = [child for child in module.modules() if child is not module]
             steps = [child.reset_parameters for child in children if hasattr(child, "reset_parameters")]  # type: ignore[misc]
             return [module, *children], [*steps, module._reset_parameters]  # type: ignore[list-item]
         return [module], steps
 
     def _run(self, slots: list[_Slot], steps: list[Callable[[], object]]) -> dict[int, Tensor]:
-        """Put temporary real tensors into the modules, initialise, and put the modules' own tensors back."""
+        """Set temporary real tensors in the modules, initialise, and restore the modules' own tensors."""
         originals = [slot.table[slot.leaf] for slot in slots]
         for slot in slots:
             stand_in = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="cpu")

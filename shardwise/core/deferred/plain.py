@@ -1,7 +1,7 @@
 """Values for the tensors of modules built under deferred construction that are neither parameters nor buffers.
 
-Nothing would ask for them later, so they get their values when the construction ends, wherever a module keeps them:
-as an attribute, or in dicts, lists, tuples, sets and dataclasses, nested as they like.
+Nothing would request their values later, so they get them when the construction ends, wherever a module stores them:
+as an attribute, or in nested dicts, lists, tuples, sets and dataclasses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def make_plain(modules: Iterable[nn.Module], adopt: Callable[[Tensor, Tensor], None]) -> None:
-    """Give values to all plain tensors of ``modules``, and of modules that they keep in containers.
+    """Materialize all plain tensors of ``modules``, and of modules in their containers.
 
-    One object stays one object, and views of one memory stay that. A buffer that also stands elsewhere gets its values
-    now, in place; parameters are left as they are.
+    Object identity and views of common memory are preserved. A buffer that is also stored elsewhere gets its values
+    now, in place; parameters are not changed.
 
     Args:
-        modules: all of a construction.
-        adopt: makes a tensor hold values, in place.
+        modules: all modules of a construction.
+        adopt: sets the values of a tensor in place.
     """
     walk = _Walk(adopt)
     for module in modules:
@@ -46,7 +46,7 @@ class _Walk:
         self._waiting: deque[nn.Module] = deque()
         self._buffers: set[int] = set()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
-        """By ``id``: the tensor, which keeps the id its own, and its values."""
+        """By ``id``: the tensor, whose reference keeps the id valid, and its values."""
         self._memory: dict[Cell, torch.UntypedStorage] = {}
         self._visited: dict[int, object] = {}
 
@@ -68,7 +68,7 @@ class _Walk:
                         attributes[name] = made
 
     def _walked(self, value: Any) -> Any:
-        """``value`` with values in it: itself where it can be changed."""
+        """Return ``value`` with materialized tensors: the same object if it is mutable."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):

@@ -1,15 +1,17 @@
-"""Recording what is done to tensors without doing it: every tensor becomes a meta tensor with notes for a replay.
+"""Recording of tensor operations without executing them: tensors become meta tensors with a tape for a later replay.
 
-Three parts see the operations:
+Three parts intercept the operations:
 
-* :class:`Recorder` (below autograd) sends creations to the meta device and notes each operation that creates or writes.
-* :class:`Facade` (above it) answers questions about recorded tensors as their real selves would, so that code which
-  asks for ``device`` or ``is_meta`` takes the branches of a normal construction.
-* :class:`DeferredTensor` and :class:`DeferredParameter` are the types that recorded tensors have once the context has
-  ended; they go on recording, so ``model.half()`` and ``parameter.data.mul_(2)`` keep working.
+* :class:`Recorder` (below autograd) redirects creations to the meta device and records each operation that creates or
+  writes.
+* :class:`Facade` (above autograd) answers queries on recorded tensors as the real tensors would, so that code that
+reads
+  ``device`` or ``is_meta`` takes the branches of a normal construction.
+* :class:`DeferredTensor` and :class:`DeferredParameter` are the types of recorded tensors after the context has ended.
+  They continue to record, so ``model.half()`` and ``parameter.data.mul_(2)`` work.
 
-A random operation really runs once while it is recorded, on temporary memory that is freed at once, so the generator
-moves exactly as in a normal construction; the state before it is kept for the replay.
+A random operation is executed once while it is recorded, on temporary memory, so that the generator advances exactly as
+in a normal construction. The generator state before it is stored for the replay.
 """
 
 from __future__ import annotations
@@ -70,19 +72,19 @@ def _aten(*names: str) -> frozenset[str]:
     return frozenset("aten::" + name for name in names)
 
 
-# These write every element of self without reading it.
+# Operations that write every element of self without reading it.
 _OVERWRITES = _aten(
     *("normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"),
     *("geometric_", "bernoulli_"),
 )
-# These leave the memory they create uninitialised.
+# Operations that leave the memory that they allocate uninitialised.
 _EMPTY = _aten("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
-# These read only the shape, strides and type of their first argument.
+# Operations that read only shape, strides and type of their first argument.
 _LIKE = _EMPTY | _aten(
     *("rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like"),
     *("new_zeros", "new_ones", "new_full"),
 )
-# These change arguments (the running statistics) without their schema saying so.
+# Operations that change arguments (the running statistics) without a note in their schema.
 _CHANGES_SILENTLY = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -92,7 +94,7 @@ _sequence = itertools.count()
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that ``func`` changes."""
+    """Return the tensors among the arguments that ``func`` changes."""
     values = [args[index] for index in _CHANGES_SILENTLY.get(func._schema.name, ()) if index < len(args)]
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -117,23 +119,23 @@ def _meta_twin(leaf: object) -> object:
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not wrapped in dynamo's disable: that imports the compiler (seconds), and nothing here is compiled."""
+        """Return False to avoid dynamo's disable wrapper, which would import the compiler (seconds)."""
         return False
 
 
 class Recorder(_Mode):
-    """While active, new tensors are meta tensors with notes from which :func:`replay` makes their real values.
+    """A mode in which new tensors are meta tensors with a tape from which :func:`replay` computes their values.
 
-    Operations on real tensors that change or view them are done as usual. Questions that need values (``.item()``,
-    ``bool(tensor)``) are answered truly, from a replay of that one tensor.
+    Operations on real tensors that change or view them run as usual. Reads of values (``.item()``, ``bool(tensor)``)
+    are answered correctly, by a replay of that tensor.
 
     Raises (from the recorded program):
         RuntimeError: an operation needs values that cannot be replayed.
-        NotImplementedError: a sparse or other tensor that has no plain storage would be recorded.
+        NotImplementedError: an operation would record a tensor without a plain storage, for example a sparse one.
 
     Attributes:
-        leave: gives plain tensors of what was built so far their values.
-        paused: operations are done as usual.
+        leave: materializes the plain tensors that were constructed so far.
+        paused: if True, operations run as usual.
     """
 
     def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
@@ -149,7 +151,7 @@ class Recorder(_Mode):
             return self._dispatch(func, tuple(args), dict(kwargs or {}))
 
     def close(self) -> None:
-        """Free what was kept for data-dependent reads."""
+        """Free the memory that was cached for data-dependent reads."""
         self._kept.clear()
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,11 +171,11 @@ class Recorder(_Mode):
                 return func(*args, **kwargs)
         elif torch.Tag.data_dependent_output in func.tags or (written and not any(map(tape_of, written))):
             return self.really(func, args, kwargs)
-        # What lift_fresh returns shares the memory of its argument, which a replayed in-place operation would change.
+        # The result of lift_fresh shares the memory of its argument, which a replayed in-place operation would change.
         return self._record(aten.clone.default if func is aten.lift_fresh.default else func, args, kwargs, written)
 
     def really(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func`` with real values in place of recorded tensors."""
+        """Run ``func`` with real values instead of recorded tensors."""
 
         def real(leaf: object) -> object:
             return replay(leaf, self._kept) if isinstance(leaf, Tensor) and tape_of(leaf) is not None else leaf
@@ -204,7 +206,7 @@ class Recorder(_Mode):
                 return Constant(leaf, version_of(leaf))
             return Ref.of(leaf, tape, None if leaf is unread else tape.head)
 
-        notes = map_leaves(noted, (args, kwargs))  # before the operation runs: it may resize its arguments
+        notes = map_leaves(noted, (args, kwargs))  # before the operation runs, since it may resize its arguments
         tapes = [tape for tape in map(tape_of, written) if tape is not None]
         reads = [(tape.cell, None if leaf is unread else tape.head) for leaf in inputs if (tape := tape_of(leaf))]
         state = self._advance(func, args, kwargs, device, unread)
@@ -228,7 +230,7 @@ class Recorder(_Mode):
         return output
 
     def _shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The meta outputs. Where the meta device cannot tell (shapes that depend on data), from a real run."""
+        """Return the meta outputs. If the meta device cannot infer them (data-dependent shapes), run the operation."""
         meta_args, meta_kwargs = map_leaves(_meta_twin, (args, kwargs))
         if "device" in kwargs:
             meta_kwargs["device"] = META
@@ -247,7 +249,7 @@ class Recorder(_Mode):
     def _advance(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, unread: object
     ) -> Tensor | None:
-        """Run a random operation for its effect on the generator; the state before it, or None if it is not random."""
+        """Run a random operation to advance the generator, and return the state before it; None if it is not random."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator") or default_generator(device)
@@ -264,15 +266,15 @@ class Recorder(_Mode):
 
 
 def _device_of(func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch.device:
-    """The device a normal construction would have put the result on.
+    """Return the device of the result in a normal construction.
 
-    A request for the meta device mostly comes from torch itself (it makes ``x[0] = 1``'s right side where ``x`` is) and
-    means the device that the recorded tensors stand for.
+    A meta device among the arguments mostly comes from torch itself (it creates the right side of ``x[0] = 1`` on the
+    device of ``x``) and means the device of the recorded tensors.
     """
     asked = kwargs.get("device")
     if asked is not None and torch.device(asked) != META:
         return torch.device(asked)
-    # A scalar on the CPU may go with tensors of any device, so tensors with dimensions decide first.
+    # A CPU scalar may be combined with tensors on any device, so tensors with dimensions have priority.
     for tensor in sorted(inputs, key=lambda tensor: tensor.dim() == 0):
         tape = tape_of(tensor)
         return tensor.device if tape is None else tape.cell.device
@@ -280,7 +282,7 @@ def _device_of(func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch
 
 
 def _unread_first(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The first argument, where the operation does not depend on its values."""
+    """Return the first argument if the operation does not depend on its values."""
     first = args[0] if args else None
     tape = tape_of(first) if isinstance(first, Tensor) else None
     if first is None or tape is None:
@@ -295,7 +297,7 @@ def _unread_first(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _start_tapes(func: Any, output: Any, device: torch.device) -> list[tuple[int, Ref, Tape]]:
-    """Give every storage that ``func`` created its tape. (index among the tensors of the output, geometry, tape)."""
+    """Start a tape for every storage that ``func`` created; return (index of the output tensor, geometry, tape)."""
     created = []
     fresh: set[Tape] = set()
     for index, tensor in enumerate(tensors_in(output)):
@@ -314,7 +316,7 @@ def _start_tapes(func: Any, output: Any, device: torch.device) -> list[tuple[int
     return created
 
 
-# ---- what the program sees -------------------------------------------------------------------------------------------
+# ---- queries on recorded tensors -------------------------------------------------------------------------------------
 
 _READ_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SHOW = {torch.Tensor.__repr__, torch.Tensor.__format__}
@@ -330,15 +332,15 @@ def _read_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     with without_modes(), no_torch_function():
         values = func(replay(args[0]), *args[1:], **kwargs)
     if hasattr(values, "setflags"):
-        values.setflags(write=False)  # the array is a copy: a write would be lost, so it had better fail
+        values.setflags(write=False)  # the array is a copy, so a write would be lost: make it an error
     return values
 
 
 class Facade(TorchFunctionMode):
-    """Recorded tensors look real: ``device`` is the one asked for, and moving them there changes nothing.
+    """Makes recorded tensors look real: ``device`` is the requested one, and a move to it has no effect.
 
     Args:
-        recorder: what records them.
+        recorder: the recorder of these tensors.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -363,7 +365,7 @@ class Facade(TorchFunctionMode):
 
 
 def _to(device: torch.device, tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Tensor.to: with the device left out where it is the tensor's own, since then torch returns the same memory."""
+    """Run Tensor.to without the device if it is the tensor's own, in which case torch returns the same memory."""
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
     copied = kwargs.pop("copy", False) or (len(args) > 0 and args[-1] is True and args.count(True) > 1)
@@ -404,12 +406,12 @@ _REWRITES: dict[object, Callable[..., Tensor]] = {
 
 
 def recorders() -> list[Recorder]:
-    """Those that are active in this thread, outermost first."""
+    """Return the recorders that are active in this thread, outermost first."""
     return [mode for mode in dispatch_modes() if isinstance(mode, Recorder) and not mode.paused]
 
 
 def is_recording() -> bool:
-    """Whether a Recorder is active in this thread."""
+    """Return True if a Recorder is active in this thread."""
     return bool(recorders())
 
 
@@ -441,7 +443,7 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 class DeferredTensor(torch.Tensor):
-    """A buffer (or any tensor) whose values are still to be made; a meta tensor on which operations are recorded."""
+    """A deferred buffer or other tensor: a meta tensor on which operations are recorded."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -452,7 +454,7 @@ class DeferredTensor(torch.Tensor):
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter whose values are still to be made; a meta tensor on which operations are recorded."""
+    """A deferred parameter: a meta tensor on which operations are recorded."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -463,14 +465,14 @@ class DeferredParameter(nn.Parameter):
 
 
 def mark(value: Any) -> Any:
-    """``value``; if it is a recorded tensor of a plain type, its type becomes the deferred one, in place."""
+    """Change the type of a recorded plain tensor to the deferred one, in place, and return ``value``."""
     if isinstance(value, Tensor) and type(value) in (torch.Tensor, nn.Parameter) and tape_of(value) is not None:
         value.__class__ = DeferredTensor if type(value) is torch.Tensor else DeferredParameter
     return value
 
 
 class WriteWatch(_Mode):
-    """Notes which of the ``watched`` tensors' storages are written to while it is active."""
+    """Records which storages of the ``watched`` tensors are written while it is active."""
 
     def __init__(self, watched: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -478,7 +480,7 @@ class WriteWatch(_Mode):
         self._seen: set[int] = set()
 
     def saw(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``'s memory was written, or is not among the watched at all (it was replaced)."""
+        """Return True if ``tensor``'s memory was written, or is not watched at all (the tensor was replaced)."""
         address = tensor.untyped_storage().data_ptr()
         return address in self._seen or address not in self._watched
 

@@ -1,18 +1,19 @@
-"""The notes of operations on meta tensors, and their replay on real memory.
+"""The recorded operations on meta tensors, and their replay on real memory.
 
-The notes of one storage hang on that storage (an attribute of its Python object, which torch keeps for as long as the
-storage lives), so views, detached copies and Parameters of the same memory find the same notes, and notes that nobody
-can reach any more are freed. :mod:`shardwise.core.deferred.record` writes them.
+The tape of a storage is an attribute of the storage's Python object, which torch keeps as long as the storage is alive.
+Views, detached copies and Parameters of the same memory therefore find the same tape, and a tape is freed when nothing
+refers to its storage any more. :mod:`shardwise.core.deferred.record` writes the tapes.
 
-* A **cell** is the address of a recorded storage: the device it stands for and its size. It refers to nothing else.
-* An **operation** holds its arguments with every tensor replaced by a :class:`Ref`: a cell, the operation that last
-  wrote to it (``head``) and a geometry. So the needed part of the history is found from any tensor by walking heads,
-  and it is replayed in the order of recording. Views need no notes: a Ref's geometry is the view.
-* A random operation really runs once while it is recorded, on temporary memory that is freed at once, so the generator
-  moves exactly as in a normal construction; the state before it is kept for the replay.
+* A **cell** identifies a recorded storage: its device and its size. It has no other references.
+* An **operation** has its arguments, with every tensor replaced by a :class:`Ref`: a cell, the operation that last
+wrote
+  to it (``head``), and a geometry. The history that a tensor needs is found by following heads, and is replayed in the
+  order of recording. Views need no records, since the geometry of a Ref describes the view.
+* A random operation is executed once while it is recorded, on temporary memory, so that the generator advances exactly
+  as in a normal construction. The generator state before it is stored for the replay.
 
 Source: the behaviour of torchdistx ``deferred_init`` (Meta, 2022; replay of recorded operations), with generator
-snapshots added so that any single tensor can be replayed alone.
+snapshots added so that a single tensor can be replayed on its own.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ _ATTRIBUTE = "_shardwise_tape"
 
 
 class Cell:
-    """A recorded storage: ``nbytes`` bytes that stand for memory of ``device``."""
+    """A recorded storage of ``nbytes`` bytes on ``device``."""
 
     __slots__ = ("__weakref__", "device", "nbytes", "tape")
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
-        self.tape: weakref.ref[Tape] | None = None  # says whether the program can still reach the storage
+        self.tape: weakref.ref[Tape] | None = None  # alive while the program refers to the storage
 
 
 class Tape:
-    """What a meta storage carries: its cell, and the operation that last wrote to it (None: uninitialised memory)."""
+    """The record of a meta storage: its cell, and the last operation that wrote to it (None: uninitialised memory)."""
 
     __slots__ = ("__weakref__", "cell", "head")
 
@@ -72,7 +73,7 @@ class Tape:
 
 
 class Ref(NamedTuple):
-    """One tensor at one moment: the cell as ``head`` left it, seen through a geometry (in elements of ``dtype``)."""
+    """A tensor at one moment: the cell as ``head`` wrote it, viewed with a geometry (in elements of ``dtype``)."""
 
     cell: Cell
     head: Operation | None
@@ -85,12 +86,12 @@ class Ref(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, tape: Tape, head: Operation | None) -> Ref:
-        """``tensor``, whose storage carries ``tape``, as it was when ``head`` had written."""
+        """Return the Ref of ``tensor``, whose storage has ``tape``, after ``head`` has written."""
         geometry = (tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         return Ref(tape.cell, head, *geometry, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """This geometry over real memory."""
+        """Return a tensor with this geometry on real memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
@@ -99,7 +100,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A real tensor that an operation reads. It is shared, not copied; a later change of it is noticed."""
+    """A real tensor that an operation reads. It is shared, not copied; a later in-place change raises an error."""
 
     tensor: Tensor
     version: int
@@ -115,7 +116,7 @@ class Constant:
 
 
 class _OwnGenerator:
-    """Stands for a generator that the user passed."""
+    """Placeholder for a generator that the user passed."""
 
 
 OWN_GENERATOR = _OwnGenerator()
@@ -123,7 +124,7 @@ OWN_GENERATOR = _OwnGenerator()
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operation:
-    """One recorded call. ``writes``: cells it changes; ``creates``: (index among the flat outputs, geometry)."""
+    """A recorded call. ``writes``: cells that it changes; ``creates``: (index among the flat outputs, geometry)."""
 
     order: int
     func: Any
@@ -137,7 +138,7 @@ class Operation:
     default_dtype: torch.dtype
 
     def run(self, memory: dict[Cell, torch.UntypedStorage]) -> None:
-        """Do the operation on real memory: reads and changes ``memory``."""
+        """Run the operation on real memory: read and change ``memory``."""
 
         def real(leaf: object) -> object:
             if isinstance(leaf, Ref):
@@ -159,7 +160,7 @@ class Operation:
 
 
 def _settle(cell: Cell, parts: list[tuple[Ref, Tensor]], inputs: set[int]) -> torch.UntypedStorage:
-    """The outputs' memory laid out as the meta outputs were; real kernels may choose other strides, or alias inputs."""
+    """Return the outputs in the layout of the meta outputs; real kernels may differ in strides or aliasing."""
     ref, output = parts[0]
     storage = output.untyped_storage()
     same = output.stride() == ref.stride and output.storage_offset() == ref.offset
@@ -182,7 +183,7 @@ def _uninitialised(cell: Cell) -> torch.UntypedStorage:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``fn`` of every leaf; lists, tuples and dicts are its nodes. (torch's pytree is much slower.)"""
+    """Apply ``fn`` to every leaf of nested lists, tuples and dicts. (torch's pytree is much slower.)"""
     if isinstance(tree, Ref):
         return fn(tree)
     if isinstance(tree, tuple):
@@ -195,7 +196,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: object) -> list[Tensor]:
-    """The tensors among the leaves of ``tree``, in order."""
+    """Return the tensors among the leaves of ``tree``, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -206,7 +207,7 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 
 def tape_of(tensor: Tensor) -> Tape | None:
-    """The record of ``tensor``, or None where it is real, or on the meta device without a record."""
+    """Return the tape of ``tensor``, or None if it is real, or on the meta device without a tape."""
     with no_torch_function():
         if tensor.device != META or tensor.layout != torch.strided:
             return None
@@ -214,7 +215,7 @@ def tape_of(tensor: Tensor) -> Tape | None:
 
 
 def start_tape(tensor: Tensor, tape: Tape) -> None:
-    """Make ``tape`` the record of the meta tensor's storage, and so of every view of it."""
+    """Set ``tape`` as the tape of the meta tensor's storage, and so of every view of it."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, tape)
 
 
@@ -225,7 +226,7 @@ def start_tape(tensor: Tensor, tape: Tape) -> None:
 def _generator_at(
     state: Tensor | None, own: torch.Generator | None, device: torch.device, kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Random numbers come from ``state`` inside; the global generator is as before afterwards."""
+    """Set the generator to ``state`` within the context, and restore the global generator afterwards."""
     passed = kwargs.get("generator") is own
     if state is None or own is None:
         yield
@@ -259,11 +260,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Stale(Exception):
-    """Kept memory is already past a state that a replay needs."""
+    """Cached memory is already past a state that a replay needs."""
 
 
 class Kept:
-    """Memory left by the last data-dependent read, so that loops such as rejection sampling replay in linear time."""
+    """Memory cached by the last data-dependent read, so that loops such as rejection sampling replay in linear time."""
 
     def __init__(self) -> None:
         self.memory: dict[Cell, torch.UntypedStorage] = {}
@@ -275,10 +276,10 @@ class Kept:
 
 
 def _needed(cell: Cell, head: Operation | None, kept: dict[Cell, Operation | None]) -> list[Operation]:
-    """The operations that bring ``cell`` to the state ``head`` left, from the states in ``kept``, in order.
+    """Return the operations that bring ``cell`` from the cached states to the state that ``head`` left, in order.
 
     Raises:
-        _Stale: a needed operation is older than a kept state that it would touch.
+        _Stale: a needed operation is older than a cached state that it would touch.
     """
     found: set[Operation] = set()
     stack: list[tuple[Cell, Operation | None]] = [(cell, head)]
@@ -300,9 +301,9 @@ def _needed(cell: Cell, head: Operation | None, kept: dict[Cell, Operation | Non
 
 
 def replay(tensor: Tensor, kept: Kept | None = None) -> Tensor:
-    """The true value of a recorded ``tensor``: same shape and dtype, on the device its construction asked for.
+    """Return the real value of a recorded ``tensor``: same shape and dtype, on the device of its construction.
 
-    Temporaries are freed as soon as no later operation needs them. The generators are left as they are.
+    Temporaries are freed as soon as no later operation needs them. The generators are not changed.
     """
     tape = tape_of(tensor)
     if tape is None:
@@ -320,7 +321,7 @@ def replay(tensor: Tensor, kept: Kept | None = None) -> Tensor:
             _execute(operations, ref.cell, memory, kept)
         except BaseException:
             if kept is not None:
-                kept.clear()  # some of it may be half changed
+                kept.clear()  # it may be partly modified
             raise
         value = ref.on(_allocated(memory, ref.cell))
         if value.numel() * value.element_size() != ref.cell.nbytes or kept is not None:

@@ -1,5 +1,5 @@
 """Memory tiers: placement of chunks, accounts of device memory, the memory trace, and the disk store.
 
-Nothing here moves tensors between tiers. The ledger asks the owners of memory whenever it needs a number, so that no
-count is kept twice; the owners also offer it callbacks that free memory.
+Nothing here moves tensors between tiers. The ledger queries the owners of memory whenever it needs a number, so that
+numbers are not stored twice; the owners also give it callbacks that free memory.
 """

@@ -1,7 +1,7 @@
-"""One allocation for everything that is kept in host memory, page-locked where a GPU copies from it.
+"""One allocation for all model data in host memory, page-locked if a GPU copies from it.
 
-Tensors are cut from it instead of allocated one by one: page-locking is slow, and torch's pinned allocator rounds every
-request up to a power of two.
+Tensors are slices of it instead of separate allocations: page-locking is slow, and torch's pinned allocator rounds
+every request up to a power of two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def host_block(nbytes: int, pin_for: torch.device | None) -> torch.Tensor:
 
 
 class HostArena:
-    """Cuts tensors from one block of host memory.
+    """Allocates tensors from one block of host memory.
 
     Args:
         total_bytes: the sum of all tensors, each rounded up (:meth:`rounded`).

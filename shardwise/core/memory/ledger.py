@@ -1,4 +1,4 @@
-"""Accounts of one device's memory, and the error that shows them when memory is not enough."""
+"""Accounts of one device's memory, and the error that lists them if memory is insufficient."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ ADVICE = {
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device's memory is not enough. The message has the accounts.
+    """The device has too little memory. The message lists the accounts.
 
     Attributes:
-        told: whether every rank of the group that gathers together raises this error too.
+        told: whether every rank of the gathering group raises this error, too.
     """
 
     told = False
 
 
 class Ledger:
-    """Accounts of one device's memory, computed by its owners on request, so that no count can drift.
+    """Accounts of one device's memory. Owners compute them on request, so that no count can drift.
 
     Args:
         device: the device.
@@ -51,45 +51,46 @@ class Ledger:
         """The peak at any check; counted only if there is a capacity."""
 
     def account(self, kind: str, held_bytes: Callable[[], int]) -> None:
-        """Add an account: ``held_bytes()`` returns at any time what ``kind`` holds on the device."""
+        """Add an account: ``held_bytes()`` returns the current bytes of ``kind`` on the device."""
         self._holders[kind] = held_bytes
 
     def measure_rest(self, tracker: Tracker) -> None:
-        """Let ``tracker`` measure what is not model data; see :meth:`charge`."""
+        """Let ``tracker`` measure memory that is not model data; see :meth:`charge`."""
         self._rest = tracker
         self.account(REST, lambda: tracker.live_bytes)
 
     def expire(self) -> None:
-        """Have the next question measure again what is not model data.
+        """Invalidate the measurement of memory that is not model data; the next query measures again.
 
-        On a GPU that calls the allocator, so it happens a bounded number of times a step: once a gather, once for each
-        unit in each pass, and at the ends of passes. In between only the accounts of model data change, and
-        other growth is found at the next such place.
+        On a GPU, a measurement calls the allocator, so there is a bounded number of them per step: one per gather, one
+        for each unit in each pass, and one at the end of each pass. In between, only the accounts of model data change;
+        other growth is detected at the next measurement.
         """
         if self._rest is not None:
             self._rest.expire()
 
     def charge(self, tensor: torch.Tensor | None) -> None:
-        """Count ``tensor`` as model data only: its owner accounts for it."""
+        """Count ``tensor`` only as model data, which its owner accounts for."""
         if self._rest is not None and tensor is not None:
             self._rest.exclude(tensor)
 
     def reclaimable(self, release: Callable[[], None]) -> None:
-        """Add a callback that frees memory kept only for speed; called before memory is reported as too small."""
+        """Add a callback that frees cached memory; it is called before an error is raised for too little memory."""
         self._spare.append(release)
 
     def held(self) -> Mapping[str, int]:
-        """Return the bytes by kind now."""
+        """Return the current bytes by kind."""
         return {kind: ask() for kind, ask in self._holders.items()}
 
     def model_bytes(self) -> int:
-        """Return the bytes of everything but :data:`REST`."""
+        """Return the bytes of all kinds except :data:`REST`."""
         return sum(ask() for kind, ask in self._holders.items() if kind != REST)
 
     def free_bytes(self) -> int | None:
-        """Return what may still be allocated; ``None`` without a limit.
+        """Return the bytes that may still be allocated; ``None`` without a limit.
 
-        What is not model data is as of the first question after the last :meth:`expire`; the rest is current.
+        Memory that is not model data was measured at the first query after the last :meth:`expire`; the rest is
+        current.
         """
         return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
 
@@ -99,10 +100,10 @@ class Ledger:
         return free is None or nbytes <= free
 
     def require(self, nbytes: int, what: str) -> None:
-        """Make sure that ``nbytes`` more for ``what`` can be allocated; 0: that the present contents fit.
+        """Check that ``nbytes`` more for ``what`` can be allocated; with 0, that the present contents fit.
 
         Raises:
-            DeviceMemoryError: they do not fit, even after everything that is kept for speed was freed.
+            DeviceMemoryError: they do not fit, even after all caches were freed.
         """
         if self.capacity_bytes is None:
             return
@@ -112,7 +113,7 @@ class Ledger:
             raise DeviceMemoryError(self._message(what + (needs if nbytes else f": {self.device} holds"), total))
 
     def make_room(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more can be allocated, after freeing what is kept for speed if necessary."""
+        """Return whether ``nbytes`` more can be allocated, after freeing caches if necessary."""
         if self.capacity_bytes is None:
             return True
         total = sum(self.held().values()) + nbytes
@@ -128,16 +129,16 @@ class Ledger:
         """Check a measured peak against the capacity.
 
         Args:
-            rest_bytes: what was not model data, at its peak since the last check.
-            when: where in the step, for the message.
-            total_bytes: everything, if that is known.
+            rest_bytes: peak of memory that is not model data since the last check.
+            when: position in the step, for the message.
+            total_bytes: all memory, if known.
 
         Raises:
-            DeviceMemoryError: together with the present model data that is more than the capacity.
+            DeviceMemoryError: the peak and the present model data together exceed the capacity.
         """
         if self.capacity_bytes is None:
             return
-        # What is only kept for reuse would have made room, as an allocator's cache does.
+        # Memory that is only cached for reuse would have been freed, as an allocator's cache.
         total = sum(size for kind, size in self.held().items() if kind not in (REST, KEPT)) + rest_bytes
         if total_bytes > self.capacity_bytes:
             total = max(total, total_bytes)
@@ -147,7 +148,7 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def short_elsewhere(self, group: str, ranks: Sequence[int]) -> DeviceMemoryError:
-        """Return what this rank raises if other ``ranks`` of ``group`` have too little memory."""
+        """Return the error of this rank if other ``ranks`` of ``group`` have too little memory."""
         error = DeviceMemoryError(
             f"ranks {list(ranks)} of {group} have not enough device memory for this pass; see their messages "
             f"(this rank's {self.device} has {size_text(self.free_bytes() or 0)} left)"

@@ -27,7 +27,7 @@ class Home:
 
     @property
     def grad(self) -> Tier:
-        """The tier of the gradient shard: where the update reads it, which for a state on disk is the host."""
+        """The tier of the gradient shard, from which the update reads it; the host if the state is on disk."""
         return Tier.DEVICE if self.state is Tier.DEVICE else Tier.HOST
 
 
@@ -36,7 +36,8 @@ def _spread(sizes: Sequence[int], share: float) -> list[bool]:
     chosen, seen, taken = [], 0, 0
     for size in sizes:
         seen += size
-        # Rounded to the nearest size; the small term keeps a share of 1.0, summed in floating point, at everything.
+        # Rounded to the nearest size; the small term ensures that a share of 1.0, summed in floating point, chooses
+        # all.
         take = share > 0.0 and size > 0 and taken + size / 2 <= share * seen * (1 + 1e-9)
         chosen.append(take)
         taken += size if take else 0

@@ -1,4 +1,4 @@
-"""The three memories that model data can be kept in."""
+"""The three tiers of memory for model data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ __all__ = ["Tier"]
 
 
 class Tier(Enum):
-    """From fast and small to slow and large. On a CPU the device is an accounted part of host memory."""
+    """A tier of memory, from fast and small to slow and large. On a CPU, the device is an accounted part of host
+    memory."""
 
     DEVICE = "device"
     HOST = "host"

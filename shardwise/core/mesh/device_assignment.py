@@ -1,4 +1,4 @@
-"""Which device each rank computes on: a GPU of its own where there are enough, and never an unnoticed shared one."""
+"""Assignment of devices to ranks: one GPU per rank if there are enough GPUs, and no silent sharing of a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device that one rank would choose by itself.
+    """The device that one rank would choose without the other ranks.
 
     Attributes:
         rank: the rank.
@@ -39,11 +39,11 @@ class RankDevice:
 
 
 def own_index(local_rank: int, visible: int) -> int:
-    """Return which of the ``visible`` GPUs (at least 1) a rank chooses by itself.
+    """Return which of the ``visible`` GPUs (at least 1) a rank chooses without the other ranks.
 
-    If the rank sees all GPUs of the host, that is the one with its local rank. If it sees fewer, they are its own, and
-    any of them is right; this one also where neighbours see the same few. Ranks that chose the same GPU find out when
-    they compare.
+    If the rank sees all GPUs of the host, that is the one with its local rank. If it sees fewer, any of them is valid,
+    and this choice also works if adjacent ranks see the same GPUs. Ranks that chose the same GPU detect it when they
+    compare their choices.
     """
     return local_rank % visible
 
@@ -52,7 +52,7 @@ def decide(devices: Sequence[RankDevice], may_share: bool) -> tuple[bool, str | 
     """Return whether all ranks keep their devices (otherwise all use the CPU), and a warning for that case.
 
     Args:
-        devices: of all ranks, the same list on each, so that all decide the same.
+        devices: choices of all ranks; the same list on each, so that all decide the same.
         may_share: several ranks may compute on one GPU.
 
     Raises:
@@ -76,7 +76,7 @@ def decide(devices: Sequence[RankDevice], may_share: bool) -> tuple[bool, str | 
 
 
 def check_own_gpus(devices: Sequence[RankDevice]) -> None:
-    """Raise ValueError if two ranks are on one GPU, which NCCL would refuse, or wait for forever."""
+    """Raise ValueError if two ranks are on one GPU, since NCCL would refuse that, or hang."""
     crowded = _shared(devices)
     if crowded:
         raise ValueError(f"{_crowd(crowded)}. To fix it, {REMEDY}; or give device='cpu'")

@@ -1,4 +1,4 @@
-"""How this process was launched. Apart from the command line, the only module that reads the environment."""
+"""Launch information of this process. Except for the command line, only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ __all__ = [
     "shutdown",
 ]
 
-# Long enough for a slow checkpoint, short enough that a lost rank does not hold the others for torch's half hour.
+# Long enough for a slow checkpoint, short enough to not keep ranks waiting half an hour (torch's timeout) for a lost
+# one.
 TIMEOUT = timedelta(seconds=300)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
@@ -141,20 +142,20 @@ def init_distributed(
 
     Calling it again, or after ``torch.distributed`` was initialised elsewhere, only returns the device.
 
-    A rank uses the GPU with its local rank, or if it sees fewer (as under Slurm's ``--gpus-per-task=1``) one of those.
-    Before they initialise, the ranks compare which GPUs these are. Several ranks on one GPU are an error, unless the
-    backend is gloo; if no device was given, all ranks then compute on the CPU, with a warning.
+    A rank uses the GPU with its local rank, or, if it sees fewer (as under Slurm's ``--gpus-per-task=1``), one of
+    those. The ranks compare the identities of these GPUs before they initialise. Several ranks on one GPU are an error,
+    unless the backend is gloo; if no device was given, all ranks then use the CPU, with a warning.
 
     Args:
         device: default: a GPU per rank if every rank has one, otherwise the CPU. A CUDA device without an index means
             the rank's own.
-        backend: of the default process group; default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
-        timeout: how long a rank waits for the others.
+        backend: backend of the default process group; default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
+        timeout: timeout for the other ranks.
 
     Raises:
         ValueError: the device does not exist here. On every rank: several ranks would share a GPU, some ranks would use
             GPUs and others the CPU, or hosts cannot reach each other at the addresses that they advertise.
-        PeerError: not all ranks came in time, or some cannot be reached.
+        PeerError: not all ranks arrived in time, or some cannot be reached.
 
     Warns:
         UserWarning: there are GPUs, no device was given, and none is used; or a Slurm task would train alone.
@@ -188,11 +189,11 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
     """Set torchrun's environment variables for a process that no launcher started.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of all processes.
-        host: where rank 0 runs: a name, or an IPv4 or IPv6 address.
-        port: where rank 0 listens.
-        local_rank: of this process on its host; ``None``: as in the environment.
+        host: host of rank 0: a name, or an IPv4 or IPv6 address.
+        port: port at which rank 0 listens.
+        local_rank: rank of this process on its host; ``None``: as in the environment.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -222,14 +223,14 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
 
 
 def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
-    """Return the rendezvous store of the launcher, which torch would use too."""
+    """Return the rendezvous store of the launcher, which torch would use, too."""
     store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"shardwise/{next(_meetings)}", store)
 
 
 def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None, may_share: bool) -> torch.device:
-    """Return this rank's device, after all ranks have told which they would choose."""
+    """Return this rank's device, after all ranks have exchanged their choices."""
     refusal: ValueError | None = None
     try:
         chosen = _device(facts, device)
@@ -273,7 +274,7 @@ def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list
 
 
 def rank_device(device: torch.device, rank: int, asked: str | None = None) -> RankDevice:
-    """Return what a rank that computes on ``device`` (with an index, if it is a GPU) tells the others."""
+    """Return the description of ``device`` (with an index, if it is a GPU) that a rank sends to the others."""
     on_gpu = device.type == "cuda" and device.index is not None
     return RankDevice(
         rank=rank,
@@ -286,7 +287,7 @@ def rank_device(device: torch.device, rank: int, asked: str | None = None) -> Ra
 
 
 def _warn_of_tasks() -> None:
-    """Warn if ``srun`` started several tasks without telling them of each other."""
+    """Warn if ``srun`` started several tasks without a rendezvous."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
         warn_user(
@@ -303,7 +304,7 @@ def check_joined() -> None:
         RuntimeError: it is not, so each process would train alone.
     """
     if dist.is_available() and dist.is_initialized():
-        return  # whatever the launcher left in the environment: Lightning's own has WORLD_SIZE and no RANK
+        return  # regardless of variables that a launcher has set: Lightning's own sets WORLD_SIZE and no RANK
     facts = LaunchFacts.read()
     if facts.world_size > 1:
         raise RuntimeError(
@@ -315,7 +316,7 @@ def check_joined() -> None:
 
 
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:
-    """Return the device that this rank chooses by itself."""
+    """Return the device that this rank chooses without the other ranks."""
     count = visible_gpus()
     if device is None:
         reason = _why_no_gpu(facts, count)
@@ -341,7 +342,7 @@ def _named(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError):
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
-        # Always a ValueError, which the other ranks are told about.
+        # Always a ValueError, which is sent to the other ranks.
         raise ValueError(
             f"device={short_repr(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"
         )

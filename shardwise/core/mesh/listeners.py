@@ -1,9 +1,10 @@
 """A check that ranks of several hosts can reach each other at the addresses that gloo advertises.
 
-Small messages go over gloo, on GPUs as well. Each rank listens at one address and advertises it: that of the network
-interface that ``GLOO_SOCKET_IFNAME`` names, otherwise the address of its host name. On many systems that is 127.0.1.1
-(Debian's /etc/hosts); on others the name has no address, and gloo uses 127.0.0.1. At these addresses every host finds
-itself. Ranks that connect to one wait for more than a minute, and the error names no cause, so they are compared first.
+Small messages use gloo, also on GPUs. Each rank listens at one address and advertises it: that of the network interface
+in ``GLOO_SOCKET_IFNAME``, otherwise the address of its host name. On many systems that is 127.0.1.1 (Debian's
+/etc/hosts); on others, the name has no address, and gloo uses 127.0.0.1. Every host reaches itself at these addresses.
+Ranks that connect to one wait for more than a minute, and the error names no cause, so the addresses are compared
+first.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 __all__ = ["INTERFACE", "Listener", "check_listeners", "own_listener"]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-NO_ADDRESS = "127.0.0.1"  # what gloo takes where the host's name stands for none of its addresses
+NO_ADDRESS = "127.0.0.1"  # gloo's choice if the host's name resolves to none of its addresses
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface, or of one of its aliases
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Where one rank listens.
+    """The address at which one rank listens.
 
     Attributes:
         rank: the rank.
@@ -43,14 +44,14 @@ class Listener:
 
 
 def own_listener(rank: int, interface: str | None) -> Listener:
-    """Return where this rank listens; ``interface`` is the value of ``GLOO_SOCKET_IFNAME``.
+    """Return the address at which this rank listens; ``interface`` is the value of ``GLOO_SOCKET_IFNAME``.
 
     Raises:
         ValueError: this host has no such interface.
     """
     try:
         there = [name for _, name in socket.if_nameindex()]
-    except OSError:  # sandboxes may forbid to list them; then no name can be called unknown
+    except OSError:  # sandboxes may forbid the list; then no name can be rejected as unknown
         there = []
     named = [name.strip() for name in (interface or "").split(",") if name.strip()]
     unknown = [name for name in named if there and name not in there and not _is_alias(name)]
@@ -65,7 +66,7 @@ def own_listener(rank: int, interface: str | None) -> Listener:
 
 
 def check_listeners(listeners: Sequence[Listener]) -> None:
-    """Check that all ranks can reach each other, as far as their addresses tell. Every rank gets the same result.
+    """Check that all ranks can reach each other, judging by their addresses. Every rank gets the same result.
 
     Raises:
         ValueError: a rank would advertise a loopback address to other hosts.
@@ -84,7 +85,7 @@ def check_listeners(listeners: Sequence[Listener]) -> None:
 
 
 def _is_alias(name: str) -> bool:
-    """Return whether ``name`` is an alias of an interface (``eth0:1``), which gloo knows and the list leaves out."""
+    """Return whether ``name`` is an alias of an interface (``eth0:1``), which gloo accepts and the list leaves out."""
     if ":" not in name or len(name.encode()) > 15:
         return False
     try:
@@ -97,7 +98,7 @@ def _is_alias(name: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     found = ipaddress.ip_address(address)
-    # ::ffff:127.0.1.1 is 127.0.1.1; ipaddress says so from Python 3.13 on.
+    # ::ffff:127.0.1.1 is 127.0.1.1; ipaddress handles it from Python 3.13 on.
     return ((found.version == 6 and found.ipv4_mapped) or found).is_loopback
 
 

@@ -38,7 +38,7 @@ SECONDARY_AXIS = "secondary"
 TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS = "tp", "pp", "sp"
 MODEL_AXIS = "model_parallel"
 
-# Advice for ranks that came to different operations; the groups know nothing about passes.
+# Advice for ranks that are at different operations; the groups know nothing about passes.
 CALLS = "every rank has to make such a call, at the same place among its forward and backward passes"
 PASSES = (
     "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, those of "
@@ -74,11 +74,11 @@ class Mesh:
     stage. Meshes over disjoint process groups are independent of each other.
 
     Attributes:
-        device: where this rank computes.
+        device: device of this rank.
         shard: the ranks that hold the shards of one copy of the parameters.
-        secondary: neighbouring ranks of ``shard`` that keep a second copy together; ``None`` if there is none.
+        secondary: adjacent ranks of ``shard`` that keep a second copy together; ``None`` if there is no second copy.
         replicate: the ranks that hold the same shard of different copies.
-        world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
+        world: the data-parallel ranks. If one axis has a single rank, this is the group of the other axis itself.
         tensor: the ranks that hold parts of the same layers (tensor parallelism); they see the same data.
         pipeline: the ranks that hold the stages of one model; they see the same data.
         mesh_group: all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
@@ -88,7 +88,7 @@ class Mesh:
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
         members: the process group that the mesh was made over; ``None``: all ranks.
         wire: point-to-point channel between the ranks of ``pipeline``; ``None`` if there is one rank.
-        sequence: the data-parallel ranks that see parts of the same sequences; neighbours in ``world``.
+        sequence: the data-parallel ranks that see parts of the same sequences; adjacent in ``world``.
         ring: point-to-point channel between the ranks of ``sequence``; ``None`` if there is one rank.
         model_parallel: the ranks that hold the other parts of the same model: those of ``tensor`` and ``pipeline``, or
             the group given to :meth:`join_model_parallel`.
@@ -131,13 +131,13 @@ class Mesh:
 
         Args:
             plan: the sizes of the axes.
-            device: where this rank computes; ``"cuda"`` is the rank's own GPU.
+            device: device of this rank; ``"cuda"`` is the rank's own GPU.
             comm: how the ranks communicate.
             group: a process group that this rank belongs to; other ranks may give other groups. ``None``: all ranks.
 
         Raises:
             ValueError: this rank is not in ``group``; the plan does not fit the number of ranks, or differs between
-                them; ``comm.shared_memory`` is True where memory cannot be shared; or two ranks would share a GPU
+                them; ``comm.shared_memory`` is True and memory cannot be shared; or two ranks would share a GPU
                 under a backend other than gloo. Every rank raises it.
             RuntimeError: a launcher started several processes, and torch.distributed is not initialised.
         """
@@ -157,7 +157,7 @@ class Mesh:
             names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS)
             shard, replicate, one, tensor, pipeline, sequence = (LocalGroup(name, device) for name in names)
             return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, one, sequence), None, None, ranks)
-        # Exchanged before it is raised: other ranks may want something valid, and would wait.
+        # Exchanged before it is raised, since the other ranks may have valid arguments, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
         wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
         if sizes.dp_outside:
@@ -178,7 +178,7 @@ class Mesh:
             mesh = cls.among(ranks, sizes, maker)
             mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
             if len(ranks) > 1:
-                maker.tell(None)  # a rank that closes a group while a peer still connects to it fails the peer
+                maker.tell(None)  # wait for all ranks: closing a group while a peer still connects to it fails the peer
             return mesh
         except BaseException:
             maker.close()
@@ -234,7 +234,7 @@ class Mesh:
         with on_device(self.device):
             members = Members(group, "the model-parallel group", MODEL_AXIS)
             maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
-            self._makers.append(maker)  # first, so that it is closed even if the rest fails
+            self._makers.append(maker)  # first, so that it is closed even after a later error
             self.model_parallel = self.joined = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
@@ -260,12 +260,12 @@ class Mesh:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the rank that prints, and writes what is written once (rank 0 of the mesh)."""
+        """Whether this rank prints, and writes data that is written once (rank 0 of the mesh)."""
         return self.mesh_group.rank == 0
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or sets of ranks, see different data."""
+        """The number of ranks, or sets of ranks, that see different data."""
         return self.size // self.sequence.size
 
     @property
@@ -349,7 +349,7 @@ def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
 
 
 def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
-    """Ranks as ``[stage, replica, shard, part]``."""
+    """Return the ranks as ``[stage, replica, shard, part]``."""
     if sizes.dp_outside:
         grid = torch.tensor(ranks, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.tp)
         return grid.permute(2, 0, 1, 3).contiguous()
@@ -409,7 +409,7 @@ def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group 
 
 
 def _on_each_host(maker: GroupMaker, lines: list[list[int]]) -> int | None:
-    """Return the largest number of neighbours in each line that are on one host; ``None`` for 1. Collective."""
+    """Return the largest number of adjacent ranks in each line that are on one host; ``None`` for 1. Collective."""
     hosts, size = maker.hosts(), len(lines[0])
 
     def fits(number: int) -> bool:

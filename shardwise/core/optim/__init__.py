@@ -1,7 +1,7 @@
-"""The Adam family, LAMB, Lion and Muon on torch's kernels, and what is known about any torch optimizer.
+"""The Adam family, LAMB, Lion and Muon on torch's kernels, and analysis of arbitrary torch optimizers.
 
-``element_wise`` finds out whether an optimizer updates each element on its own, ``state_form`` which state its class
-makes, and when. Nothing here knows about chunks, shards or ranks: everything works on plain parameters too.
+``element_wise`` tests whether an optimizer is element-wise, and ``state_form`` determines which state its class
+creates, and when. This package is independent of chunks, shards and ranks: everything works on plain parameters, too.
 """
 
 from __future__ import annotations

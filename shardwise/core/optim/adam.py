@@ -1,8 +1,8 @@
 """The Adam family under its published names: CPUAdam, HybridAdam, FusedAdam.
 
-All three are ordinary torch optimizers for parameters on any device, in any mix, of any floating dtype: parameters of
-16 bits have fp32 moments, are updated in fp32 and rounded once. The names and arguments are those of ColossalAI
-(``colossalai.nn.optimizer``); what they are reproduced from and where they differ is in ``docs/optim.md``.
+All three are ordinary torch optimizers for parameters on any devices and of any floating dtypes. 16-bit parameters have
+fp32 moments, are updated in fp32 and rounded once. The names and arguments are those of ColossalAI
+(``colossalai.nn.optimizer``); ``docs/optim.md`` documents their sources and differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_HERE = {
     "capturable": "the learning rate is read as a number, so a step cannot be captured in a CUDA graph; leave it out",
     "differentiable": "updates are made in place; leave it out",
 }
-"""Options of torch's groups that would change what a step does; ``foreach`` and ``fused`` only choose a kernel."""
+"""Options of torch's parameter groups that would change the update; ``foreach`` and ``fused`` only choose a kernel."""
 OPTIONS = ("maximize", "foreach", "fused", *NOT_HERE)
 
 
@@ -57,15 +57,15 @@ def _scale_of(div_scale: float) -> float:
 
 
 class _Adam(torch.optim.Optimizer):
-    """What the three share. ``state[p]`` holds ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (shape of p)."""
+    """Base class of the three. ``state[p]`` has ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (shape of p)."""
 
     state_keys: ClassVar[tuple[str, ...]] = ("step", *MOMENTS)
-    """What a step makes."""
+    """Keys of the state that a step creates."""
     counts_by_parameter = True
     num_fp32_shards_per_param = 4
-    """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
+    """fp32 values per parameter element with master parameters: master, gradient and two moments."""
     wide_moments: bool = True
-    """Moments of 16-bit parameters are fp32; otherwise in the parameter's dtype, and rounded to it after each step."""
+    """Moments of 16-bit parameters are in fp32; otherwise they are rounded to the parameter's dtype after each step."""
     _kept: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
 
     def __init__(
@@ -83,14 +83,14 @@ class _Adam(torch.optim.Optimizer):
             self._offload = OffloadedMoments(self.nvme_offload_fraction, MomentStore(folder))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with options of its own.
+        """Add a parameter group with its own options.
 
-        ``maximize`` counts as in torch, and may differ between groups. ``foreach`` and ``fused`` change nothing: there
-        is one kernel for each kind of device.
+        ``maximize`` has the meaning of torch, and may differ between groups. ``foreach`` and ``fused`` have no effect,
+        since there is one kernel per type of device.
 
         Raises:
-            ValueError: a number is out of range, a parameter is complex, or the group asks for ``amsgrad``,
-                ``capturable`` or ``differentiable``.
+            ValueError: a number is out of range, a parameter is complex, or the group has ``amsgrad``, ``capturable``
+                or ``differentiable``.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -115,7 +115,7 @@ class _Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All groups are looked at before any parameter changes, so a refused gradient leaves nothing half done.
+        # All groups are checked before any parameter changes, so that an invalid gradient leaves no partial update.
         live = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         for params in live:
             for param in params:
@@ -137,7 +137,7 @@ class _Adam(torch.optim.Optimizer):
             )
 
     def _check_whole(self) -> None:
-        """Moments on a disk are those of whole parameters."""
+        """Check that parameters are not DTensors, since moments on a disk belong to full parameters."""
         if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"nvme_offload_fraction={self.nvme_offload_fraction} with parameters that fully_shard divides: "
@@ -172,15 +172,15 @@ class _Adam(torch.optim.Optimizer):
         self._tiles.update(slots, rule, scale)
 
     def _step_offloaded(self, offload: OffloadedMoments, live: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
-        """Step what of ``live`` (parameters by group) has its moments in the store; what has not is returned.
+        """Step the parameters of ``live`` (by group) whose moments are in the store, and return the others.
 
-        All or, where the store fails, none: the new values are in copies until the new moments are stored.
+        All or none: the new values stay in copies until the new moments are stored.
         """
         every = [param for group in self.param_groups for param in group["params"]]
         offload.reserve([param for param in every if param.requires_grad or param.grad is not None])
         rules = [self._rule(group) for group in self.param_groups]
         held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
-        # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
+        # One block, which is returned to the system after the step; many would fragment the allocator.
         copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
         new: list[tuple[Tensor, Tensor]] = []
         gradient = torch.empty(0, device="cpu")
@@ -192,7 +192,7 @@ class _Adam(torch.optim.Optimizer):
                     new[-1][0].view(param.shape).copy_(param)
                     gradient = _flat_gradient(param)
                 if not self.state.get(param):
-                    # What the store may have for it belongs to a state that was dropped.
+                    # Moments in the store belong to a state that was dropped.
                     piece.moments.zero_()
                 values, count = new[-1]
                 part = slice(piece.start, piece.end)
@@ -204,18 +204,18 @@ class _Adam(torch.optim.Optimizer):
         return [[param for param in params if not offload.holds(param)] for params in live]
 
     def _next_count(self, param: Tensor) -> Tensor:
-        """The step count of the step under way, in a tensor of its own; no state is made for it."""
+        """Return the step count of the current step in a new tensor, without creating a state."""
         if not self.state.get(param):
             return torch.ones((), dtype=torch.float32, device="cpu")
         step: Tensor = self._state_of(param)["step"]
         return step + 1
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
-        """The state of one parameter, made on first use, and put right where it was loaded from elsewhere."""
+        """Return the state of one parameter; create it on first use, and fix the format of a loaded one."""
         state: dict[str, Any] = self.state[param]
         step = state.get("step", 0.0)
         if not isinstance(step, Tensor):
-            # ColossalAI keeps a plain number.
+            # ColossalAI stores a plain number.
             state["step"] = torch.tensor(float(step), device=param.device)
         elif step.device != param.device or step.dtype != torch.float32:
             state["step"] = step.to(param.device, torch.float32)
@@ -231,7 +231,7 @@ class _Adam(torch.optim.Optimizer):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; offloaded moments are read into host memory, all of them.
+        """Return the state as torch does; all offloaded moments are read into host memory.
 
         Raises:
             DiskError: they could not be read. Nothing changes.
@@ -244,19 +244,19 @@ class _Adam(torch.optim.Optimizer):
         for index, param in zip(numbers, params, strict=True):
             if packed["state"].get(index) and self._offload.holds(param):
                 exp_avg, exp_avg_sq = self._offload.read(param)
-                # A new dict: the one there is the live state.
+                # Make a new dict, since the present one is the live state.
                 packed["state"][index] = packed["state"][index] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or ColossalAI's.
+        """Load a state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or of ColossalAI's.
 
-        Moments keep their precision, also those of 16-bit parameters. ``adamw_mode`` stays what it is here; a state
-        whose weight decay was made in the other way is taken with a warning.
+        Moments keep their precision, also for 16-bit parameters. ``adamw_mode`` does not change; a state with the other
+        kind of weight decay is loaded with a warning.
 
         Raises:
             ValueError: the groups differ, or the state is of the AMSGrad variant.
-            DiskError: offloaded moments could not be stored. The state is the one before, then.
+            DiskError: offloaded moments could not be stored. The previous state is kept.
         """
         seen: list[dict[str, Any]] = [state_dict]
 
@@ -284,7 +284,7 @@ class _Adam(torch.optim.Optimizer):
             handle.remove()
 
     def _drop_torchs_mode(self) -> None:
-        """torch's groups say whether weight decay is decoupled; here ``adamw_mode`` does."""
+        """Remove torch's group option for decoupled weight decay, which is ``adamw_mode`` here."""
         modes = [group.pop("decoupled_weight_decay", self.adamw_mode) for group in self.param_groups]
         other = [g["weight_decay"] for g, mode in zip(self.param_groups, modes, strict=True) if mode != self.adamw_mode]
         if any(other):
@@ -296,7 +296,7 @@ class _Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
-        """Undo torch's cast of the moments to the parameter's dtype, and send to the store what belongs there."""
+        """Undo torch's cast of the moments to the parameter's dtype, and move offloaded ones to the store."""
         if self._offload is not None:
             self._offload.place(params)
         moving: list[tuple[Tensor, dict[str, Any]]] = []
@@ -315,17 +315,17 @@ class _Adam(torch.optim.Optimizer):
                 own.pop(key, None)
 
     def take_offload(self) -> tuple[float, str | None]:
-        """For an engine that places state itself: ``(nvme_offload_fraction, nvme_offload_dir)``, and end our own.
+        """Return ``(nvme_offload_fraction, nvme_offload_dir)`` for an engine that places state, and end our offloading.
 
-        Moments that are in the store come back to host memory first.
+        Moments in the store are first read back to host memory.
 
         Raises:
-            DiskError: they could not be read. Nothing changes, and it can be called again.
+            DiskError: they could not be read. Nothing changes, and the call can be repeated.
         """
         asked = self.nvme_offload_fraction, self.nvme_offload_dir
         if self._offload is not None:
             held = [param for param, state in self.state.items() if state and self._offload.holds(param)]
-            # All are read before any is taken over, so that a failed read leaves them where they are.
+            # Read all before using any, so that a failed read changes nothing.
             for param, moments in [(param, self._offload.read(param)) for param in held]:
                 self.state[param].update(zip(MOMENTS, moments, strict=True))
             self._offload.store.close()
@@ -343,7 +343,7 @@ class _Adam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A copy has neither of these, and a state from torch.optim no bias_correction.
+        # A copy has neither of these, and a state of torch.optim has no bias_correction.
         self.__dict__.setdefault("_tiles", AdamTiles())
         self.__dict__.setdefault("_offload", None)
         for group in self.param_groups:
@@ -356,12 +356,12 @@ def _count_step(steps: list[Tensor]) -> None:
     for step in steps:
         by_device.setdefault(step.device, []).append(step)
     for device, several in by_device.items():
-        # CUDA wants the number where the counts are.
+        # CUDA requires the number on the device of the counts.
         add_each(several, torch.ones((), device=device))
 
 
 def _own(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """This rank's part of what ``fully_shard`` divides (as ``like`` is), in its memory; any other tensor itself."""
+    """Return the local shard of a DTensor (with the placements of ``like``); other tensors are returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     if isinstance(like, DTensor) and tensor.placements != like.placements:
@@ -376,23 +376,23 @@ def _flat_gradient(param: Tensor) -> Tensor:
 
 
 class CPUAdam(_Adam):
-    """Adam and AdamW for parameters on the host; those on a GPU are updated there.
+    """Adam and AdamW for parameters on the host; parameters on a GPU are updated there.
 
     Args:
-        model_params: parameters, or dicts of param groups.
+        model_params: parameters, or dicts of parameter groups.
         lr: learning rate.
         bias_correction: divide the moments by ``1 - beta**step``.
-        betas: decay of the running averages of the gradient and of its square.
+        betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
         adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
-        nvme_offload_fraction: share of the moments of host parameters that is on disk between steps, in whole
-            parameters. ``state_dict`` reads them back.
-        nvme_offload_dir: where the files are made; ``None``: the system's temporary directory.
+        nvme_offload_fraction: fraction of the moments of host parameters that is on disk between steps, in units of
+            full parameters. ``state_dict`` reads them back.
+        nvme_offload_dir: directory of the files; ``None``: the system's temporary directory.
 
     Raises:
         ValueError: a number is out of range.
-        DiskError: no file can be made in ``nvme_offload_dir``.
+        DiskError: no file can be created in ``nvme_offload_dir``.
     """
 
     def __init__(
@@ -420,11 +420,11 @@ class CPUAdam(_Adam):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew and returns it; run with gradients enabled.
+            closure: recomputes the loss and returns it; run with gradients enabled.
             div_scale: divide gradients by this number first (the gradients themselves are not changed); -1: do not.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
 
         Raises:
             ValueError: ``div_scale`` is neither positive nor -1.
@@ -436,15 +436,15 @@ class CPUAdam(_Adam):
 
 
 class HybridAdam(CPUAdam):
-    """Adam and AdamW for a model whose parameters are on the host, on GPUs, or some here and some there.
+    """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params: as :class:`CPUAdam` takes it, like all others that are named.
-        defaults: options of groups, for those that do not say otherwise; see :meth:`CPUAdam.add_param_group`.
+        model_params: as for :class:`CPUAdam`, like all other named arguments.
+        defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:
-        ValueError: a number is out of range, or an option is not available.
-        TypeError: there is no such option.
+        ValueError: a number is out of range, or an option is not supported.
+        TypeError: an option does not exist.
     """
 
     def __init__(
@@ -485,17 +485,17 @@ class HybridAdam(CPUAdam):
 
 
 class FusedAdam(_Adam):
-    """Adam and AdamW for parameters on a GPU; those on the host are updated there.
+    """Adam and AdamW for parameters on a GPU; parameters on the host are updated there.
 
     Args:
-        params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as those of :class:`CPUAdam`, in the order
-            in which this class was published.
+        params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as for :class:`CPUAdam`, in the order of the
+            published class.
         amsgrad: must be ``False``.
-        set_grad_none: what ``zero_grad()`` does by default: drop gradients (``True``) or fill them with zeros.
+        set_grad_none: default of ``zero_grad()``: set gradients to None (``True``) or to zero.
 
     Raises:
         ValueError: a number is out of range.
-        RuntimeError: ``amsgrad`` is asked for.
+        RuntimeError: ``amsgrad`` is True.
     """
 
     _kept = (*_Adam._kept, "set_grad_none")
@@ -519,7 +519,7 @@ class FusedAdam(_Adam):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop all gradients or fill them with zeros; ``None``: what ``set_grad_none`` says."""
+        """Set all gradients to None or to zero; ``set_to_none=None`` means ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(
@@ -534,7 +534,8 @@ class FusedAdam(_Adam):
         """Update every parameter that has a gradient, as :meth:`CPUAdam.step`.
 
         Raises:
-            RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist for that.
+            RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist only for this
+                error.
         """
         removed = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
         given = [name for name, value in removed.items() if value is not None]

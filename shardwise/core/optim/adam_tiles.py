@@ -1,8 +1,8 @@
-"""Adam and AdamW over lists of tensors: the plain formula, and the same on torch's fused kernels in cache-sized tiles.
+"""Adam and AdamW over lists of tensors: the plain formula, and an implementation with torch's fused kernels in tiles.
 
-:func:`adam_reference` is the formula. :class:`AdamTiles` does the same with the casts of the gradient, its unscaling
-and clipping, the update and the cast of the result made tile by tile, while the data is in cache. Without tiles each of
-these is a pass over main memory, and the fp32 copy of a 16-bit gradient is an allocation of twice the gradient's size.
+:func:`adam_reference` is the formula. :class:`AdamTiles` computes the same. It casts, unscales and clips the gradient,
+updates, and casts the result tile by tile, while the data is in cache. Without tiles, each of these is a pass over main
+memory, and the fp32 copy of a 16-bit gradient is an allocation of twice the gradient's size.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from shardwise.plan.precision import HALF_DTYPES
 __all__ = ["AdamRule", "AdamSlot", "AdamTiles", "adam_reference", "moment_dtype"]
 
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements a tile by kind of device; on a CPU for each thread. There a thread's part of the fp32 gradient (1 MiB) stays
-in cache and a call still costs little beside the data; on a GPU it only bounds the scratch memory (64 MiB)."""
+"""Elements per tile by device type; on a CPU per thread. There, a thread's part of the fp32 gradient (1 MiB) stays in
+cache, and the cost of a call is small compared to that of the data. On a GPU, it only bounds the scratch memory (64
+MiB)."""
 
 
 @dataclass(frozen=True)
 class AdamRule:
-    """Numbers of the update that all parameters of a group share.
+    """Hyperparameters of the update that all parameters of a group share.
 
     Attributes:
         decoupled: AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2); otherwise weight decay is L2, added to
             the gradient (Kingma and Ba, arXiv:1412.6980).
         bias_correction: divide the moments by ``1 - beta**step``; without it they start biased towards zero.
-        maximize: go up the gradient.
+        maximize: maximize the objective.
     """
 
     lr: float
@@ -47,15 +48,16 @@ class AdamRule:
 
 
 class AdamSlot(NamedTuple):
-    """What one update reads and writes; all tensors have the same shape and device, except ``step``.
+    """The tensors that one update reads and writes; all have the same shape and device, except ``step``.
 
     Attributes:
         param: fp32 or fp64; or 16-bit, which is updated in fp32 and rounded once.
-        grad: any floating dtype; never written.
-        exp_avg: first moment, fp32 (fp64 for an fp64 parameter); or in 16 bits, to which it is rounded after the step.
-        exp_avg_sq: second moment, as the first.
+        grad: any floating dtype; read-only.
+        exp_avg: first moment in fp32 (fp64 for an fp64 parameter); or in 16 bits, to which it is rounded after the
+            step.
+        exp_avg_sq: second moment, with the dtype of the first.
         step: 0-dim fp32 tensor on the parameter's device (or on the host for a parameter there), counting this step.
-        out: where the new values are also written, rounded to its dtype: the 16-bit weights of an fp32 master.
+        out: second output for the new values, rounded to its dtype: the 16-bit weights of an fp32 master parameter.
     """
 
     param: Tensor
@@ -67,13 +69,13 @@ class AdamSlot(NamedTuple):
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:
-    """In which dtype a parameter is updated and its moments are kept: fp64 for fp64, otherwise fp32."""
+    """Return the dtype in which a parameter is updated and its moments are stored: fp64 for fp64, otherwise fp32."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()
 def adam_reference(slot: AdamSlot, rule: AdamRule, scale: float = 1.0) -> None:
-    """One step of Adam or AdamW, written to be read; allocates five tensors of the parameter's size.
+    """Run one step of Adam or AdamW, in readable form; allocates five tensors of the parameter's size.
 
     With g the gradient times ``scale``, m and v the moments, t the step (Kingma and Ba, algorithm 1)::
 
@@ -104,13 +106,13 @@ def adam_reference(slot: AdamSlot, rule: AdamRule, scale: float = 1.0) -> None:
 
 
 class AdamTiles:
-    """Runs the same update on torch's fused kernels; owns the scratch memory, which lives from step to step.
+    """Runs the update with torch's fused kernels. It owns the scratch memory, which is reused in later steps.
 
-    Parameters that need no cast and no scaling go to the kernel whole, in one call for each device and dtype. The
-    others are cut into tiles, and small ones share a tile: on a GPU its casts are then one kernel each.
+    Parameters that need no cast and no scaling are passed to the kernel unsplit, in one call for each device and dtype.
+    Others are split into tiles. Small parameters share a tile, so that on a GPU its casts are one kernel each.
 
     Args:
-        tile_numel: elements a tile; by default what :data:`TILE_NUMEL` says for the device.
+        tile_numel: elements per tile; defaults to :data:`TILE_NUMEL` of the device.
     """
 
     def __init__(self, tile_numel: int | None = None) -> None:
@@ -124,7 +126,7 @@ class AdamTiles:
     def update(self, slots: Sequence[AdamSlot], rule: AdamRule, scale: float = 1.0) -> None:
         """Step all ``slots`` with ``scale`` times their gradients.
 
-        The scaling is made after the cast of the gradient, so that a 16-bit gradient is not rounded again.
+        The scale is applied after the cast of the gradient, so that a 16-bit gradient is not rounded again.
         """
         whole: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         cut: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
@@ -146,7 +148,7 @@ class AdamTiles:
                 target.copy_(source)
 
     def _update_narrow(self, slot: AdamSlot, rule: AdamRule, scale: float) -> None:
-        """Wide copies of moments in 16 bits are stepped and rounded, a part at a time."""
+        """Step 16-bit moments: update fp32 copies of them and round the result, one slice at a time."""
         copies: list[tuple[Tensor, Tensor]] = []
         param, grad, *moments, step, out = _flattened(slot, copies)
         limit = self._tile_numel or _tile_numel(param.device)
@@ -187,7 +189,7 @@ class AdamTiles:
         if rule.bias_correction:
             steps = [slot.step for slot in slots]
         else:
-            # The kernel always corrects; beta**inf is 0, so after infinitely many steps it divides by exactly 1.
+            # The kernel always applies bias correction; beta**inf is 0, so with infinitely many steps it divides by 1.
             steps = [self._infinity(params[0].device)] * len(slots)
         fused_adam(rule.decoupled)(
             params,
@@ -225,8 +227,8 @@ def _tile_numel(device: torch.device) -> int:
 
 
 def _fits_kernel(slot: AdamSlot) -> bool:
-    # The CPU kernel walks memory from each tensor's start and looks at no strides.
-    # Written out: a loop over the four costs more than the rest of a small parameter's step.
+    # The CPU kernel iterates over memory from each tensor's start and ignores strides.
+    # Unrolled: a loop over the four tensors costs more than the rest of a small parameter's step.
     param, grad, exp_avg, exp_avg_sq, *_ = slot
     return (
         param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
@@ -238,7 +240,7 @@ def _fits_kernel(slot: AdamSlot) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order."""
+    """Return True if the elements fill one contiguous range of memory, each once, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -248,7 +250,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flattened(slot: AdamSlot, copies: list[tuple[Tensor, Tensor]]) -> AdamSlot:
-    """The slot as 1-dim views. What has no such view is copied, and ``(target, copy)`` added to ``copies``."""
+    """Return the slot as 1-D views; add ``(target, copy)`` to ``copies`` for tensors without such a view."""
     tensors = [slot.param, slot.grad, slot.exp_avg, slot.exp_avg_sq, *([] if slot.out is None else [slot.out])]
     if not all(t.is_contiguous() for t in tensors):
         strides = slot.param.stride()
@@ -264,7 +266,7 @@ def _flattened(slot: AdamSlot, copies: list[tuple[Tensor, Tensor]]) -> AdamSlot:
 
 
 def _tiles(slots: Sequence[AdamSlot], limit: int) -> Iterator[list[AdamSlot]]:
-    """Runs of pieces of flat slots, each run at most ``limit`` elements."""
+    """Yield lists of slices of flat slots with at most ``limit`` elements per list."""
     run: list[AdamSlot] = []
     room = limit
     for slot in slots:

@@ -1,9 +1,9 @@
-"""Whether an optimizer updates each element by itself, which is what makes it possible to step flat shards.
+"""Detects whether an optimizer is element-wise, which is required to step flat shards.
 
-Of some optimizers the name tells, but anybody may write another whose update needs the parameter's norm, its rows and
-columns, its size, or a count of the calls of ``step()``. Sharded, it would train, and give another result for every
-number of ranks. So it is tried out: a copy of it steps a matrix whole, and in flat parts, one after the other; a small
-one, and one that is large enough for updates that large matrices alone get.
+Some optimizers are known by name, but a user-defined one may depend on the parameter's norm, its rows and columns, its
+size, or the number of calls of ``step()``. Such an optimizer would train when sharded, with different results for every
+number of ranks. It is therefore tested: a copy steps a matrix as one parameter, and in flat parts, one after the other.
+The test uses a small matrix, and one large enough for code paths that only large matrices take.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from shardwise.core.base.torch_internals import without_global_step_hooks
 __all__ = ["NotTriedError", "couples_elements", "couples_parameters", "stand_in"]
 
 SHAPE, CUT = (3, 4), 5
-"""The matrix, and the element at which it is cut."""
+"""Shape of the small matrix, and the element at which it is split."""
 LARGE = (144, 160)
-"""Another one, of which the first part is as small. Sizes from which on somebody's update differs are 128 a dimension
-and 4096 elements, in multiples of 256."""
+"""Shape of the large matrix, whose first part is as small. Thresholds of known optimizers for another code path are 128
+per dimension and 4096 elements, in multiples of 256."""
 STEPS = 3
 RATE, SLOPE = 0.1, 3.0
-"""Learning rate, since that of a warm-up's first step is 0; and the size of gradients, which limits of norms meet."""
+"""Learning rate, since the first step of a warm-up has 0; and the size of gradients, large enough for norm clipping."""
 TOLERANCE = 1e-3
-"""Of the largest change of any element. Rounding is a thousandth of that."""
+"""Tolerance relative to the largest change of any element. Rounding errors are a thousandth of that."""
 MOST_GROUPS = 8
-"""Some optimizers have a group for every parameter."""
+"""Maximal number of groups that are tested, since some optimizers have a group for every parameter."""
 NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.ProcessGroup] if dist.is_available() else []))
-"""What an optimizer works through, if it has one: alone, it would do something else, or wait for other ranks."""
+"""Types that an optimizer may delegate to. An optimizer with one of them is not tested: its copy would behave
+differently, or wait for other ranks."""
 Parts = Sequence[Sequence[Sequence[Tensor]]]
-"""By copy of the optimizer and call of its ``step()``, the parameters that a matrix is given as."""
+"""By copy of the optimizer and call of its ``step()``: the parameters into which the matrix is split."""
 Cut = Callable[[Tensor], Parts]
 
 
@@ -46,21 +47,21 @@ class NotTriedError(Exception):
 
 
 def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what ``optimizer`` does to an element depends on the others of its parameter, or on how it is called.
+    """Return True if ``optimizer``'s update of an element depends on other elements of its parameter or on the calls.
 
-    A copy of it steps parameters of its own on the CPU, three times, with the options of each of its groups (of
-    eight at most; but a learning rate of 0.1). Of the optimizer nothing is changed, nor are torch's random numbers; no
-    hooks run. An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
+    A copy of the optimizer steps its own parameters on the CPU, three times, with the options of each group (of at most
+    eight groups; the learning rate is 0.1). The optimizer and torch's random number generators are not changed, and no
+    hooks run. If the optimizer has an attribute ``element_wise``, True or False, that is used instead.
 
-    Not found is what shows only later than in the third step, in other numbers or in larger parameters. An
-    optimizer that draws random numbers counts as element-wise, since its steps differ anyway. So does one that cannot
-    be tried: it wraps another optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like
-    this (it needs a closure, or a GPU).
+    The test does not detect differences that appear only after the third step, with other values or with larger
+    parameters. An optimizer that draws random numbers counts as element-wise, since its steps differ anyway. So does
+    one that cannot be tested: it wraps another optimizer, has modules or process groups, cannot be copied, or cannot be
+    stepped in this way (it needs a closure, or a GPU).
     """
     said = getattr(optimizer, "element_wise", None)
     if said is not None:
         return not said
-    if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
+    if not {"param_groups", "state"} <= vars(optimizer).keys():  # a wrapper that forwards them to another optimizer
         return False
     with without_global_step_hooks():
         shapes = itertools.product(_distinct(optimizer.param_groups), (SHAPE, LARGE))
@@ -68,10 +69,10 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what ``optimizer`` does to a parameter depends on the others, or on how often ``step()`` is called.
+    """Return True if ``optimizer``'s update of a parameter depends on other parameters or on the calls of ``step()``.
 
-    Tried as :func:`couples_elements` tries it, with three matrices: in one call, or one and two of them by copies
-    of their own, call by call. What cannot be tried does not.
+    The test is that of :func:`couples_elements`, with three matrices: in one call, or split into one and two matrices
+    with separate copies, call by call. Optimizers that cannot be tested count as uncoupled.
     """
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         return False
@@ -80,7 +81,7 @@ def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Options that differ in more than the learning rate, which is replaced; those that differ in text alone last."""
+    """Return the distinct options without regard to the learning rate, with differences only in text last."""
     changed = []
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -105,14 +106,14 @@ def _key(options: dict[str, Any], texts: bool) -> str:
 
 
 def stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """A copy without state and hooks, whose only group has the options of ``group``."""
+    """Return a copy without state and hooks, whose only group has the options of ``group``."""
     hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
-    # Methods among the attributes were put there by a scheduler or an engine: they are not the class's.
+    # Callable attributes that shadow methods of the class were set by a scheduler or an engine.
     methods = {n for n, v in vars(optimizer).items() if callable(v) and callable(getattr(type(optimizer), n, None))}
     left_out = {"param_groups", "state", "step", *methods, *hooks}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
     trial = object.__new__(type(optimizer))
-    nobody = nn.Parameter(torch.empty(0, device="meta"))  # in place of the model's parameters, wherever they are held
+    nobody = nn.Parameter(torch.empty(0, device="meta"))  # replaces all references to the model's parameters
     memo: dict[int, Any] = {id(param): nobody for own in optimizer.param_groups for param in own["params"]}
     memo[id(optimizer)] = trial
     try:
@@ -127,7 +128,7 @@ def stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """``value``, and what it contains."""
+    """Yield ``value`` and everything that it contains."""
     yield value
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     if isinstance(inner, list | tuple | set):
@@ -140,7 +141,7 @@ def _differs(
 ) -> bool:
     generator = torch.Generator(device="cpu").manual_seed(0)
 
-    def numbers() -> Tensor:  # wherever torch makes tensors by default
+    def numbers() -> Tensor:  # independent of torch's default device
         return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
@@ -148,7 +149,7 @@ def _differs(
     def walk(cut: Cut, seed: int) -> Tensor:
         changed = []
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change every GPU's
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU
             for number, calls in enumerate(cut(start)):
                 trial = stand_in(optimizer, group)
                 (options,) = trial.param_groups
@@ -163,7 +164,7 @@ def _differs(
                         except Exception as error:
                             raise NotTriedError from error
                 changed += [param.detach().reshape(-1) for own in params for param in own]
-        # What is NaN in both is the same.
+        # NaN in both results counts as equal.
         return torch.nan_to_num(torch.cat(changed) - start.reshape(-1))
 
     try:

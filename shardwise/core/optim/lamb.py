@@ -1,4 +1,4 @@
-"""LAMB (arXiv 1904.00962): Adam with a step size for each layer."""
+"""LAMB (arXiv 1904.00962): Adam with a layer-wise trust ratio."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["BoundedLamb", "FusedLAMB", "Lamb"]
 
 
 def _ratio(weight: Tensor, update: Tensor) -> Tensor:
-    """Of two norms; 1 where one is 0."""
+    """Return the ratio of two norms, or 1 if one of them is 0."""
     return torch.where((weight > 0) & (update > 0), weight / update, torch.ones_like(weight))
 
 
 class Lamb(WholeTensorOptimizer):
-    """LAMB: Adam's step, and as large as the weights.
+    """LAMB: Adam's update, scaled for each parameter by the ratio of the norms of weight and update.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters, or parameter groups.
         lr: learning rate.
-        betas: of the moments.
-        eps: beside the root of the second one.
-        weight_decay: decoupled, but within the ratio of norms.
-        adam: the ratio is 1.
-        bias_correction: of both moments, in the learning rate.
+        betas: decay rates of the moments.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, applied before the ratio of norms.
+        adam: if True, the ratio is 1.
+        bias_correction: apply bias correction of both moments through the learning rate.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Lamb(WholeTensorOptimizer):
         param.copy_(weight - lr * update)
 
     def _root(self, group: dict[str, Any], exp_avg_sq: Tensor) -> Tensor:
-        """What the first moment is divided by."""
+        """Return the denominator of the update."""
         return exp_avg_sq.sqrt().add_(group["eps"])
 
     def _trust(self, group: dict[str, Any], param: Tensor, weight: Tensor, update: Tensor) -> Tensor:
-        """What the update of ``param`` is multiplied with, from the norms of weight and update."""
+        """Return the factor of the update of ``param``, computed from the norms of weight and update."""
         return _ratio(weight, update)
 
 
 class BoundedLamb(Lamb):
-    """LAMB with bounds of the ratio of norms, and bias correction unless it is switched off.
+    """LAMB with bounds for the ratio of norms. Bias correction is enabled by default.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters, or parameter groups.
         lr: learning rate.
-        bias_correction: of both moments.
-        betas: of the moments.
-        eps: beside the root of the second one, or in it.
-        eps_inside_sqrt: in it.
-        weight_decay: decoupled, but within the ratio of norms.
-        bounds: the least and the most that the ratio may be (``min_coeff`` and ``max_coeff`` of a group); it is 1
-            where a norm is 0, whatever the bounds.
+        bias_correction: apply bias correction of both moments.
+        betas: decay rates of the moments.
+        eps: added to the square root of the second moment, or inside it.
+        eps_inside_sqrt: add ``eps`` inside the square root.
+        weight_decay: decoupled weight decay, applied before the ratio of norms.
+        bounds: the minimum and maximum of the ratio (``min_coeff`` and ``max_coeff`` of a group). If a norm is 0, the
+            ratio is 1 regardless of the bounds.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class BoundedLamb(Lamb):
 
     @property
     def lamb_coeffs(self) -> list[Tensor]:
-        """The bounded ratios (0-dim) of the last updates, in the order of the parameters; sharded, of this rank's."""
+        """The bounded ratios (0-dim) of the last updates, in parameter order; if sharded, those of this rank."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [self._ratios[param] for param in params if param in self._ratios]
 
     def get_lamb_coeffs(self) -> list[float]:
-        """:attr:`lamb_coeffs` as numbers."""
+        """Return :attr:`lamb_coeffs` as numbers."""
         return [float(each) for each in self.lamb_coeffs]
 
     def _root(self, group: dict[str, Any], exp_avg_sq: Tensor) -> Tensor:
@@ -128,24 +128,25 @@ class BoundedLamb(Lamb):
 
 
 class FusedLAMB(WholeTensorOptimizer):
-    """LAMB with gradients clipped by their norm over all parameters first. ``step`` is counted by parameter.
+    """LAMB that first clips gradients by their norm over all parameters. ``step`` is counted per parameter.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters, or parameter groups.
         lr: learning rate.
-        bias_correction: of both moments.
-        betas: of the moments.
-        eps: beside the root of the second one.
-        weight_decay: see ``adam_w_mode``; the ratio of norms is 1 where it is 0, unless ``use_nvlamb``.
-        amsgrad: not available.
-        adam_w_mode: decay is a part of the update; otherwise of the gradient.
-        grad_averaging: the first moment takes ``1 - betas[0]`` of the gradient; otherwise all of it.
-        set_grad_none: what ``zero_grad()`` does.
-        max_grad_norm: 0 leaves gradients as they are, which sharded models need: clip with the front-end.
-        use_nvlamb: the ratio of norms counts for every parameter.
+        bias_correction: apply bias correction of both moments.
+        betas: decay rates of the moments.
+        eps: added to the square root of the second moment.
+        weight_decay: see ``adam_w_mode``; without weight decay, the ratio of norms is 1 unless ``use_nvlamb``.
+        amsgrad: not supported.
+        adam_w_mode: if True, weight decay is added to the update, otherwise to the gradient.
+        grad_averaging: multiply the gradient by ``1 - betas[0]`` in the first moment.
+        set_grad_none: default of ``zero_grad()``.
+        max_grad_norm: maximal norm of the gradients; 0 disables clipping. Sharded models need 0 and clip with the
+            front-end.
+        use_nvlamb: apply the ratio of norms to every parameter.
 
     Raises:
-        RuntimeError: ``amsgrad``.
+        RuntimeError: ``amsgrad`` is True.
     """
 
     def __init__(
@@ -176,17 +177,17 @@ class FusedLAMB(WholeTensorOptimizer):
 
     @property
     def couples_parameters(self) -> str:
-        """Why one parameter's update needs the others; empty where it does not."""
+        """Return why one parameter's update depends on the others; empty if it does not."""
         norms = [group["max_grad_norm"] for group in self.param_groups]
         return f"max_grad_norm={max(norms)} needs all gradients: give 0 here, and clip with the front-end" * any(norms)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop all gradients or fill them with zeros; ``None``: what ``set_grad_none`` says."""
+        """Set all gradients to None or to zero; ``set_to_none=None`` means ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; what ``closure``, which is run first, returned."""
+        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first."""
         if closure is None:
             most = self.param_groups[0]["max_grad_norm"]
             norms = [as_computed(grad).norm(2).double() for _, _, grad in self._live()] if most else []

@@ -20,8 +20,8 @@ class Lion(torch.optim.Optimizer):
     Args:
         params: parameters, or dicts of param groups.
         lr: learning rate.
-        betas: of the interpolation, and of the running average.
-        weight_decay: decoupled from the gradient.
+        betas: coefficients of the interpolation, and of the running average.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: a number is out of range.
@@ -38,7 +38,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         value = None
         if closure is not None:
             with torch.enable_grad():

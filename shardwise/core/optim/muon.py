@@ -1,4 +1,4 @@
-"""Muon for matrices and Adam for all else, in one optimizer. Muon's step is the orthogonal matrix near its momentum."""
+"""Muon for matrices and Adam for all other parameters, in one optimizer. Muon orthogonalizes the momentum."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed
 __all__ = ["MuonWithAuxAdam", "muon_update"]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5: what pulls singular values in (0, 1] to about 1. Source: kellerjordan.github.io/posts/muon."""
+"""Coefficients of x, x^3 and x^5, which move singular values in (0, 1] near 1. Source:
+kellerjordan.github.io/posts/muon."""
 LEAST_NORM = 1e-7
 RESTART = 2
-"""Iterations on one Gram matrix: its rounding grows, so it is made anew. Source: tridao.me/blog, Gram Newton-Schulz."""
+"""Iterations per Gram matrix, whose rounding error grows. Source: tridao.me/blog, Gram Newton-Schulz."""
 METHODS = ("gram", "standard")
 OF_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 OF_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
 def _orthogonal(matrix: Tensor, steps: int, method: str) -> Tensor:
-    """``matrix`` (..., rows, columns) with its singular values near 1, by ``steps`` of Newton and Schulz.
+    """Orthogonalize ``matrix`` (..., rows, columns) with ``steps`` Newton-Schulz iterations: singular values near 1.
 
-    ``"standard"`` multiplies in bf16, as torch's Muon. ``"gram"`` iterates on the Gram matrix of the short side, in
-    fp16 on a GPU and in fp32 on a CPU. Where the sides are equal that saves nothing, and it goes the standard way.
+    ``"standard"`` multiplies in bf16, as torch's Muon. ``"gram"`` iterates on the Gram matrix of the shorter side, in
+    fp16 on a GPU and in fp32 on a CPU. It has no advantage for square matrices, which use the standard method.
     """
     x = matrix.to(torch.bfloat16 if method == "standard" else torch.float32)
     x = x if x.dim() == 2 else x.flatten(0, -3)
@@ -33,7 +34,7 @@ def _orthogonal(matrix: Tensor, steps: int, method: str) -> Tensor:
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     if method == "gram" and x.device.type != "cpu":
-        x = x.half()  # only now: as they are, gradients may be too large or too small for it
+        x = x.half()  # after normalization, since gradients may be too large or too small for fp16
     by_gram = method == "gram" and x.size(-2) < x.size(-1)
     spans = (min(RESTART, steps), max(0, steps - RESTART)) if by_gram else (1,) * steps
     for span in spans:
@@ -42,7 +43,7 @@ def _orthogonal(matrix: Tensor, steps: int, method: str) -> Tensor:
 
 
 def _iterated(x: Tensor, steps: int) -> Tensor:
-    """So many steps. What all but the last do is one factor, which is found from the Gram matrix alone."""
+    """Run ``steps`` iterations. All but the last are combined in one factor, which depends only on the Gram matrix."""
     (a, b, c), add = QUINTIC, torch.addmm if x.dim() == 2 else torch.baddbmm
     gram, factor = x @ x.mT, None
     for step in range(steps):
@@ -69,17 +70,17 @@ def muon_update(
     ns_method: str = "gram",
     is_expert_group: bool = False,
 ) -> Tensor:
-    """What is subtracted from a matrix, before the learning rate, in its shape and dtype. ``grad`` stays as it is.
+    """Return the update of a matrix, before the learning rate, in its shape and dtype. ``grad`` is not changed.
 
     Args:
-        grad: of two dimensions, or more, of which all but the last two are of matrices of their own. Of four, as
-            filters have, all but the first are columns.
-        momentum: in the shape of ``grad``; goes on in place.
-        beta: of it.
-        ns_steps: iterations to the orthogonal matrix.
-        nesterov: look ahead.
+        grad: has two or more dimensions; all but the last two are batch dimensions. With four dimensions (convolution
+            filters), all but the first are flattened to columns.
+        momentum: momentum buffer in the shape of ``grad``; updated in place.
+        beta: decay rate of the momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        nesterov: use Nesterov momentum.
         ns_method: ``"gram"`` or ``"standard"``; see :class:`MuonWithAuxAdam`.
-        is_expert_group: of any shape, matrices of their own.
+        is_expert_group: if True, all but the last two dimensions are batch dimensions, also with four dimensions.
     """
     momentum.lerp_(grad, 1 - beta)
     ahead = torch.lerp(grad, momentum, beta) if nesterov else momentum
@@ -90,17 +91,19 @@ def muon_update(
 
 
 class MuonWithAuxAdam(WholeTensorOptimizer):
-    """Muon for the groups with ``use_muon=True``, and Adam with decoupled decay for those with ``use_muon=False``.
+    """Muon for the groups with ``use_muon=True``, and Adam with decoupled weight decay for those with
+    ``use_muon=False``.
 
-    ``state[p]`` holds ``momentum_buffer`` under Muon; under Adam ``exp_avg``, ``exp_avg_sq`` and ``step``, a number.
+    ``state[p]`` contains ``momentum_buffer`` for Muon, and ``exp_avg``, ``exp_avg_sq`` and the number ``step`` for
+    Adam.
 
     Args:
-        param_groups: dicts, each with ``params`` and ``use_muon``; besides under Muon ``lr`` (0.02), ``momentum``
-            (0.95), ``weight_decay`` (0) and ``ns_method`` (``"gram"``, or ``"standard"``, which multiplies as torch's
-            Muon does), under Adam ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10), ``weight_decay`` (0).
+        param_groups: dicts, each with ``params`` and ``use_muon``. Options of Muon: ``lr`` (0.02), ``momentum`` (0.95),
+            ``weight_decay`` (0) and ``ns_method`` (``"gram"``, or ``"standard"``, which multiplies as torch's Muon
+            does). Options of Adam: ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10) and ``weight_decay`` (0).
 
     Raises:
-        ValueError: a group without ``use_muon``, a number out of range, or a vector under Muon.
+        ValueError: a group without ``use_muon``, a number out of range, or a vector in a Muon group.
     """
 
     def __init__(self, param_groups: Any) -> None:

@@ -1,6 +1,6 @@
 """Optimizer state with tensors in lists, tuples and dicts (SOAP's matrices, one for each dimension), as flat entries.
 
-In flat form each tensor is an entry of its own: ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a,
+In flat form, each tensor is a separate entry: ``{"GG": [a, b]}`` becomes ``{"GG": {"$nested": ...}, "GG.0": a,
 "GG.1": b}``, with the structure as JSON (:mod:`shardwise.core.base.tree`). So code that shards, sends and stores state
 handles only tensors and plain values.
 """
@@ -21,7 +21,7 @@ NESTED = "$nested"
 
 
 def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -> dict[str, Any]:
-    """Return ``entry`` with the ``leaves`` of nested values as entries of their own.
+    """Return ``entry`` with the ``leaves`` of nested values as separate entries.
 
     Raises:
         ValueError: an entry has the name that a nested tensor gets.
@@ -51,7 +51,7 @@ def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_form(value: object) -> bool:
-    """Whether ``value`` is the structure of a nested value."""
+    """Return True if ``value`` is the structure of a nested value."""
     return isinstance(value, dict) and value.keys() == {NESTED}
 
 

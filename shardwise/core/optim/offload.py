@@ -1,4 +1,4 @@
-"""Adam moments on a disk between steps: read ahead of the update and written behind it, piece by piece."""
+"""Adam moments on a disk between steps: read ahead of the update and written after it, in pieces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwise.plan import DiskPlan
 __all__ = ["PIECE_NUMEL", "MomentPiece", "MomentStore", "OffloadedMoments"]
 
 PIECE_NUMEL = 1 << 22
-"""Elements of a parameter whose two moments are moved together (32 MiB in fp32): what bounds the store's buffers."""
+"""Elements of a parameter whose two moments are moved together (32 MiB in fp32); it bounds the store's buffers."""
 BUFFERS = 4
-"""One piece is written and one updated while two are read."""
+"""Number of buffers: one piece is written and one updated while two are read."""
 
 
 class _Fetch:
@@ -65,16 +65,16 @@ class MomentStore:
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
-        """Make room for pieces of ``numel`` elements under ``key``, once.
+        """Reserve space for pieces of ``numel`` elements under ``key``, once.
 
         Raises:
-            DiskError: there is no room. What was reserved before stays.
+            DiskError: there is no space. Previous reservations are kept.
         """
         if key not in self._records:
             self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize, "moments")
 
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _Fetch:
-        """Start reading what was last stored under ``key``; zeros if nothing was."""
+        """Start reading the moments that were last stored under ``key``; zeros if there are none."""
         nbytes = 2 * numel * dtype.itemsize
         buffer = self._take(nbytes)
         if key not in self._stored:
@@ -113,7 +113,7 @@ class MomentStore:
         self._store.give(fetched.buffer)
 
     def flush(self) -> None:
-        """Return when everything that was put is stored.
+        """Wait until everything that was put is stored.
 
         Raises:
             DiskError: something could not be stored. Call :meth:`abandon` then.
@@ -125,7 +125,7 @@ class MomentStore:
         self._new.clear()
 
     def abandon(self) -> None:
-        """Drop what was put since the last :meth:`flush`; fetches return what was stored before."""
+        """Drop writes since the last :meth:`flush`; fetches return the previously stored moments."""
         while self._writing:
             with contextlib.suppress(DiskError):
                 self._finish_write()
@@ -161,7 +161,7 @@ class OffloadedMoments:
         self._numel = 0
 
     def place(self, params: Sequence[Tensor]) -> None:
-        """Decide for those of ``params`` (all parameters of the optimizer) that are new; the others stay."""
+        """Decide for new parameters in ``params`` (all parameters of the optimizer); earlier decisions are kept."""
         new = [p for p in params if p not in self._keys]
         if not new:
             return
@@ -187,24 +187,24 @@ class OffloadedMoments:
         return self._numel
 
     def reserve(self, params: Sequence[Tensor]) -> None:
-        """Make room for the moments of those of ``params`` that belong in the store.
+        """Reserve space for the moments of those of ``params`` that belong in the store.
 
         Raises:
-            DiskError: there is no room. No moments change.
+            DiskError: there is no space. No moments change.
         """
         held = [param for param in params if self.holds(param)]
         for index, start, end in _pieces(held):
             self.store.reserve(self._key(held[index], start), end - start, moment_dtype(held[index]))
 
     def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
-        """Yield the moments of ``params`` piece by piece, reading ahead.
+        """Yield the moments of ``params`` in pieces, reading ahead.
 
-        With ``store_back``, what the caller wrote into a piece is stored when the next is asked for, and all of it
-        counts once the last is stored. After a failure before that (close the generator then), the store has the
-        moments it had.
+        With ``store_back``, a piece that the caller has written is stored when the next one is requested, and all
+        pieces are committed after the last. After a failure before that (close the generator then), the store has the
+        previous moments.
 
         Raises:
-            DiskError: something could not be read or stored.
+            DiskError: moments could not be read or stored.
         """
         pieces = list(_pieces(params))
         waiting: deque[_Fetch] = deque()
@@ -245,7 +245,7 @@ class OffloadedMoments:
         """Store both moments of each parameter, zeros for ``None``. After an error none of them has changed.
 
         Raises:
-            DiskError: there is no room, or something could not be stored.
+            DiskError: there is no space, or moments could not be stored.
         """
         params = [param for param, _ in entries]
         self.reserve(params)

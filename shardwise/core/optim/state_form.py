@@ -38,7 +38,7 @@ class SavedForm:
     """The form of the state of one parameter in a file.
 
     Attributes:
-        shape: of the parameter.
+        shape: shape of the parameter.
         keys: keys of its state; for tensors with whether they are floating-point, for other values with ``None``.
     """
 
@@ -67,7 +67,7 @@ class StateForm:
     """The form of the state of one optimizer.
 
     Args:
-        optimizer: the user's own; it is not changed.
+        optimizer: the user's optimizer; it is not changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,8 +87,9 @@ class StateForm:
         return self._found[key]
 
     def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, found: tuple[int, ...]) -> bool:
-        """Whether the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, such as rows and
-        columns of a factored one. A parameter too large to try only needs all sizes of ``found``.
+        """Return True if the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, such as
+        rows and columns of a factored state. For a parameter too large to test, the sizes in ``found`` have to be its
+        own.
         """
         plain = {name: value for name, value in options.items() if name not in NOTED}
         place = (repr(plain), shape)
@@ -111,7 +112,7 @@ class StateForm:
         said = getattr(self._optimizer, "state_keys", None)
         if said is not None:
             return dict.fromkeys(said, True)
-        if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # they are another optimizer's
+        if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # a wrapper of another optimizer
             return None
         param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
         param.grad = torch.ones_like(param)
@@ -182,7 +183,7 @@ class StateForm:
         return saved_class in (each.__name__ for each in type(self._optimizer).__mro__)
 
     def continues(self, saved_class: str) -> bool:
-        """Whether the class keeps the same state."""
+        """Return True if the class keeps the same state."""
         own = {each.__name__ for each in type(self._optimizer).__mro__}
         return saved_class in own or (saved_class in SAME_STATE and bool(own & SAME_STATE))
 
@@ -192,7 +193,7 @@ def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _other_numbers(kept: Mapping[str, bool | None], there: Mapping[str, bool | None]) -> bool:
-    """Whether integer tensors replace floating-point ones; a step count may be either."""
+    """Return True if integer tensors replace floating-point ones; a step count may be either."""
     both = (kept.keys() & there.keys()) - {"step"}
     return any(there[key] != kept[key] for key in both if None not in (there[key], kept[key]))
 
@@ -216,12 +217,12 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         made = kind([{**options, "params": [param]}], **given)
         return dict(made.state.get(param, {}))
-    except Exception:  # of any kind: the class is the user's
+    except Exception:  # of any kind, since the class is the user's
         return {}
 
 
 def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the constructor creates state."""
+    """Return True if the constructor creates state."""
     param = nn.Parameter(torch.ones(2, 2, device="cpu", dtype=torch.float32))
     return any(constructed_state(optimizer, group, param) for group in optimizer.param_groups[:1])
 

@@ -1,4 +1,4 @@
-"""What optimizers have in common whose update of an element needs all of its parameter: a norm, rows, columns."""
+"""Base class of optimizers whose update of an element needs its full parameter: a norm, rows, columns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "count
 
 
 def as_computed(value: Tensor) -> Tensor:
-    """In which numbers an update is computed: fp32 for 16-bit ones, otherwise their own."""
+    """Convert ``value`` to the dtype in which an update is computed: fp32 for 16-bit values, otherwise its own."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def begun(state: dict[str, Any], names: tuple[str, ...], like: Tensor) -> None:
-    """A count and averages of the shape of ``like``, of what is not there yet."""
+    """Initialize the step count and the averages with the shape of ``like`` that are missing in ``state``."""
     state.setdefault("step", 0)
     for name in names:
         if name not in state:
@@ -27,16 +27,20 @@ def begun(state: dict[str, Any], names: tuple[str, ...], like: Tensor) -> None:
 
 
 def check_least(name: str, value: Any, least: float = 0.0, most: float = float("inf")) -> None:
-    """Raises:
-    ValueError: ``value`` is not a number from ``least`` to ``most``.
+    """Check that ``value`` is a number from ``least`` to ``most``.
+
+    Raises:
+        ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
         raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")
 
 
 def counted(full: dict[str, Any]) -> dict[str, Any]:
-    """A state of an optimizer that counts steps by group (apex's and ColossalAI's fused ones), with the count in the
-    state of each parameter; another one itself. What is given stays as it is."""
+    """Convert a state with step counts per group (apex's and ColossalAI's fused optimizers) to counts per parameter.
+
+    Other states are returned as they are. ``full`` is not changed.
+    """
     groups = full.get("param_groups") or ()
     if not any("step" in group for group in groups):
         return full
@@ -51,7 +55,7 @@ def counted(full: dict[str, Any]) -> dict[str, Any]:
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """Updates each parameter by itself, whole; see ``docs/optim.md`` for what that means for shards."""
+    """Updates each full parameter separately; see ``docs/optim.md`` for the consequences for shards."""
 
     whole_tensors = True
     counts_by_parameter = True
@@ -60,11 +64,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         super().__init__(as_params(params), defaults)
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        """Update one parameter; ``grad`` and ``group`` stay as they are."""
+        """Update one parameter; ``grad`` and ``group`` must not change."""
         raise NotImplementedError(f"{type(self).__name__}._update()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, also one that counts steps by group. Of 16-bit parameters it stays in fp32.
+        """Load a state, including one with step counts per group. State of 16-bit parameters stays in fp32.
 
         Raises:
             ValueError: the groups differ.
@@ -101,7 +105,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; what ``closure``, which is run first, returned.
+        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first.
 
         Raises:
             RuntimeError: a gradient is sparse; nothing is updated then.

@@ -1,6 +1,6 @@
 """The disk store: records in two versions, asynchronous requests, buffers and checksums.
 
-Nothing here knows what the bytes mean. Another package can store them in its own medium (:func:`register_medium`).
+The contents of records are opaque. Another package can store them in its own medium (:func:`register_medium`).
 """
 
 from __future__ import annotations

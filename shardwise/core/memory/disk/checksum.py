@@ -1,9 +1,9 @@
 """A 64-bit checksum of bytes that runs at memory speed in numpy.
 
-A multilinear hash modulo 2^64 in levels: each row of 2048 words becomes the sum of its words, each times a fixed odd
-weight; the row sums are mixed and hashed the same way, until one word is left. The weights depend on the position, so
-words, pages or rows that changed places are found; as odd weights have inverses, a change inside a single word always
-is. Fixed weights protect against faults, not against someone who wants a collision.
+A multilinear hash modulo 2^64 in levels: each row of 2048 words is reduced to the sum of its words, each times a fixed
+odd weight; the row sums are mixed and hashed the same way, until one word is left. The weights depend on the position,
+so swapped words, pages or rows are detected. As odd weights have inverses, a change inside a single word is always
+detected. Fixed weights protect against faults, not against intentional collisions.
 
 Source: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, arXiv 1202.4961).
 """
@@ -25,12 +25,12 @@ _SHIFT = np.uint64(29)
 
 
 def checksum(data: npt.NDArray[np.uint8]) -> int:
-    """The checksum of contiguous ``data`` (uint8, any length; fastest where its address is a multiple of 8)."""
+    """Return the checksum of contiguous ``data`` (uint8, any length; fastest if its address is a multiple of 8)."""
     whole = data.nbytes // 8 * 8
     result = int(_hash(data[:whole].view(np.uint64)))
-    # The length and the last few bytes: neither may be lost where the words are zero.
+    # The length and the last few bytes, which must count even if the words are zero.
     tail = int.from_bytes(data[whole:].tobytes(), "little") | 1 << 8 * (data.nbytes - whole)
-    # Odd constants: a product with one loses nothing.
+    # Odd constants are invertible, so a product with one loses no information.
     return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + data.nbytes) % 2**64
 
 
@@ -41,7 +41,7 @@ def _hash(words: Words) -> np.uint64:
         sums: Words = np.einsum("ij,j->i", words[:whole].reshape(-1, _ROW_WORDS), _WEIGHTS)
         if whole < len(words):
             sums = np.append(sums, _dot(words[whole:]))
-        # Otherwise the levels would be linear together, and rectangles of changes could cancel.
+        # Without mixing, the levels would be linear together, and rectangles of changes could cancel.
         words = sums ^ (sums >> _SHIFT)
     return _dot(words)
 

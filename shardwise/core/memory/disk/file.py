@@ -1,9 +1,9 @@
 """The file of one rank, and the directory of one run that holds it.
 
-The file is opened for direct I/O and without a name where that works, with its space reserved. It is in a directory
+The file is opened for direct I/O and without a name if that is supported, with its space reserved. It is in a directory
 ``shardwise-disk-<16 hexadecimal digits>`` with a file ``lock``, which is under flock for as long as its process lives.
-The system releases the lock however the process ends, so a process that can take the lock of such a directory may
-remove it. Every new run directory first does that with its neighbours.
+The system releases the lock when the process ends for any reason, so a process that can lock such a directory may
+remove it. Every new run directory first removes abandoned directories in the same parent.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _NO_LOCKS = (codes.ENOLCK, codes.EOPNOTSUPP, codes.ENOSYS)  # some network file 
 
 
 class RunDirectory:
-    """A fresh directory under ``parent`` (made where it is missing), locked until :meth:`close`.
+    """A new directory under ``parent`` (created if it is missing), locked until :meth:`close`.
 
     Attributes:
         path: the directory.
-        removed: names of abandoned neighbours that were removed.
+        removed: names of abandoned run directories that were removed.
 
     Raises:
-        DiskError: ``parent`` cannot be made or written.
+        DiskError: ``parent`` cannot be created or written.
     """
 
     def __init__(self, parent: str) -> None:
-        # A forked child shares the lock; only the process that made the directory may remove it.
+        # A forked child shares the lock; only the process that created the directory may remove it.
         self._owner = os.getpid()
         try:
             os.makedirs(parent, exist_ok=True)
@@ -59,7 +59,7 @@ class RunDirectory:
             ) from error
 
     def close(self) -> None:
-        """Removes the directory with what is in it of ours, and releases the lock. May be called again."""
+        """Remove the directory and our files in it, and release the lock. Idempotent."""
         lock, self._lock = self._lock, -1
         if lock < 0 or os.getpid() != self._owner:
             return
@@ -68,16 +68,16 @@ class RunDirectory:
 
 
 def remove_abandoned(parent: str) -> list[str]:
-    """Removes the run directories in ``parent`` whose process is gone; returns the names of those that had been in use.
+    """Remove the run directories in ``parent`` whose process is gone; return the names of those that had been in use.
 
-    Directories of living processes, of other users and with other names stay.
+    Directories of running processes, of other users and with other names are not touched.
     """
     removed = []
     with os.scandir(parent) as entries:
         names = [e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     for name in sorted(names):
         path = os.path.join(parent, name)
-        # Without a lock file it is empty, or is just being made: then its maker starts again with another name.
+        # Without a lock file it is empty, or is being created: then its creator retries with another name.
         with contextlib.suppress(OSError):
             os.rmdir(path)
             continue
@@ -86,9 +86,9 @@ def remove_abandoned(parent: str) -> list[str]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.fstat(lock)
-                if found.st_nlink:  # else its owner has just closed it
+                if found.st_nlink:  # otherwise its owner has just closed it
                     _empty(path)
-                    if found.st_size:  # else it is just being made: its maker starts again with another name
+                    if found.st_size:  # otherwise it is being created: its creator retries with another name
                         removed.append(name)
             finally:
                 os.close(lock)
@@ -102,7 +102,7 @@ def _make(parent: str) -> tuple[str, int]:
         try:
             lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # a neighbour that starts now took it for an abandoned one
+            continue  # another process that starts now has removed it as abandoned
         if _take(lock):
             os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             return path, lock
@@ -114,16 +114,16 @@ def _take(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False  # a neighbour was faster and is removing it
+        return False  # another process is removing it
     except OSError as error:
-        # Where there are no locks nobody can take this one either, so the directory is never removed by mistake.
+        # Without support for locks, no other process can take this one, so the directory is never removed by mistake.
         if error.errno not in _NO_LOCKS:
             raise
     return os.fstat(lock).st_nlink > 0
 
 
 def _empty(path: str) -> None:
-    """Removes what is ours; a directory with anything else in it stays. The lock goes last: it guards the others."""
+    """Remove our files, and the directory if it is empty then. The lock goes last, since it protects the others."""
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(path) if _OURS.fullmatch(name)]
         for name in sorted(names, key=lambda name: name == _LOCK):
@@ -131,34 +131,34 @@ def _empty(path: str) -> None:
         os.rmdir(path)
 
 
-ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: what every common device accepts
+ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: accepted by every common device
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # magic numbers of statfs(2)
 
 
 def round_up(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole :data:`ALIGNMENT_BYTES`."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT_BYTES`."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class DiskFile:
-    """A new file at ``path``, for this process alone.
+    """A new file at ``path``, for this process only.
 
-    Its name is removed as soon as the file is open: then no other process can open or replace it, and the system
-    takes the space back when this process ends, however it ends. Where a file without a name cannot be used (some
-    network file systems) the name stays until :meth:`close`.
+    Its name is removed as soon as the file is open, so that no other process can open or replace it, and the system
+    frees the space when this process ends for any reason. If a file without a name cannot be used (some network file
+    systems), the name stays until :meth:`close`.
 
     Attributes:
-        path: where the file is or was, for messages.
-        fd: its descriptor.
+        path: the path of the file, for messages.
+        fd: its file descriptor.
         direct: whether transfers bypass the page cache (O_DIRECT).
-        named: whether the name is still there.
-        nbytes: reserved so far.
+        named: whether the name still exists.
+        nbytes: number of bytes reserved so far.
 
     Warns:
-        UserWarning: once, where direct I/O is refused or the directory is in memory; transfers are buffered then.
+        UserWarning: once, if direct I/O is refused or the directory is in memory; transfers are buffered then.
 
     Raises:
-        DiskError: the file cannot be made.
+        DiskError: the file cannot be created.
     """
 
     def __init__(self, path: str) -> None:
@@ -181,10 +181,10 @@ class DiskFile:
             )
 
     def reserve(self, nbytes: int, purpose: str) -> int:
-        """Reserves ``nbytes`` more (whole :data:`ALIGNMENT_BYTES`) on the device and returns their offset.
+        """Reserve ``nbytes`` more (a multiple of :data:`ALIGNMENT_BYTES`) on the device, and return their offset.
 
         Raises:
-            DiskError: no space, or another limit; nothing is reserved then, what was reserved before stays.
+            DiskError: no space is left, or another limit is reached; previous reservations are kept.
         """
         offset = self.nbytes
         if nbytes == 0:
@@ -192,11 +192,11 @@ class DiskFile:
         try:
             facts = os.fstatvfs(self.fd)
             if facts.f_blocks and nbytes > facts.f_bavail * facts.f_frsize:
-                # Asked for too much, some file systems fill up completely before they refuse.
+                # Some file systems fill up completely before they refuse a request that is too large.
                 raise OSError(codes.ENOSPC, os.strerror(codes.ENOSPC))
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
-            # What the failed attempt may have added.
+            # Remove what the failed attempt may have added.
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, offset)
             raise DiskError(
@@ -208,30 +208,30 @@ class DiskFile:
         return offset
 
     def transfer(self, request: Request) -> int:
-        """The number of bytes that one call of the system has transferred, which may be fewer than were asked for.
+        """Run one system call, and return the number of bytes that it transferred, which may be less than requested.
 
         Raises:
-            OSError: what the system says.
+            OSError: the system call failed.
         """
         memory = (ctypes.c_char * request.nbytes).from_address(request.address)
         move = os.pwritev if request.writing else os.preadv
         return move(self.fd, [memory], request.offset)
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user; 0 where it does not say."""
+        """Return the number of free bytes on the file system for this user; 0 if it is unknown."""
         with contextlib.suppress(OSError):
             facts = os.fstatvfs(self.fd)
             return facts.f_bavail * facts.f_frsize
         return 0
 
     def close(self) -> None:
-        """Closes it and removes its name. May be called again."""
+        """Close the file and remove its name. Idempotent."""
         if self.fd >= 0:
             self._discard()
 
     def _start(self, direct: int) -> bool:
-        """Makes the file and tries it; False where ``direct`` (O_DIRECT or 0) is refused."""
-        # A write is tried: some file systems take O_DIRECT when a file is opened and refuse it at the first transfer.
+        """Create the file and test it; return False if ``direct`` (O_DIRECT or 0) is refused."""
+        # Test a write: some file systems accept O_DIRECT in open() and refuse it at the first transfer.
         with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
             for self.named in (False, True):
                 try:
@@ -249,7 +249,7 @@ class DiskFile:
         return True
 
     def _unlink(self, block: mmap.mmap) -> bool:
-        """Removes the name; whether the file can still be used."""
+        """Remove the name, and return True if the file can still be used."""
         try:
             os.unlink(self.path)
             return os.preadv(self.fd, [block], 0) == ALIGNMENT_BYTES
@@ -260,14 +260,14 @@ class DiskFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-        if os.getpid() == self._owner:  # a forked child has the descriptor too, but the name is not its own
+        if os.getpid() == self._owner:  # a forked child has the descriptor, too, but does not own the name
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
 
 def _in_memory(directory: str) -> str | None:
-    """The name of a file system that lives in memory; it may accept O_DIRECT and ignore it."""
-    facts = ctypes.create_string_buffer(256)  # struct statfs; its first word is the kind of file system
+    """Return the name of the file system if it is in memory; such a file system may accept and ignore O_DIRECT."""
+    facts = ctypes.create_string_buffer(256)  # struct statfs; its first word is the type of the file system
     if ctypes.CDLL(None).statfs(os.fsencode(directory), facts) != 0:
         return None
     return _IN_MEMORY.get(ctypes.c_long.from_buffer(facts).value)

@@ -1,11 +1,11 @@
-"""Transfers of records: cut into requests, kept in flight by threads, verified by checksums.
+"""Transfers of records: divided into requests, kept in flight by threads, verified by checksums.
 
-Each submitting thread has its own queue of ``queue_depth`` requests; below a queue is only the function that transfers
-one request, of a file or of another medium. A record is divided into segments of whole blocks, about 1 MiB;
-neighbouring segments go to the same thread. A thread keeps its queue full, and computes the checksums of finished
-segments while the device works.
+Each submitting thread has its own queue of ``queue_depth`` requests; a queue only needs a function that transfers one
+request, to a file or to another medium. A record is divided into segments of whole blocks, about 1 MiB; adjacent
+segments are assigned to the same thread. A thread keeps its queue full, and computes the checksums of finished segments
+while the device works.
 
-Source: the meaning of block_size, queue_depth, single_submit, overlap_events and thread_count is DeepSpeed's aio.
+Source: block_size, queue_depth, single_submit, overlap_events and thread_count have the meaning of DeepSpeed's aio.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = [
 class Request:
     """One transfer between memory and file: ``nbytes`` at ``address`` and at ``offset`` of the file (all in bytes).
 
-    ``owner`` and ``segment`` belong to whoever made the request; ``failure`` is what whoever transfers it has to say
-    beside an errno.
+    ``owner`` and ``segment`` belong to the creator of the request; ``failure`` is a message that the transfer function
+    may set in addition to an errno.
     """
 
     writing: bool
@@ -60,45 +60,46 @@ class Request:
 
 
 class DiskThread(threading.Thread):
-    """One of a store's. Whoever waits for a store to end cannot do so in one."""
+    """A thread of a store. Code that waits for the end of a store must not run in one."""
 
 
 TransferFunction = Callable[[Request], int]
-"""Makes one transfer: returns the number of bytes, or minus the errno; an ``OSError`` is as good as its errno."""
+"""Transfers one request and returns the number of bytes or the negative errno; it may also raise an ``OSError``."""
 
 
 class RequestQueue(Protocol):
-    """At most ``depth`` requests are inside at any time; the caller sees to it."""
+    """A queue with at most ``depth`` requests in flight; the caller has to respect this limit."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hands over all of them."""
+        """Submit all of the requests."""
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
-        """Waits until ``at_least`` requests are done and returns these and others that are, with the number of bytes
-        transferred, or minus the errno."""
+        """Wait until ``at_least`` requests are done, and return all finished requests, each with the number of bytes
+        transferred or the negative errno."""
 
     def close(self) -> None:
-        """Waits for what is inside, and frees the queue."""
+        """Wait for the requests in flight, and free the queue."""
 
 
 MakeQueue = Callable[[int, TransferFunction], RequestQueue]
-"""From the depth, and what transfers a request."""
+"""Creates a queue from its depth and the function that transfers a request."""
 MOST_AT_ONCE = 64
-"""Threads of one queue, however deep it is: no disk gains by more, and a depth of 65536 is accepted."""
+"""Maximal number of threads of one queue: no disk gains from more, while a depth of up to 65536 is accepted."""
 
 
 # [Note: Threads instead of the kernel's queue]
-# A thread for each request in flight, in a call that frees the interpreter, takes no longer than io_submit did for
-# blocks from 256 KiB on, which is what plans and published configurations have: it costs some wake-ups a request, and
-# spares the submitting thread what the kernel does inside io_submit (pinning pages, waiting for a slot of the device).
-# Small blocks cost twice as much; docs/inside/disk.md has the figures. It needs no call numbers of an architecture and
-# no permission of a sandbox, is the same without O_DIRECT, and serves media that are no files.
+# One thread per request in flight, in a call that releases the GIL, is as fast as io_submit for blocks of at least 256
+# KiB, which plans and published configurations use: it costs some wake-ups per request, and saves the submitting thread
+# the kernel's work inside io_submit (pinning pages, waiting for a slot of the device). Small blocks cost twice as much;
+# docs/inside/disk.md has the numbers. Threads need no architecture-specific system call numbers and no permission of a
+# sandbox, work the same without O_DIRECT, and serve media that are not files.
 class ThreadQueue:
-    """Up to ``depth`` threads (and :data:`MOST_AT_ONCE`), each for one request at a time: one from the start, which is
-    enough, the others as needed. (While the interpreter exits, Python 3.12 starts no thread.)
+    """A queue with up to ``depth`` threads (at most :data:`MOST_AT_ONCE`), each for one request at a time. One thread
+    is started at once, which is sufficient, and others when they are needed. (Python 3.12 starts no threads while the
+    interpreter exits.)
 
     Raises:
-        RuntimeError: the system refuses the first.
+        RuntimeError: the system refuses to start the first thread.
     """
 
     def __init__(self, depth: int, transfer: TransferFunction) -> None:
@@ -110,7 +111,7 @@ class ThreadQueue:
         self._start_one()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """One thread for each that is inside, as far as there may be so many; fewer where the system refuses them."""
+        """Submit requests, with one thread per request in flight up to the limit, or fewer if the system refuses."""
         self._inside += len(requests)
         with contextlib.suppress(RuntimeError):
             while len(self._threads) < min(self._inside, self._depth, MOST_AT_ONCE):
@@ -125,7 +126,7 @@ class ThreadQueue:
         self._threads.append(thread)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
-        """Waits for the first, takes along what else is done."""
+        """Wait for ``at_least`` requests, and return all that are done."""
         done = [self._done.get() for _ in range(at_least)]
         while not self._done.empty():
             done.append(self._done.get())
@@ -133,7 +134,7 @@ class ThreadQueue:
         return done
 
     def close(self) -> None:
-        """Ends the threads after what they have in hand."""
+        """Stop the threads after their current requests."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -149,33 +150,33 @@ def _transfer_all(
             done.put((request, transfer(request)))
         except OSError as error:
             done.put((request, -(error.errno or codes.EIO)))
-        except BaseException:  # somebody waits for it
+        except BaseException:  # a caller waits for this request
             done.put((request, -codes.EIO))
 
 
 _SEGMENT_BYTES = 2**20
-_LOOK_SECONDS = 1.0  # how often a waiting caller looks whether the I/O threads live
+_LOOK_SECONDS = 1.0  # interval at which a waiting caller checks that the I/O threads are alive
 
 
 class Traffic:
-    """Bytes that were transferred, by direction and kind of record; counted by the I/O threads."""
+    """Numbers of transferred bytes, by direction and kind of record. The I/O threads update them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: dict[tuple[bool, str], int] = {}
 
     def add(self, writing: bool, kind: str, nbytes: int) -> None:
-        """Counts one transfer."""
+        """Count one transfer."""
         with self._lock:
             self._bytes[writing, kind] = self._bytes.get((writing, kind), 0) + nbytes
 
     def by_kind(self, writing: bool) -> dict[str, int]:
-        """Bytes written or read, by kind."""
+        """Return the number of bytes written or read, by kind."""
         with self._lock:
             return {kind: nbytes for (way, kind), nbytes in self._bytes.items() if way == writing}
 
     def reset(self) -> None:
-        """Starts from 0."""
+        """Reset all counts to 0."""
         with self._lock:
             self._bytes.clear()
 
@@ -185,13 +186,13 @@ class Operation:
     """One read or write of one version of a record.
 
     Attributes:
-        what: the record and its file, for messages.
-        offset: in the file, bytes. The transfer covers ``memory``; the first ``nbytes`` of it are the record's.
-        memory: uint8, the caller's buffer; held until the transfer is over.
-        sums: one checksum a segment: made by a write, expected by a read.
-        urgent: goes before others that wait for their turn.
-        error: why it failed.
-        over: set when nothing will touch ``memory`` any more.
+        what: name of the record and its file, for messages.
+        offset: offset in the file in bytes. The transfer covers ``memory``; its first ``nbytes`` belong to the record.
+        memory: uint8, the caller's buffer; referenced until the transfer is over.
+        sums: one checksum per segment: computed by a write, expected by a read.
+        urgent: if True, the operation goes before others in the queue.
+        error: the error with which it failed.
+        over: set when no thread accesses ``memory`` any more.
     """
 
     what: str
@@ -209,18 +210,18 @@ class Operation:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, error: DiskError) -> None:
-        """Keeps the first error; the requests that are not yet submitted are dropped."""
+        """Record the first error. Requests that have not been submitted are dropped."""
         with self._lock:
             self.error = self.error or error
 
     def begin(self, parts: int) -> None:
-        """Divided into ``parts``, each of which calls :meth:`part_done`."""
+        """Divide the operation into ``parts``, each of which calls :meth:`part_done`."""
         self._parts = parts
         if not parts:
             self.over.set()
 
     def part_done(self) -> None:
-        """The last part ends the operation."""
+        """Mark a part as done. The last one ends the operation."""
         with self._lock:
             self._parts -= 1
             last = self._parts == 0
@@ -229,7 +230,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """Direction and record, for messages."""
+        """The direction and the record, for messages."""
         return f"{'writing' if self.writing else 'reading'} {self.what}"
 
 
@@ -241,14 +242,14 @@ class Transfer:
         self._alive = alive
 
     def finished(self) -> bool:
-        """Whether :meth:`wait` would return (or raise) at once."""
+        """Return True if :meth:`wait` would return (or raise) immediately."""
         return self._operation.over.is_set()
 
     def wait(self) -> None:
-        """Returns when the buffer may be used again: it holds what was read, or what it held is written.
+        """Wait until the buffer may be used again: a read has filled it, or a write has stored it.
 
         Raises:
-            DiskError: the device reported an error, the content is not what was written, or the I/O threads died.
+            DiskError: the device reported an error, the content differs from what was written, or the I/O threads died.
         """
         operation = self._operation
         while not operation.over.wait(_LOOK_SECONDS):
@@ -263,7 +264,7 @@ class Transfer:
 
 
 class _Part:
-    """Neighbouring segments of an operation, for one thread."""
+    """Adjacent segments of an operation, for one thread."""
 
     def __init__(self, operation: Operation, first: int, last: int, block_bytes: int, segment_bytes: int) -> None:
         self.operation = operation
@@ -287,7 +288,7 @@ class _Part:
                 yield Request(operation.writing, address + at, size, offset, self, segment)
 
     def next_request(self) -> Request | None:
-        """The next one to submit; ``None`` when there is none (also after an error)."""
+        """Return the next request to submit, or ``None`` if there are no more (also after an error)."""
         if self.operation.error is None:
             if self._again:
                 return self._again.pop()
@@ -297,7 +298,7 @@ class _Part:
         return None
 
     def completed(self, request: Request, result: int) -> bool:
-        """Takes note of a result; whether that was the last of its segment."""
+        """Record the result of a request, and return True if its segment is complete."""
         self.in_flight -= 1
         if result < 0:
             self._fail(request, request.failure or explain(-result), -result)
@@ -322,7 +323,7 @@ class _Part:
         operation.fail(DiskError(f"{operation.name}, {place}: {reason}", number))
 
     def check(self, segment: int, segment_bytes: int) -> None:
-        """Makes the checksum of a segment in memory, and compares it where something was read."""
+        """Compute the checksum of a segment in memory; after a read, compare it with the expected one."""
         self.unchecked -= 1
         operation = self.operation
         start = segment * segment_bytes
@@ -340,21 +341,22 @@ class _Part:
             )
 
     def over(self) -> bool:
-        """Whether nothing of it is left to do."""
+        """Return True if nothing is left to do."""
         return self.exhausted and not self.in_flight and not self.unchecked
 
 
 # [Note: Threads of a store]
-# Each has a queue of requests of its own, whose threads touch a request's memory and nothing else. Work comes in by
-# ``_inbox`` alone; all else of a worker and of its parts belongs to its thread. Between threads are only an operation's
-# error and count of parts, under its lock, and ``over``: once that is set nothing touches the memory again, and callers
-# go on. Hence the order in which a thread that fails gives up: its queue first, for which the system finishes or drops
-# what is inside, then the operations that wait. The threads know no torch and no peers, so nothing they do can wait for
-# a rank. A caller that waits looks now and then whether they live, because a forked process has none of them. They are
-# daemons: what ends them is the store's finalizer, which also runs when the interpreter exits. A collection of garbage
-# may call it in any thread; in one of a store's, which cannot wait for its own end, it goes on in another.
+# Each worker has its own request queue, whose threads access only the memory of a request. Work arrives only through
+# ``_inbox``; all other state of a worker and its parts belongs to its thread. Threads share only an operation's error
+# and its number of parts, under its lock, and ``over``: once that is set, no thread accesses the memory, and callers
+# continue. A failing thread therefore closes its queue first, so that the system finishes or drops the requests in
+# flight, and then fails the waiting operations. The threads use neither torch nor other ranks, so they cannot wait for
+# a rank. A waiting caller checks periodically that they are alive, because a forked process has none of them. They are
+# daemon threads: the store's finalizer stops them, also when the interpreter exits. The garbage collector may run the
+# finalizer in any thread; in a thread of a store, which cannot wait for its own end, the finalizer continues in another
+# thread.
 class _Worker:
-    """One submitting thread with its own queue."""
+    """A submitting thread with its own queue."""
 
     def __init__(self, requests: RequestQueue, depth: int, knobs: _Knobs, traffic: Traffic) -> None:
         self._queue = requests
@@ -371,7 +373,7 @@ class _Worker:
         self.thread.start()
 
     def post(self, part: _Part | None) -> None:
-        """Work to do; ``None``: end after what is there."""
+        """Enqueue work; ``None``: stop after the work that is enqueued."""
         self._inbox.put(part)
 
     def _run(self) -> None:
@@ -381,7 +383,7 @@ class _Worker:
                 self._step()
         except BaseException as error:
             failure = error
-        # From here on nothing may be written to anybody's memory, so the queue goes before the waiting callers.
+        # No thread may write to a caller's memory after this point, so close the queue before failing the operations.
         with contextlib.suppress(Exception):
             self._queue.close()
         if failure is not None:
@@ -402,7 +404,7 @@ class _Worker:
                 self._live.add(part_or_end)
 
     def _receive(self) -> bool:
-        """Takes in new work, waiting only where there is nothing else to do; False at the end."""
+        """Receive new work, and wait only if there is nothing else to do. Return False at the end."""
         while True:
             idle = not self._live and not self._closing
             try:
@@ -424,7 +426,7 @@ class _Worker:
     def _step(self) -> None:
         touched = self._collect() if self._in_flight else set()
         touched |= self._fill()
-        # The device is busy again; now there is time to compute.
+        # The device is busy again, so there is time to compute checksums.
         for part, segment in self._to_check:
             part.check(segment, self._knobs.segment_bytes)
         self._to_check.clear()
@@ -434,7 +436,7 @@ class _Worker:
                 part.operation.part_done()
 
     def _fill(self) -> set[_Part]:
-        """Submits until the queue is full or nothing is left; the parts that have nothing left to submit."""
+        """Submit requests until the queue is full or nothing is left; return the parts without further requests."""
         ended: set[_Part] = set()
         batch: list[Request] = []
         while self._parts and self._in_flight + len(batch) < self._depth:
@@ -467,7 +469,7 @@ class _Worker:
             if part.completed(request, result):
                 self._to_check.append((part, request.segment))
             if not part.exhausted and part not in self._parts:
-                # The rest of a short transfer goes before what is new.
+                # Resubmit the remainder of a short transfer before new requests.
                 self._parts.appendleft(part)
             touched.add(part)
         return touched
@@ -482,22 +484,23 @@ class _Knobs:
 
 
 class DiskIO:
-    """The I/O threads of one store, and what they share.
+    """The I/O threads of one store, and their shared state.
 
     Args:
-        queues: one queue for each thread, of ``depth`` requests.
-        block_bytes: largest request.
-        single_submit: one request per submission, instead of as many as fit.
-        overlap_events: refill the queue after each completion, instead of after all of a full queue.
+        queues: one queue for each thread, for ``depth`` requests.
+        depth: maximal number of requests in flight per queue.
+        block_bytes: size of the largest request.
+        single_submit: submit one request at a time, instead of as many as fit.
+        overlap_events: refill the queue after each completion, instead of after all requests of a full queue.
 
     Raises:
-        RuntimeError: the system refuses a thread; none is left then.
+        RuntimeError: the system refuses to start a thread; all threads are stopped then.
     """
 
     def __init__(
         self, queues: list[RequestQueue], depth: int, *, block_bytes: int, single_submit: bool, overlap_events: bool
     ) -> None:
-        # Whole blocks, so that no request crosses a segment.
+        # A multiple of block_bytes, so that no request crosses a segment boundary.
         self.segment_bytes = -(-_SEGMENT_BYTES // block_bytes) * block_bytes
         self.traffic = Traffic()
         self._turn = 0
@@ -516,18 +519,18 @@ class DiskIO:
             raise
 
     def segments(self, nbytes: int) -> int:
-        """How many segments ``nbytes`` have."""
+        """Return the number of segments of ``nbytes``."""
         return -(-nbytes // self.segment_bytes)
 
     def alive(self) -> bool:
-        """Whether every thread runs; a forked process has none of them."""
+        """Return True if every thread is alive. A forked process has none of them."""
         return all(worker.thread.is_alive() for worker in self._workers)
 
     def start(self, operation: Operation) -> None:
-        """Hands ``operation`` to the threads.
+        """Start ``operation`` on the threads.
 
         Raises:
-            DiskError: they are gone.
+            DiskError: the threads are gone.
         """
         if not self.alive():
             raise DiskError(f"{operation.name}: the store is closed, or this is a forked process; make a new store")
@@ -544,13 +547,13 @@ class DiskIO:
         self._turn += parts
 
     def handle(self, operation: Operation) -> Transfer:
-        """Waits for an operation that was started here."""
-        # Weak, since the handle may outlive the store and must not keep its threads.
+        """Return a handle to wait for an operation that was started here."""
+        # A weak reference, since the handle may outlive the store and must not keep its threads alive.
         io = weakref.ref(self)
         return Transfer(operation, lambda: (found := io()) is not None and found.alive())
 
     def close(self) -> None:
-        """Ends the threads after the work they have. May be called again; in none of them."""
+        """Stop the threads after their current work. Idempotent. Must not be called in one of them."""
         for worker in self._workers:
             worker.post(None)
         for worker in self._workers:

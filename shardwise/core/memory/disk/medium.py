@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "Medium", "MediumFile", "OpenMedium", "known_media", "open_medium", "register_medium"]
 
 FILE = "file"
-"""The built-in medium: a file of each rank's own below the plan's directory."""
+"""The built-in medium: a separate file for each rank in the plan's directory."""
 _METHODS = ("reserve", "read", "write", "close")
 
 
 # [Note: What a medium is asked for]
-# A medium stores blocks of bytes by offset, and nothing else. Everything else is in the store, for a file as for any
-# other medium: records in two versions and their commits, buffers, threads, the order of requests, and checksums. So a
-# medium needs no locks for single blocks and does not know about steps or failures: a write never touches what is
-# committed, and lost or changed bytes are found by the next read.
+# A medium stores blocks of bytes by offset. Everything else is in the store, for a file as for any other medium:
+# records in two versions and their commits, buffers, threads, the order of requests, and checksums. A medium therefore
+# needs no locks for single blocks and does not know about steps or failures: a write never touches committed data, and
+# the next read detects lost or changed bytes.
 # * Offsets count up from 0 as space is reserved, and are never reused for another record.
-# * A block is read as it was written, by offset and size: records are cut the same way each time. Its size is the
+# * A block is read as it was written, by offset and size: records are divided the same way each time. Its size is the
 #   block_bytes of the plan, or less at the end of a record or segment; always a multiple of 4096.
-# * Memory is lent for one call. The buffer is reused afterwards, so a view of it that was kept would read or write the
-#   values of another tile. The view is released after each call; views made from it are not found.
+# * Memory is lent for one call. The buffer is reused afterwards, so a view that is kept would read or write the values
+#   of another tile. The view is released after each call; views derived from it are not detected.
 class Medium(Protocol):
     """Stores blocks of bytes for one rank, as long as its process lives.
 
@@ -41,7 +41,7 @@ class Medium(Protocol):
     """
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes`` more; raise if there is none. No transfer has begun then."""
+        """Reserve space for ``nbytes`` more, before any transfer to it; raise an error if there is not enough."""
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` (uint8, lent for this call) with the block at ``offset``, written before with this size."""
@@ -123,7 +123,7 @@ class MediumFile:
 
     Attributes:
         path: the medium's name and the plan's directory, for messages.
-        nbytes: reserved so far.
+        nbytes: number of bytes reserved so far.
     """
 
     direct = False
@@ -133,10 +133,10 @@ class MediumFile:
         self._owner = os.getpid()
 
     def reserve(self, nbytes: int, purpose: str) -> int:
-        """Reserves ``nbytes`` more and returns their offset.
+        """Reserve ``nbytes`` more, and return their offset.
 
         Raises:
-            DiskError: the medium refuses them; nothing is reserved then.
+            DiskError: the medium refuses; nothing is reserved then.
         """
         offset = self.nbytes
         if nbytes:
@@ -151,7 +151,7 @@ class MediumFile:
         return offset
 
     def transfer(self, request: Request) -> int:
-        """Transfer all bytes and return their number, or minus an errno with the reason in ``request.failure``."""
+        """Transfer all bytes and return their number, or a negative errno with the reason in ``request.failure``."""
         lent = (ctypes.c_char * request.nbytes).from_address(request.address)
         try:
             with memoryview(lent) as memory:
@@ -174,10 +174,10 @@ class MediumFile:
         return request.nbytes
 
     def close(self) -> None:
-        """Closes the medium; not in a forked child, whose parent goes on using it.
+        """Close the medium, except in a forked child, whose parent continues to use it.
 
         Raises:
-            DiskError: it failed at that.
+            DiskError: closing failed.
         """
         if os.getpid() != self._owner:
             return

@@ -1,9 +1,9 @@
 """Records on disk that survive a failed step: asynchronous, with checksums, in two versions each.
 
 A record is an array of bytes of fixed size with room for two versions: the committed one, which reads return, and
-another one, which writes go to. :meth:`DiskStore.commit` makes what was written current, :meth:`DiskStore.rollback`
-drops it. Whatever fails between two commits (no space, a broken device, an exception elsewhere), the state of the last
-commit is there. The store is memory, not a checkpoint: it ends with its process.
+another one, which writes go to. :meth:`DiskStore.commit` makes written data current, and :meth:`DiskStore.rollback`
+drops it. After any failure between two commits (no space, a broken device, an exception elsewhere), the state of the
+last commit is intact. The store is memory, not a checkpoint: it ends with its process.
 
 Source: the optimizer and parameter swapping of ZeRO-Infinity (arXiv 2104.07857, sections 5 and 6).
 """
@@ -41,11 +41,11 @@ Allocate = Callable[[int], Tensor]
 class BufferPool:
     """Aligned buffers, whose number and sizes :meth:`reserve` sets. For one thread at a time.
 
-    ``allocate(nbytes)`` makes a one-dimensional uint8 CPU tensor of that many bytes (pinned memory, for example);
+    ``allocate(nbytes)`` returns a one-dimensional uint8 CPU tensor of that many bytes (pinned memory, for example);
     ``None``: anonymous pages of this process.
 
     Attributes:
-        reserved_bytes: memory of all buffers.
+        reserved_bytes: total size of all buffers.
     """
 
     def __init__(self, allocate: Allocate | None = None) -> None:
@@ -98,7 +98,7 @@ class BufferPool:
         return sum(buffer.numel() >= round_up(nbytes) for at, buffer in self._buffers if at not in self._taken)
 
     def give(self, buffer: Tensor) -> None:
-        """Take back what :meth:`take` returned, or a view with the same start.
+        """Take back a buffer of :meth:`take`, or a view with the same start.
 
         Raises:
             ValueError: it is not in use, or not from this pool.
@@ -124,13 +124,15 @@ def _pages(nbytes: int) -> Tensor:
 
 # [Note: Two versions of a record]
 # Each record has two places of equal size in the file. One holds the committed version, which reads return; writes go
-# to the other. Only commit() swaps them, and only if every write was waited for and none failed. So the last commit is
-# intact whatever fails in between (no space, a device, the program). An update on a disk is: write everything, agree
-# with the peers that no rank failed, commit; or roll back, which is free. The price is twice the space; nothing is
-# written twice.
-# * ``newest`` reads what was written and not committed: a tile that is visited again, a chunk that is changed in parts.
-# * Commits are made by owner, which is an optimizer: what another one has written ahead of its step does not count yet.
-# * Checksums belong to a version and are in memory: a read compares what the disk returns with what was given to it.
+# to the other. Only commit() swaps them, and only if every write was waited for and none failed. The last commit is
+# therefore intact after any failure (no space, a device, the program). An update on a disk consists of these steps:
+# write everything, agree with the peers that no rank failed, and commit or roll back, which is free. The cost is twice
+# the space; nothing is written twice.
+# * ``newest`` reads data that was written and not committed: a tile that is visited again, a chunk that is changed in
+#   parts.
+# * Commits are made per owner, which is an optimizer: writes of another one ahead of its step are not committed yet.
+# * Checksums belong to a version and are in memory: a read compares the data from the disk with the data that was
+# written.
 @dataclass(eq=False)
 class _Version:
     offset: int
@@ -162,7 +164,7 @@ class Record:
 
 
 class DiskStore:
-    """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
+    """The records of one rank, in a separate file under ``plan.directory``, for the lifetime of the process.
 
     Another medium may keep them elsewhere; see :class:`~shardwise.core.memory.disk.medium.Medium`. Several threads may
     use the store, each with its own records and buffers. Transfers run in threads of the store.
@@ -175,7 +177,7 @@ class DiskStore:
 
     Attributes:
         path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
-            where the file system allows it.
+            if the file system supports it.
         direct: whether transfers bypass the page cache.
         removed: run directories of dead processes that were removed at the start.
 
@@ -185,7 +187,7 @@ class DiskStore:
     Raises:
         DiskError: the directory cannot be made or written, the medium cannot be opened, or the system refuses threads.
         ValueError: no medium of that name is registered.
-        TypeError: what was registered opens no medium.
+        TypeError: the registered function does not return a medium.
     """
 
     def __init__(
@@ -224,7 +226,8 @@ class DiskStore:
 
         Raises:
             ValueError: the name is taken, or ``nbytes`` is negative.
-            DiskError: there is no space (what is needed and what is free is in the message), or the store is closed.
+            DiskError: there is not enough space (the message has the needed and the free space), or the store is
+                closed.
         """
         with self._lock:
             self._require_open()
@@ -258,12 +261,12 @@ class DiskStore:
             return self._buffers.take(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Take back what :meth:`buffer` returned (or a view with the same start), once no transfer uses it.
+        """Take back a buffer of :meth:`buffer` (or a view with the same start), once no transfer uses it.
 
         Raises:
             ValueError: it is not in use.
         """
-        # After an error a transfer may not have been waited for; it must not overwrite the next user's data.
+        # After an error, a transfer may still be running; it must not overwrite the next user's data.
         self._end_transfers(buffer)
         with self._lock:
             self._buffers.give(buffer)

@@ -1,6 +1,6 @@
-"""The memory trace: what a step holds at each moment, recorded, summarised and drawn.
+"""The memory trace: the memory of a step at each moment, recorded, summarised and drawn.
 
-Nothing here decides what is moved.
+It makes no decisions about placement.
 """
 
 from __future__ import annotations

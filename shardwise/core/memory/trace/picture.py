@@ -1,7 +1,7 @@
-"""Memory traces as SVG for a browser, as blocks of text for a terminal, and as tables of numbers. Needs no torch.
+"""Memory traces as SVG for a browser, as text bars for a terminal, and as tables of numbers. Does not need torch.
 
-In a picture of a step, the height at a moment is the most that was held from there to the next one: model data by kind
-at the bottom, everything else (activations, temporary tensors) on top.
+In a picture of a step, the height at a moment is the maximal memory from it until the next moment: model data by kind
+at the bottom, and everything else (activations, temporary tensors) on top.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 470, 92, 28, 100, 74
 MAX_COLUMNS, MAX_TIPS, NAME_LENGTH, LEAST_BAND = 1000, 500, 48, 56
 STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-# A capacity further away than this would press the picture flat; it is named instead of drawn.
+# A capacity further away than this would flatten the picture; it is mentioned instead of drawn.
 FAR = 2.0
 
 
 def printable(text: str, length: int = NAME_LENGTH) -> str:
-    """``text`` without control characters, its middle left out where it is longer than ``length``."""
+    """Return ``text`` without control characters, with its middle left out if it is longer than ``length``."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= length else f"{clean[: length // 2 - 1]}…{clean[len(clean) - length // 2 :]}"
 
 
 def color_of(kind: str, kinds: Sequence[str]) -> str:
-    """The colour of ``kind`` among all ``kinds`` of a picture."""
+    """Return the colour of ``kind`` among all ``kinds`` of a picture."""
     unknown = [k for k in kinds if k not in COLORS]
     return COLORS.get(kind) or MORE_COLORS[unknown.index(kind) % len(MORE_COLORS)]
 
 
 def kinds_of(moment: Moment) -> dict[str, int]:
-    """All bytes of a moment by kind; what is not told apart is ``model data``."""
+    """Return all bytes of a moment by kind; model data of unknown kind is ``model data``."""
     known = {kind: size for kind, size in moment.kinds.items() if size}
     unnamed = max(moment.model_bytes - sum(known.values()), 0)
     return known | ({MODEL: unnamed} if unnamed else {}) | {REST: moment.non_model_bytes}
@@ -76,7 +76,7 @@ def kinds_of(moment: Moment) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Column:
-    """Neighbouring moments of one phase that share a column of the picture, shown as the highest of them."""
+    """Adjacent moments of one phase that share a column of the picture; the highest of them is drawn."""
 
     first: int
     last: int
@@ -97,7 +97,7 @@ def _columns(moments: Sequence[Moment], most: int) -> list[_Column]:
 
 
 def _tick_step(top: float) -> tuple[float, str, float]:
-    """For an axis up to ``top`` bytes: distance of ticks in bytes, unit, bytes of the unit. About five ticks."""
+    """Return the distance of about five ticks up to ``top`` bytes, the unit, and the bytes of the unit."""
     unit = 0
     while top >= 1024 ** (unit + 1) and unit < len(BINARY) - 1:
         unit += 1
@@ -115,7 +115,7 @@ def _text(x: float, y: float, text: str, **style: str | int) -> str:
 
 
 def _run_widths(moments: Sequence[Moment]) -> list[tuple[int, float]]:
-    """(moments, width) of each stretch of one phase."""
+    """Return (number of moments, width) for each run of moments of one phase."""
     lengths = [len(list(group)) for _, group in groupby(moments, key=lambda m: m.phase)]
     room = WIDTH - LEFT - RIGHT
     least = LEAST_BAND if len(lengths) * LEAST_BAND * 2 <= room else 0
@@ -124,7 +124,7 @@ def _run_widths(moments: Sequence[Moment]) -> list[tuple[int, float]]:
 
 
 class _Frame:
-    """From moments and bytes to points of the drawing."""
+    """Maps moments and bytes to coordinates of the drawing."""
 
     def __init__(self, stats: MemStats) -> None:
         self.columns = _columns(stats.moments, MAX_COLUMNS)
@@ -137,7 +137,7 @@ class _Frame:
         self.base = HEIGHT - BOTTOM
 
     def x(self, moment: float) -> float:
-        """The left edge of a moment. A phase of few moments (the optimizer's step) is widened, so that it is seen."""
+        """Return the left edge of a moment. A phase of few moments (the optimizer's step) is widened to be visible."""
         left = float(LEFT)
         for length, width in self._runs:
             if moment <= length:
@@ -146,15 +146,15 @@ class _Frame:
         return left
 
     def y(self, size_bytes: float) -> float:
-        """The height of a size."""
+        """Return the y coordinate of a size."""
         return self.base - (self.base - TOP) * min(size_bytes, self.top) / self.top
 
 
 def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
-    """The trace as SVG text, for any number of moments.
+    """Return the trace as SVG text, for any number of moments.
 
-    Shown are the kinds of memory stacked over the moments of the step, the phases as shaded bands, the capacity (drawn
-    where it is near, named where it is far above), and the peak with the name of its moment.
+    The picture shows the kinds of memory stacked over the moments of the step, the phases as shaded bands, the capacity
+    (drawn if it is near the peak, mentioned if it is far above), and the peak with the name of its moment.
     """
     frame = _Frame(stats)
     summary = f"peak {size_text(stats.peak_bytes)} on {printable(stats.device)}, {len(stats.moments)} moments"
@@ -182,7 +182,7 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
 
 
 def _bands(frame: _Frame) -> list[str]:
-    """Phases as shaded background, named where there is room."""
+    """Return the phases as shaded background, with a name if there is room for it."""
     parts: list[str] = []
     start = 0
     columns = frame.columns
@@ -217,7 +217,7 @@ def _grid(frame: _Frame) -> list[str]:
 
 
 def _areas(frame: _Frame, kinds: Sequence[str]) -> list[str]:
-    """One closed path for each kind, stacked in steps."""
+    """Return one closed path for each kind, stacked in steps."""
     floors = [0.0] * len(frame.columns)
     parts = []
     for kind in kinds:
@@ -244,7 +244,7 @@ def _capacity(frame: _Frame, stats: MemStats) -> list[str]:
     y = frame.y(stats.capacity_bytes)
     line = f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'"
     label = f"capacity {size_text(stats.capacity_bytes)}"
-    # At the end that is further from the peak.
+    # Place the label at the end that is further from the peak.
     width = 7.0 * len(label)
     left = LEFT + 6 if frame.x(stats.peak_index) > (LEFT + WIDTH - RIGHT) / 2 else WIDTH - RIGHT - 10 - width
     return [
@@ -271,7 +271,7 @@ def _peak(frame: _Frame, stats: MemStats) -> list[str]:
 
 
 def _tips(frame: _Frame) -> list[str]:
-    """What a browser shows under the pointer."""
+    """Return the tooltips."""
     if len(frame.columns) > MAX_TIPS:
         return []
     parts = []
@@ -297,7 +297,7 @@ def _legend(kinds: Sequence[str]) -> list[str]:
 
 
 def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only: bool = False) -> str:
-    """The same for a terminal: a bar for each moment (or for neighbouring ones), at most about ``rows`` lines."""
+    """Return the trace as text: a bar for each moment or for adjacent ones, at most about ``rows`` lines."""
     model, rest, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
     top = max(stats.peak_bytes, 1)
@@ -320,7 +320,7 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
 WIDTH, LEFT, RIGHT, ROW, TOP = 1120, 110, 28, 66, 72
 SYMBOLS = "█▓▒░▚▞▤▥▦▧"
 ASCII_SYMBOLS = "#=+-:*ox%@"
-# A capacity that is further away than this many times the largest bar would press all bars flat.
+# A capacity further away than this multiple of the largest bar would flatten all bars.
 FAR = 2.0
 
 
@@ -329,7 +329,7 @@ def _kinds(by_tier: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _scale(by_tier: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int | None]) -> float:
-    """The bytes that fill the width: one scale for all tiers, so that they can be compared."""
+    """Return the number of bytes that fill the width: one scale for all tiers, so that they can be compared."""
     largest = max((sum(held.values()) for held in by_tier.values()), default=0)
     near = [c for c in capacities.values() if c is not None and c <= FAR * largest]
     return float(max([largest, *near, 1]))
@@ -352,12 +352,12 @@ def draw_tiers(
     capacities: Mapping[str, int | None],
     title: str = "Where the bytes are",
 ) -> str:
-    """A bar for each tier as SVG text.
+    """Return a bar for each tier as SVG text.
 
     Args:
         by_tier: tier (``device``, ``host``, ``disk``) to bytes by kind (``parameters``, ``gathered``, ...).
-        capacities: of the tiers, in bytes; a tier that is missing or None has no known limit.
-        title: headline.
+        capacities: capacities of the tiers in bytes; a tier that is missing or None has no known limit.
+        title: title of the picture.
     """
     kinds = _kinds(by_tier)
     scale = _scale(by_tier, capacities)
@@ -390,7 +390,7 @@ def draw_tiers(
 
 
 def _ink(color: str) -> str:
-    """Black or white, whichever is readable on ``#rrggbb``."""
+    """Return black or white, depending on which is readable on the colour ``#rrggbb``."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#111" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#fff"
 
@@ -421,7 +421,7 @@ def tiers_text(
     width: int = 100,
     ascii_only: bool = False,
 ) -> str:
-    """The same for a terminal; arguments as for :func:`draw_tiers`. A ``|`` stands where a capacity ends."""
+    """Return a bar for each tier as text; arguments as for :func:`draw_tiers`. A ``|`` marks the end of a capacity."""
     symbols = ASCII_SYMBOLS if ascii_only else SYMBOLS
     kinds = _kinds(by_tier)
     symbol = {kind: symbols[i % len(symbols)] for i, kind in enumerate(kinds)}
@@ -451,7 +451,7 @@ TOP_HOLDERS = 10
 
 
 def stats_table(stats: MemStats) -> str:
-    """The trace as text: totals, what held the most at the peak, the highest moments, and a row for each moment."""
+    """Return the trace as text: totals, the composition of the peak, the highest moments, and a row for each moment."""
     capacity = "no known limit" if stats.capacity_bytes is None else _both(stats.capacity_bytes)
     lines = [
         f"device          {_clean(stats.device)}",
@@ -488,5 +488,5 @@ def _both(size_bytes: int) -> str:
 
 
 def _clean(name: str) -> str:
-    # A name with a line break must not make a row of its own.
+    # A line break in a name must not start a new row.
     return "".join(c if c.isprintable() else "?" for c in name)

@@ -1,6 +1,6 @@
-"""The memory trace of one training step, moment by moment, and the device budgets that follow from it.
+"""The memory trace of one training step, and the device budgets that follow from it.
 
-Nothing here needs torch, so that a saved trace is read at once. Sizes are in bytes, ratios are in [0, 1].
+This module does not need torch, so that a saved trace loads quickly. Sizes are in bytes, ratios are in [0, 1].
 
 Source: Gemini's memory tracer and its ``MemStats``, and its ``auto`` placement (``warmup_non_model_data_ratio``,
 ``steady_cuda_cap_ratio``, ``gpu_margin_mem_ratio``) with the meaning that ColossalAI 0.5 gives them.
@@ -29,15 +29,15 @@ NO_UNIT = -1
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of the step, and what was held from there to the next one.
+    """A point of the step, and the memory in use from it until the next one.
 
     Attributes:
-        unit: the unit that is about to be used (any number >= 0), or -1 where none is.
-        name: what to call it in pictures, such as the module's name.
+        unit: index (>= 0) of the unit that is about to be used, or -1 if there is none.
+        name: name for pictures, such as the module's name.
         phase: ``forward``, ``backward`` or ``step``.
         model_bytes: model data on the device: parameters, gathered or not, gradients, optimizer state.
-        non_model_bytes: the most of everything else between this moment and the next.
-        kinds: parts of ``model_bytes`` by kind, where known.
+        non_model_bytes: peak of all other memory between this moment and the next.
+        kinds: parts of ``model_bytes`` by kind, if known.
     """
 
     unit: int
@@ -49,21 +49,21 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        """Model data and the rest together."""
+        """Model data and all other memory together."""
         return self.model_bytes + self.non_model_bytes
 
 
 @dataclass(frozen=True)
 class MemStats:
-    """One training step.
+    """The memory trace of one training step.
 
-    Positions count uses of units as ``shards.policy.Trace`` does: immediate repetitions of a unit are one,
-    and what follows without a unit (-1) belongs to the use before it, except in the optimizer's step.
+    Positions count uses of units as ``shards.policy.Trace`` does: immediate repetitions of a unit count as one use,
+    and following moments without a unit (-1) belong to the use before them, except in the optimizer's step.
 
     Attributes:
-        moments: in the order of the step.
-        device: such as ``cpu`` or ``cuda:0``.
-        capacity_bytes: of the device; None where it has no known limit.
+        moments: the moments in the order of the step.
+        device: name of the device, such as ``cpu`` or ``cuda:0``.
+        capacity_bytes: capacity of the device; None if it has no known limit.
         gathered_bytes: size of each unit when it is gathered.
     """
 
@@ -78,7 +78,7 @@ class MemStats:
 
     @cached_property
     def _uses(self) -> tuple[tuple[int, int], ...]:
-        """(unit, highest non-model bytes until the next use) by position."""
+        """(unit, peak of non-model bytes until the next use) by position."""
         found: list[tuple[int, int]] = []
         for moment in self.moments:
             if moment.unit != NO_UNIT and not (found and found[-1][0] == moment.unit):
@@ -95,41 +95,41 @@ class MemStats:
 
     @cached_property
     def interval_bytes(self) -> tuple[int, ...]:
-        """By position: the most of non-model data from that use to the next."""
+        """By position: the peak of non-model data from that use to the next."""
         return tuple(highest for _, highest in self._uses)
 
     @property
     def peak_bytes(self) -> int:
-        """The most of model data and the rest together."""
+        """The peak of all memory."""
         return max((m.total_bytes for m in self.moments), default=0)
 
     @property
     def peak_index(self) -> int:
-        """Index of the moment where ``peak_bytes`` was reached first; -1 where there are no moments."""
+        """Index of the moment where ``peak_bytes`` was reached first; -1 if there are no moments."""
         return max(range(len(self.moments)), key=lambda i: self.moments[i].total_bytes, default=-1)
 
     @property
     def peak_model_bytes(self) -> int:
-        """The most of model data."""
+        """The peak of model data."""
         return max((m.model_bytes for m in self.moments), default=0)
 
     @property
     def peak_non_model_bytes(self) -> int:
-        """The most of everything else."""
+        """The peak of memory that is not model data."""
         return max((m.non_model_bytes for m in self.moments), default=0)
 
     def matches(self, order: Sequence[int]) -> bool:
-        """Whether a step used its units in this order (immediate repetitions count once)."""
+        """Return True if a step used its units in this order (immediate repetitions count once)."""
         return self.order == _once(order)
 
     def follows(self, order: Sequence[int]) -> bool:
-        """Whether a step that is under way has so far used its units in this order."""
+        """Return True if a running step has so far used its units in this order."""
         seen = tuple(order)
-        # Asked at every use: without a loop where nothing is repeated.
+        # Called at every use, so avoid a loop if no unit is repeated.
         return self.order[: len(seen)] == seen or self.order[: len(_once(seen))] == _once(seen)
 
     def to_json(self) -> str:
-        """One line of JSON; :meth:`from_json` gives an equal object back."""
+        """Return one line of JSON, from which :meth:`from_json` restores an equal object."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -145,10 +145,10 @@ class MemStats:
 
     @classmethod
     def from_json(cls, text: str) -> MemStats:
-        """What :meth:`to_json` wrote.
+        """Parse the result of :meth:`to_json`.
 
         Raises:
-            ValueError: not such a text, or of a later version; names what is wrong.
+            ValueError: ``text`` has another format, or a later version; the message says what is wrong.
         """
         try:
             return cls._of_json(text)
@@ -179,7 +179,7 @@ class MemStats:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; a file that is there is replaced in one go."""
+        """Write the trace as JSON, and replace an existing file atomically."""
         target = Path(path)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
             try:
@@ -194,11 +194,11 @@ class MemStats:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MemStats:
-        """Read what :meth:`save` wrote.
+        """Load a trace that :meth:`save` has written.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it holds something else; names the file.
+            ValueError: the file has other contents; the message names it.
         """
         try:
             return cls.from_json(Path(path).read_text("utf-8"))
@@ -254,17 +254,17 @@ def _moment(row: Any, index: int) -> Moment:
 
 
 class PeakSource(Protocol):
-    """What the recorder needs of a tracker (``shardwise.core.memory.trace.tracker``)."""
+    """The interface of a tracker (``shardwise.core.memory.trace.tracker``) that the recorder needs."""
 
     def take_peak(self) -> int:
-        """The highest number of non-model bytes since the last call."""
+        """Return the peak of non-model bytes since the last call."""
 
 
 class MemoryRecorder:
-    """Writes a :class:`MemStats` during one step.
+    """Records a :class:`MemStats` during one step.
 
     Args:
-        tracker: entered by the caller while the step's operations run.
+        tracker: the tracker, which the caller enters while the step's operations run.
         device, capacity_bytes, gathered_bytes: as in :class:`MemStats`.
     """
 
@@ -286,17 +286,17 @@ class MemoryRecorder:
     def moment(
         self, unit: int, name: str, phase: Phase, model_bytes: int, kinds: Mapping[str, int] | None = None
     ) -> None:
-        """``unit`` is about to be used, with ``model_bytes`` of model data on the device for it.
+        """Record that ``unit`` is about to be used, with ``model_bytes`` of model data on the device for it.
 
-        Ends the interval of the moment before. What was there before the first moment counts to its interval.
+        This ends the interval of the previous moment. Memory before the first moment counts to its interval.
         """
         self.end_interval()
         self._moments.append(Moment(unit, name, phase, model_bytes, self._before, dict(kinds or {})))
         self._before = 0
 
     def end_interval(self) -> None:
-        """The present interval ends here rather than at the next moment: to be called before residency changes for a
-        moment that is reported afterwards, so that model data under way is not taken for the rest."""
+        """End the current interval now instead of at the next moment. Call this before residency changes for a moment
+        that is recorded afterwards, so that model data in transfer is not counted as other memory."""
         peak = self.tracker.take_peak()
         if self._moments:
             last = self._moments[-1]
@@ -305,12 +305,12 @@ class MemoryRecorder:
             self._before = max(self._before, peak)
 
     def so_far(self) -> MemStats:
-        """What the step took until now; it goes on."""
+        """Return the trace until now, and continue to record."""
         self.end_interval()
         return MemStats(list(self._moments), self.device, self.capacity_bytes, dict(self.gathered_bytes))
 
     def finish(self) -> MemStats:
-        """The step is over; the recorder starts anew."""
+        """Return the trace of the step, and reset the recorder."""
         self.end_interval()
         moments, self._moments, self._before = self._moments, [], 0
         return MemStats(moments, self.device, self.capacity_bytes, dict(self.gathered_bytes))
@@ -332,18 +332,18 @@ def model_budget_bytes(
     warmup_non_model_ratio: float,
     steady_capacity_ratio: float,
 ) -> int:
-    """Bytes of model data that may be on the device from this use of a unit to the next.
+    """Return the number of bytes of model data that may be on the device from this use of a unit to the next.
 
     Args:
         stats: the trace of a step; None before there is one.
-        position: of the use in the step (see :class:`MemStats`). A position that the trace does not have, such as -1
-            where the order of use has changed since, gets what is right for the worst moment of the trace.
-        capacity_bytes: of the device.
-        warmup_non_model_ratio: share of it that is kept free of model data before there is a trace.
-        steady_capacity_ratio: share of it that may be used at all afterwards.
+        position: position of the use in the step (see :class:`MemStats`). For a position that the trace does not have,
+            such as -1 after the order of use has changed, the worst moment of the trace applies.
+        capacity_bytes: capacity of the device.
+        warmup_non_model_ratio: fraction of it that is kept free of model data before there is a trace.
+        steady_capacity_ratio: fraction of it that may be used in total afterwards.
 
     Returns:
-        0 or more; 0 where the rest alone takes it all.
+        0 or more; 0 if other memory alone exceeds the limit.
     """
     _check(
         capacity_bytes,
@@ -365,10 +365,10 @@ def margin_bytes(
     margin_ratio: float,
     needed_bytes: int | None = None,
 ) -> int:
-    """Bytes of optimizer state that may move to the device for good after the first step (``gpu_margin_mem_ratio``).
+    """Return the bytes of optimizer state that may stay on the device after the first step (``gpu_margin_mem_ratio``).
 
-    That is ``margin_ratio`` of what remains at the tightest moment of the whole step: ``steady_capacity_ratio`` of the
-    capacity, less non-model data, less ``needed_bytes`` of model data (None: what the traced step held at that moment).
+    This is ``margin_ratio`` of the free memory at the tightest moment of the step: ``steady_capacity_ratio`` of the
+    capacity, minus non-model data, minus ``needed_bytes`` of model data (None: the model data of the traced step).
     """
     _check(capacity_bytes, steady_capacity_ratio=steady_capacity_ratio, margin_ratio=margin_ratio)
     usable = int(capacity_bytes * steady_capacity_ratio)

@@ -1,8 +1,8 @@
 """The memory trace of one step of any plain module, outside of training: ``trace_memory``.
 
-One real forward and backward pass (and optimizer step) is run and undone. With a new optimizer one more step comes
-first, since there is no state before. Model data (parameters, buffers, gradients, optimizer state) is recognised by its
-storages.
+One real forward and backward pass (and optimizer step) is run and undone. With a new optimizer, an additional step
+comes first, since it has no state before. Model data (parameters, buffers, gradients, optimizer state) is recognised by
+its storages.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def trace_memory(
     optimizer: torch.optim.Optimizer | None = None,
     capacity_bytes: int | None = None,
 ) -> MemStats:
-    """Run a training step of ``model`` and return what it held at each moment.
+    """Run a training step of ``model`` and return its memory trace.
 
     There is a moment before each module with parameters of its own or without children (in forward and backward), when
-    a gradient is complete, at the loss, and around the optimizer's step. If nothing needs a gradient, only the forward
-    pass is run. The batch is not model data.
+    a gradient is complete, at the loss, and around the optimizer's step. If nothing requires a gradient, only the
+    forward pass is run. The batch is not model data.
 
     Args:
-        model: on one device, in its present mode. On the meta device nothing is computed, and the bytes are those that
-            a real device would need.
-        batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss`` its argument.
+        model: a model on one device, in its current mode. On the meta device nothing is computed, and the trace has the
+            bytes that a real device would need.
+        batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss``, its argument.
         loss: computes a scalar from model and batch. Default: the output's ``loss``, or the sum of the means of all
-            floating tensors in the output.
+            floating-point tensors in the output.
         optimizer: stepped at the end, if given. If it has no state, an untraced step comes first, so that the trace is
             that of a later step with state.
-        capacity_bytes: of the device. Default: what a CUDA device has; no limit elsewhere.
+        capacity_bytes: capacity of the device. Default: that of a CUDA device; no limit for other devices.
 
-    Afterwards parameters, buffers, gradients, optimizer state, random state and hooks are restored, also after an
-    error. Other changes by forward (a counter in an attribute) remain.
+    Parameters, buffers, gradients, optimizer state, random state and hooks are restored afterwards, also after an
+    error. Other changes by the forward pass (a counter in an attribute) remain.
 
     Raises:
         ValueError: a lazy module is not initialised, or the loss is not a scalar.
@@ -90,10 +90,10 @@ def _first_step(model: nn.Module, batch: Batch, loss: Loss, optimizer: torch.opt
 
 
 def _scalar(value: Any) -> Tensor:
-    """What a loss function gave.
+    """Return the result of a loss function after checking it.
 
     Raises:
-        TypeError, ValueError: it is no scalar tensor.
+        TypeError, ValueError: it is not a scalar tensor.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"loss gave {value!r}, a {type(value).__name__}: return a scalar tensor")
@@ -103,12 +103,12 @@ def _scalar(value: Any) -> Tensor:
 
 
 def storage_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
-    """Bytes of the tensors' storages on ``device``, each storage once."""
+    """Return the bytes of the tensors' storages on ``device``, counting each storage once."""
     return sum(sizes_of(each for each in tensors if each is not None and each.device == device).values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers."""
+    """Yield all tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _keep(
     device: torch.device,
     undo: contextlib.ExitStack,
 ) -> int:
-    """Arrange for everything to be put back; returns the bytes that this itself holds on ``device``."""
+    """Register the restoration of everything, and return the bytes that the copies take on ``device``."""
     cuda = [device] if device.type == "cuda" else []
     undo.enter_context(torch.random.fork_rng(devices=cuda))
     undo.callback(random.setstate, random.getstate())
@@ -161,7 +161,7 @@ def _keep(
     undo.callback(_restore_gradients, gradients)
     for leaf in leaves:
         leaf.grad = None
-    # Copies wait on the host: on the device they would be part of what is measured.
+    # Copies are on the host: on the device, they would be part of the measurement.
     buffers = [(m, n, b, _host_copy(b)) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     undo.callback(_restore_buffers, buffers)
     if optimizer is not None:
@@ -216,7 +216,7 @@ def _restore_optimizer(
 
 
 class _Run:
-    """One traced step: hooks that report moments, and the bytes of model data by kind."""
+    """A traced step: hooks that report moments, and the bytes of model data by kind."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _Run:
         everything = storage_bytes([*parameters, *buffers], device)
         self._set("buffers", everything - self.kinds.get("parameters", 0))
         self._set("optimizer state", storage_bytes(state, device))
-        # The allocator knows the batch already; the counter of tensors does not, as it was made before.
+        # The allocator counts the batch already; the tensor tracker does not, as the batch was created before.
         self.batch_bytes = storage_bytes([*parameters, *buffers, *inputs], device) - everything
         self.tracker: Tracker = make_tracker(device, lambda: sum(self.kinds.values()) + self.hidden_bytes)
         for tensor in (*parameters, *buffers, *state):
@@ -247,7 +247,7 @@ class _Run:
         self.recorder = MemoryRecorder(self, device=str(device))
 
     def take_peak(self) -> int:
-        """For the recorder: the tracker's peak, and the batch where the tracker cannot know it."""
+        """Return the tracker's peak for the recorder, plus the batch if the tracker cannot count it."""
         return self.tracker.take_peak() + (0 if self.device.type == "cuda" else self.batch_bytes)
 
     def _set(self, kind: str, size_bytes: int) -> None:
@@ -259,11 +259,11 @@ class _Run:
         return (tensor for state in states for tensor in _tensors(state))
 
     def moment(self, unit: int, name: str) -> None:
-        """Model data is now what ``kinds`` says."""
+        """Record a moment with the model data in ``kinds``."""
         self.recorder.moment(unit, name, self.phase, sum(self.kinds.values()), self.kinds)
 
     def add_hooks(self) -> None:
-        """Report moments from now on."""
+        """Add the hooks that report moments."""
         owners: dict[int, tuple[int, str]] = {}
         for unit, (name, module) in enumerate(self.model.named_modules()):
             own = list(module.parameters(recurse=False))
@@ -284,8 +284,8 @@ class _Run:
             self.moment(unit, name)
 
         def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            # On the graph's nodes and not as a backward hook of the module: those forbid in-place operations on the
-            # output. The first of several outputs that backward comes to is the one that counts.
+            # Hook the graph's nodes, since backward hooks of a module forbid in-place operations on the output. With
+            # several outputs, the first that backward reaches counts.
             pending = [True]
 
             def reached(gradients: Any) -> None:
@@ -306,16 +306,16 @@ class _Run:
         if gradient is None or gradient.device != self.device:
             return
         self._gradients[id(parameter)] = sizes_of([gradient])
-        # The interval that ends now has the gradient in its peak; only then is it taken out of the count.
+        # The interval that ends now has the gradient in its peak; remove the gradient from the count only afterwards.
         self.recorder.end_interval()
-        # Several parameters may have parts of one storage (``torch.cat`` of them hands out views of its gradient).
+        # Several gradients may share a storage (``torch.cat`` of parameters returns views of its gradient).
         found = {key: size for of_one in self._gradients.values() for key, size in of_one.items()}
         self._set("gradients", sum(found.values()))
         self.tracker.exclude(gradient)
         self.moment(unit, name)
 
     def step(self, loss: Loss) -> MemStats:
-        """Run it all."""
+        """Run the step and return its trace."""
         with self.tracker:
             value = _scalar(loss(self.model, self.batch))
             if value.requires_grad:
@@ -338,6 +338,6 @@ class _Run:
         self.moment(NO_UNIT, "after the step")
 
     def remove_hooks(self) -> None:
-        """Leave no trace on the model."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()

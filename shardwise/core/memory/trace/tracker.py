@@ -1,7 +1,7 @@
-"""How many bytes a step holds besides model data: activations, temporary gradients, the inside of the loss.
+"""Memory of a step that is not model data: activations, temporary gradients, intermediate results of the loss.
 
-:class:`TensorTracker` counts the tensors that operations make, on any device; :class:`AllocatorTracker` asks CUDA's
-caching allocator. Both give the highest value of an interval, which is what a placement has to leave room for.
+:class:`TensorTracker` counts the tensors that operations create, on any device; :class:`AllocatorTracker` queries
+CUDA's caching allocator. Both report the peak of an interval, for which a placement has to leave room.
 
 Source of the behaviour: Gemini's memory tracer, "non-model data = peak of device memory between two operations minus
 model data in chunks"; counting at the dispatcher as ``torch.distributed._tools.mem_tracker`` does.
@@ -24,16 +24,16 @@ from shardwise.core.base.torch_internals import DispatchMode, each_leaf, is_wrap
 __all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "sizes_of", "storages"]
 
 
-# Where an operation's outputs come from: inputs or views of them, new memory, or no word of it in the schema.
+# The origin of an operation's outputs: inputs or views of them, new memory, or not stated in the schema.
 Origin = Literal["input", "new", "unknown"]
 
 
 class Tracker(Protocol):
-    """What both trackers can do.
+    """Interface of both trackers.
 
     Attributes:
-        shares_peak: peaks are found by resetting what others (torch's own statistics) see as well.
-        highest_bytes: the most of everything, model data included, since :meth:`begin_pass`; 0 where that is not known.
+        shares_peak: if True, the tracker resets peak statistics that other code (torch's own statistics) uses as well.
+        highest_bytes: maximal total memory, including model data, since :meth:`begin_pass`; 0 if it is unknown.
     """
 
     shares_peak: bool
@@ -47,32 +47,32 @@ class Tracker(Protocol):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes now, without model data."""
+        """Current bytes without model data."""
 
     def take_peak(self) -> int:
-        """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""
+        """Return the maximum of ``live_bytes`` since the last call, and start a new interval."""
 
     def exclude(self, tensor: Tensor) -> None:
-        """Its storage is model data."""
+        """Mark the tensor's storage as model data."""
 
     def include(self, tensor: Tensor) -> None:
-        """Something made its storage while nobody counted, and keeps it."""
+        """Count a storage that was created while the tracker was not active, and that is still in use."""
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
-        """Call ``action`` when ``live_bytes`` is above ``limit_bytes``, where that can be noticed."""
+        """Call ``action`` when ``live_bytes`` exceeds ``limit_bytes``, if the tracker can detect it."""
 
     def expire(self) -> None:
-        """What was found last is out of date: it is found anew when it is asked for."""
+        """Invalidate the last measurement; the next access measures again."""
 
     def begin_pass(self, limit_bytes: int) -> None:
-        """:attr:`highest_bytes` begins here; it is at most ``limit_bytes`` then, or what there is now."""
+        """Restart :attr:`highest_bytes`, which is then at most ``limit_bytes`` or the current total."""
 
     def sample(self) -> None:
-        """To be called just before model data grows and just after it shrinks."""
+        """Take a sample. Call it just before model data grows and just after it shrinks."""
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: one, those of a sparse tensor's parts, or those inside a wrapper (DTensor)."""
+    """Yield the storages of a tensor: one, those of a sparse tensor's parts, or those inside a wrapper (DTensor)."""
     if is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages(getattr(tensor, name))
@@ -84,21 +84,22 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the storages behind tensors, each once, by its number."""
+    """Return the bytes of the storages of ``tensors`` by storage id, so that each counts once."""
     return {storage_id(storage): storage.nbytes() for tensor in tensors for storage in storages(tensor)}
 
 
 def _parts(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
-    """:func:`storages`, faster for the common kind."""
+    """Return the same as :func:`storages`, with a fast path for plain tensors."""
     if type(tensor) is Tensor and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     return storages(tensor)
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched until it dies.
+    """A storage that is tracked until it is freed.
 
-    ``base`` bytes of it were there before; ``interval`` and ``peak_before`` tell what the peak was when it came.
+    ``base`` bytes of it existed before tracking; ``interval`` and ``peak_before`` are the interval and its peak when
+    the storage was added.
     """
 
     __slots__ = ("base", "counted", "interval", "key", "peak_before")
@@ -110,7 +111,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class _Count:
-    """The counts. Apart from the tracker, so that the mode and the tracker do not hold each other."""
+    """The counts, separate from the tracker, so that the mode and the tracker do not reference each other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,7 +122,7 @@ class _Count:
         self.excluded: dict[int, _Entry] = {}
 
     def add(self, storage: torch.UntypedStorage, base: int = 0) -> None:
-        """Count a storage that is not known yet, less the ``base`` bytes that it had before."""
+        """Count a new storage, minus the ``base`` bytes that it had before."""
         entry = _Entry(storage, self._made_died)
         entry.key, entry.base, entry.counted = storage_id(storage), base, storage.nbytes() - base
         entry.interval, entry.peak_before = self.interval, self.peak
@@ -131,13 +132,13 @@ class _Count:
 
     def _grown(self) -> None:
         if self.limit is not None and self.live > self.limit:
-            self.limit = None  # what it calls may make tensors
+            self.limit = None  # the callback may create tensors
             self.on_limit()
         if self.live > self.peak:
             self.peak = self.live
 
     def resize(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
-        """The storage's size may have changed."""
+        """Update the count if the size of the storage has changed."""
         counted = max(storage.nbytes() - entry.base, 0)
         if counted != entry.counted:
             self.live += counted - entry.counted
@@ -145,12 +146,12 @@ class _Count:
             self._grown()
 
     def exclude(self, storage: torch.UntypedStorage) -> None:
-        """From now on model data, and so taken out of the present interval's peak as well."""
+        """Mark a storage as model data, and remove it from the peak of the current interval."""
         key = storage_id(storage)
         entry = self.made.pop(key, None)
         if entry is not None:
             self.live -= entry.counted
-            # The peak without it: either from before it was made, or with it and then lower by its size.
+            # The peak without this storage is from before its creation, or with it and then lower by its size.
             before = entry.peak_before if entry.interval == self.interval else 0
             self.peak = max(self.live, before, self.peak - entry.counted)
         if key not in self.excluded:
@@ -159,7 +160,7 @@ class _Count:
             self.excluded[key] = known
 
     def _made_died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        # An address may have been given to another storage since.
+        # The address may have been reused by another storage since.
         assert isinstance(reference, _Entry)
         if self.made.get(reference.key) is reference:
             del self.made[reference.key]
@@ -171,7 +172,7 @@ class _Count:
             del self.excluded[reference.key]
 
     def note(self, outputs: Any, origin: Origin, arguments: Iterable[Any], before: Mapping[int, int]) -> None:
-        """What an operation returned; ``before`` has the sizes of storages that it may have resized."""
+        """Record the outputs of an operation; ``before`` has the sizes of storages that it may have resized."""
         if isinstance(outputs, Tensor):
             self._note(outputs, origin, arguments, before)
         elif isinstance(outputs, list | tuple | dict):
@@ -190,7 +191,7 @@ class _Count:
             elif key in self.excluded:
                 continue
             elif key in before:
-                # Made by somebody else, and resized here: what it grew by is ours.
+                # Created outside of the tracker and resized here: count the growth.
                 if storage.nbytes() > before[key]:
                     self.add(storage, before[key])
             elif origin == "new" or (origin == "unknown" and not _shares(key, arguments)):
@@ -198,7 +199,7 @@ class _Count:
 
 
 def _shares(key: int, arguments: Iterable[Any]) -> bool:
-    """Whether one of the arguments has this storage: some operations return an input without saying so."""
+    """Return True if an argument has this storage, since some operations return an input that is not in the schema."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if any(storage_id(storage) == key for storage in _parts(argument)):
@@ -209,25 +210,26 @@ def _shares(key: int, arguments: Iterable[Any]) -> bool:
 
 
 class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation below autograd, in forward and in backward."""
+    """Intercepts every operation below autograd, in forward and backward."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch's guard imports its compiler at the first operation (about 2 seconds) and costs 15 microseconds each.
+        # torch's guard imports its compiler at the first operation (about 2 seconds) and costs 15 microseconds per
+        # call.
         return False
 
     def __init__(self, count: _Count) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._count = count
-        # For each operation: what it returns, and whether it may resize an input.
+        # By operation: the origin of its outputs, and whether it may resize an input.
         self._facts: dict[Any, tuple[Origin, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the wrapper unfolds into operations on plain tensors, which come here again
+            return NotImplemented  # the wrapper unfolds into operations on plain tensors, which are dispatched again
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _facts(func)
@@ -248,7 +250,7 @@ def _facts(func: Any) -> tuple[Origin, bool]:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "unknown", False
-    # torch.tensor([...]) shows up as this one only, which returns its argument: the new tensor.
+    # torch.tensor([...]) is dispatched only as this operation, which returns its argument: the new tensor.
     if schema.name == "aten::lift_fresh":
         return "new", False
     aliased = bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
@@ -257,22 +259,22 @@ def _facts(func: Any) -> tuple[Origin, bool]:
 
 
 class TensorTracker:
-    """Counts the storages that operations make while it is entered, until each of them dies (also after it was left).
+    """Counts the storages that operations create while it is active, until each is freed (also after it was exited).
 
-    A storage counts once however many tensors view it, at its present size; what existed before does not count. It may
-    be entered any number of times; a nested entry changes nothing. Tensors of other devices are ignored. On the meta
-    device it counts what the operations would have made.
+    A storage counts once, however many tensors view it, with its current size; storages that existed before do not
+    count. The context is reentrant; a nested entry has no effect. Tensors on other devices are ignored. On the meta
+    device, it counts what the operations would have allocated.
 
-    Not seen: memory that a kernel takes and gives back inside one operation, tensors that other threads make or that
-    wrap foreign memory (``from_numpy``), ``UntypedStorage.resize_`` until the next operation on it, and what runs
-    inside a compiled graph.
+    Not counted: memory that a kernel allocates and frees within one operation, tensors that other threads create or
+    that wrap foreign memory (``from_numpy``), ``UntypedStorage.resize_`` until the next operation on the storage, and
+    operations inside a compiled graph.
     """
 
     shares_peak = False
     highest_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        # Without an index "cuda" would never equal the device of a tensor.
+        # Without an index, "cuda" would never be equal to the device of a tensor.
         needs_index = device.type not in ("cpu", "meta") and device.index is None
         self.device = torch.empty(0, device=device).device if needs_index else device
         self._count = _Count(self.device)
@@ -294,53 +296,53 @@ class TensorTracker:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes now, without excluded storages."""
+        """Current bytes without excluded storages."""
         return self._count.live
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
-        """Call ``action``, once, as soon as an operation brings ``live_bytes`` above ``limit_bytes``."""
+        """Call ``action``, once, as soon as an operation raises ``live_bytes`` above ``limit_bytes``."""
         self._count.limit, self._count.on_limit = limit_bytes, action
 
     def take_peak(self) -> int:
-        """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""
+        """Return the maximum of ``live_bytes`` since the last call, and start a new interval."""
         peak = self._count.peak
         self._count.peak = self._count.live
         self._count.interval += 1
         return peak
 
     def exclude(self, tensor: Tensor) -> None:
-        """Its storage is model data: not counted, now or later, nor in the peak of the present interval.
+        """Mark the tensor's storage as model data, which is not counted, now or later, nor in the current peak.
 
-        For storages that are excluded one by one as soon as they are made, or that existed before the interval, the
-        peak is exact; otherwise it may be too high by what came between, never too low.
+        The peak is exact for storages that are excluded one by one just after their creation, or that existed before
+        the interval. Otherwise it may be too high by the memory allocated in between, but it is never too low.
         """
         for storage in storages(tensor):
             self._count.exclude(storage)
 
     def include(self, tensor: Tensor) -> None:
-        """Count a storage that was made while this was not entered, unless it is known already."""
+        """Count a storage that was created while the tracker was not active, unless it is known already."""
         self._count.note(tensor, "new", (), {})
 
     def expire(self) -> None:
-        """Nothing to do: every change is seen."""
+        """Do nothing, since every change is tracked."""
 
     def begin_pass(self, limit_bytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def sample(self) -> None:
-        """Nothing to do: excluded storages never enter the count."""
+        """Do nothing, since excluded storages are not counted."""
 
 
 class AllocatorTracker:
-    """The same from CUDA's caching allocator: what is allocated, less ``model_bytes()``.
+    """A tracker that queries CUDA's caching allocator: allocated memory minus ``model_bytes()``.
 
-    It sees everything that torch allocates on the device, whoever does, with the allocator's rounding (512 bytes a
-    tensor). Its peaks use ``torch.cuda.reset_peak_memory_stats``, so torch's own peak starts anew with each interval.
-    The peak of an interval is exact if :meth:`sample` is called just before model data grows and just after it shrinks;
-    otherwise the larger amount of model data at either end of the interval is taken off.
+    It includes everything that torch allocates on the device, rounded as the allocator does (512 bytes per tensor). It
+    uses ``torch.cuda.reset_peak_memory_stats``, so torch's own peak restarts with each interval. The peak of an
+    interval is exact if :meth:`sample` is called just before model data grows and just after it shrinks; otherwise the
+    larger of the amounts of model data at both ends of the interval is subtracted.
 
-    Asking takes the host a tenth of a millisecond or more, so it is only done where :meth:`expire` has been called
-    since the last time, and for a peak. What is not model data counts as unchanged until then.
+    A query takes the host a tenth of a millisecond or more, so it is made only for a peak, or if :meth:`expire` was
+    called since the last query. Until then, the amount of other data is assumed to be unchanged.
     """
 
     shares_peak = True
@@ -370,25 +372,25 @@ class AllocatorTracker:
         self._highest = max(self._highest, self._total_peak)
 
     def expire(self) -> None:
-        """See :class:`Tracker`. What is model data is known at any time, so only the rest is out of date."""
+        """See :class:`Tracker`. Model data is always known, so only the other data is invalidated."""
         self._stale = True
 
     @property
     def live_bytes(self) -> int:
-        """Allocated, less model data, when that was found last."""
+        """Allocated bytes without model data, at the last query."""
         if self._stale:
             self._look()
         return self._live
 
     @property
     def highest_bytes(self) -> int:
-        """The most that was allocated since :meth:`begin_pass`, when that was found last."""
+        """Maximal number of allocated bytes since :meth:`begin_pass`, at the last query."""
         if self._stale:
             self._look()
         return self._highest
 
     def begin_pass(self, limit_bytes: int) -> None:
-        """See :class:`Tracker`. The allocator's peak is left alone where it tells what will be above the limit."""
+        """See :class:`Tracker`. The allocator's peak is reset only if it is above the limit."""
         self._highest = 0
         self._look()
         if self._total_peak > limit_bytes:
@@ -403,22 +405,22 @@ class AllocatorTracker:
         self._restart()
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
-        """Nothing to do: the allocator does not tell."""
+        """Do nothing, since the allocator has no such callback."""
 
     def take_peak(self) -> int:
-        """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""
+        """Return the maximum of ``live_bytes`` since the last call, and start a new interval."""
         self.sample()
         peak, self._peak = self._peak, self._live
         return peak
 
     def exclude(self, tensor: Tensor) -> None:
-        """Nothing to do: ``model_bytes()`` says what is model data."""
+        """Do nothing, since ``model_bytes()`` returns the amount of model data."""
 
     def include(self, tensor: Tensor) -> None:
-        """Nothing to do: the allocator has it."""
+        """Do nothing, since the allocator counts the tensor."""
 
 
 def make_tracker(device: torch.device, model_bytes: Callable[[], int]) -> TensorTracker | AllocatorTracker:
-    """The tracker for ``device``. ``model_bytes()`` is the model data on it now, in bytes; only CUDA's uses it, the
-    other is told with :meth:`TensorTracker.exclude`."""
+    """Return the tracker for ``device``. ``model_bytes()`` returns the current bytes of model data on it. Only the
+    tracker for CUDA uses it; :meth:`TensorTracker.exclude` provides the same information to the other."""
     return AllocatorTracker(device, model_bytes) if device.type == "cuda" else TensorTracker(device)

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the stages of a model on several ranks, and which of them does what when.
+"""Pipeline parallelism: the stages of a model on several ranks, and the schedule of their passes.
 
-Schedules are data; what runs them knows nothing of optimizers and engines, and what a stage of a model is is data of
-the architecture. Nothing here reads the environment or makes groups.
+Schedules are data; the code that runs them is independent of optimizers and engines, and the stages of a model are
+described by its architecture. Nothing here reads the environment or creates process groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches in micro-batches, and their outputs as one."""
+"""Division of batches into micro-batches, and merging of their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MicroBatch", "check_mergeable", "detached", "merged", "split_batch"]
 
 
 ITEMS = "num_items_in_batch"
-"""By what models of transformers divide a sum over tokens to make it their loss."""
+"""Argument by which models of transformers divide a sum over tokens to get their loss."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class MicroBatch:
     """A part of a batch.
 
     Attributes:
-        inputs: as the batch is; of ``num_items_in_batch`` its share, so that the mean of the losses, weighed by rows,
-            is the sum over all tokens divided by that number.
-        share: of the batch's rows.
+        inputs: in the structure of the batch. ``num_items_in_batch`` is multiplied by ``share``, so that the mean of
+            the losses, weighted by rows, is the sum over all tokens divided by the number for the batch.
+        share: fraction of the batch's rows.
     """
 
     inputs: Any
@@ -42,7 +42,7 @@ class MicroBatch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the shapes inside of a model follow from; the same on every rank."""
+        """The shapes of the inputs, from which shapes in the model follow; the same on every rank."""
         return tuple((name, value.shape) for name, value in _tensors(self.inputs))
 
 
@@ -73,16 +73,16 @@ def _rows(batch: Any) -> int:
 
 
 def split_batch(batch: Any, number: int | None, rows: int | None) -> list[MicroBatch]:
-    """A batch in micro-batches along the first dimension of its tensors, also of those inside of mappings, lists and
-    tuples; what does not have as many rows as most do goes to each whole.
+    """Divide a batch into micro-batches along the first dimension of its tensors, including those in mappings, lists
+    and tuples. Values that do not have the most common number of rows are passed to each micro-batch undivided.
 
     Args:
         batch: a mapping, a sequence, or one tensor.
-        number: of micro-batches; fewer where there are fewer rows. They are as even as can be.
-        rows: of each but the last, where ``number`` is ``None``.
+        number: number of micro-batches, of nearly equal size; fewer if there are fewer rows.
+        rows: number of rows of each but the last, if ``number`` is ``None``.
 
     Raises:
-        ValueError: the batch has no rows; or a list in it may have an item a row.
+        ValueError: the batch has no rows, or a list in it may have one item per row.
     """
     total = _rows(batch)
     if total < 1:
@@ -112,12 +112,12 @@ def _part(batch: Any, start: int, size: int, total: int) -> Any:
 
 def _items(value: Any, share: float) -> Any:
     if isinstance(value, Tensor):
-        return value.double() * share  # nothing is waited for; 32 bits would round the share
+        return value.double() * share  # does not synchronize; fp32 would round the product
     return value if value is None else value * share
 
 
 def _rows_of(value: Any, start: int, size: int, total: int, name: str) -> Any:
-    """Rows ``start`` to ``start + size`` of ``total``, of each tensor in ``value`` that has so many."""
+    """Return rows ``start`` to ``start + size`` of each tensor in ``value`` that has ``total`` rows."""
     if isinstance(value, Tensor):
         return value.narrow(0, start, size) if value.dim() and value.shape[0] == total else value
     if isinstance(value, Mapping):
@@ -135,12 +135,12 @@ def _rows_of(value: Any, start: int, size: int, total: int, name: str) -> Any:
 
 
 # [Note: Outputs of micro-batches as one]
-# What the last stage returns is joined place by place, in containers of the first one's own class. Tensors are rows one
-# behind the other; one without dimensions, and a Python number that is not the same in each, become a tensor with one
-# element a micro-batch, since nobody here knows whether it is a sum or a mean. What else differs has no meaning for the
-# batch: an error, raised as soon as it is there, in a pass, so that every rank is told.
+# The outputs of the last stage are merged element by element, in containers of the classes of the first output. Tensors
+# are concatenated along rows. A 0-dim tensor, and a Python number that is not the same in each, become a tensor with
+# one element per micro-batch, since it is unknown whether it is a sum or a mean. Other differences have no meaning for
+# the batch and are an error, which is raised in a pass as soon as it is detected, so that every rank reports it.
 def merged(outputs: Sequence[Any]) -> Any:
-    """The micro-batches' outputs as one; see [Note: Outputs of micro-batches as one].
+    """Merge the micro-batches' outputs; see [Note: Outputs of micro-batches as one].
 
     Raises:
         TypeError: see :func:`check_mergeable`.
@@ -149,15 +149,15 @@ def merged(outputs: Sequence[Any]) -> Any:
 
 
 def detached(output: Any) -> Any:
-    """A micro-batch's output without graphs, in containers of its own classes."""
+    """Return a micro-batch's output without graphs, in containers of its own classes."""
     return _joined([output], lambda tensors: tensors[0].detach(), "")
 
 
 def check_mergeable(first: Any, other: Any) -> None:
-    """Of two micro-batches' outputs.
+    """Check that two micro-batches' outputs can be merged.
 
     Raises:
-        TypeError: something in them cannot be made one.
+        TypeError: a value in them cannot be merged.
     """
     _joined([first, other], lambda tensors: tensors[0], "")
 
@@ -204,12 +204,12 @@ def _with_items(first: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def _same(first: Any, other: Any) -> bool:
     try:
         return first is other or bool(first == other)
-    except Exception:  # of arrays, which have no truth
+    except Exception:  # arrays, whose truth value is ambiguous
         return False
 
 
 def _sizes(value: Any) -> object:
-    """What tensors that are joined have in common."""
+    """Return what must be equal for tensors to be merged."""
     if not isinstance(value, Tensor):
         return None
     return (value.shape[1:],) if value.dim() else ()

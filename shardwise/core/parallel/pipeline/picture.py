@@ -1,4 +1,4 @@
-"""A schedule as a picture: SVG for a browser, letters for a terminal. No dependency."""
+"""A schedule as a picture: SVG for a browser, letters for a terminal. No dependencies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardwise.core.parallel.pipeline.schedule import (
 __all__ = ["draw_schedule", "schedule_text"]
 
 Times = tuple[float, float, float]
-"""Of F, B and W in a stage; where there is no W it is in B."""
+"""Times of F, B and W in a stage; in schedules without W, B includes it."""
 
 COLORS = {
     Kind.FORWARD: ("#4c78a8", "#86b3d9"),
     Kind.BACKWARD: ("#54a24b", "#9ad18f"),
     Kind.WEIGHT: ("#e07b39", "#f2b284"),
 }
-"""In the first, third, ... stage of a rank, and in the second, fourth, ..."""
+"""Colours for the odd and for the even stages of a rank, counted from 1."""
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "gradients of weights"}
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR, BOTTOM = 1120, 72, 20, 84, 40, 32, 16
@@ -41,7 +41,7 @@ def _spans(schedule: Schedule, times: Times) -> list[list[Span]]:
 
 
 def _turn(schedule: Schedule, action: Action) -> int:
-    """Among the stages of its rank."""
+    """Return the index of the action's stage among those of its rank."""
     return action.stage // schedule.ranks
 
 
@@ -61,8 +61,8 @@ def _figures(schedule: Schedule, times: Times, spans: Sequence[Sequence[Span]]) 
 
 
 def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int = 160) -> str:
-    """Lines with figures, and one for each rank: F, B and W with the micro-batch's number, small letters in every
-    second stage of a rank; without numbers where that would be wider than ``width``."""
+    """Return lines with figures, and a line for each rank: F, B and W with the number of the micro-batch, in lower case
+    for every second stage of a rank. Numbers are left out if lines would be wider than ``width``."""
     spans = _spans(schedule, times)
     unit = min(time for time in times if time > 0)
     columns = round(max(each[-1].end for each in spans) / unit)
@@ -88,7 +88,7 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
 
 
 def draw_schedule(schedule: Schedule, times: Times = (1.0, 1.0, 1.0)) -> str:
-    """The same as an SVG document; each action says what it is where the pointer is on it."""
+    """Return the schedule as an SVG document with a tooltip for each action."""
     spans = _spans(schedule, times)
     end = max(each[-1].end for each in spans)
     scale = (WIDTH - LEFT - RIGHT) / end

@@ -1,4 +1,4 @@
-"""Runs one rank's part of a schedule: micro-batches through its stages, and their gradients back."""
+"""Runs one rank's part of a pipeline schedule: forward and backward passes of micro-batches through its stages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 MARK = 42
-"""Added to the bits of a quiet NaN."""
+"""Value added to the bits of a quiet NaN."""
 SEEN = 4
-"""Elements that are looked at."""
+"""Number of elements that are compared."""
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def sentinel(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of integers it is zeros, which are not known for it."""
+    """Return a tensor of the sentinel NaN. Integer tensors are zeros, which cannot be recognized."""
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype, device=device)
     x = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -44,7 +44,7 @@ def sentinel(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def is_sentinel(x: Tensor) -> bool:
-    """Whether it is one. On a GPU it is never known, since that would wait for the device."""
+    """Return True if ``x`` is a sentinel. Always False on a GPU, since the check would synchronize with the device."""
     if x.device.type != "cpu" or not x.is_floating_point() or x.numel() == 0:
         return False
     integers = _INTEGERS[x.dtype.itemsize]
@@ -55,25 +55,26 @@ def is_sentinel(x: Tensor) -> bool:
 
 FORWARD, BACKWARD = 0, 1  # lanes
 STEPS = 1 << 8
-"""Whose tags differ: with those of stages and micro-batches, 30 bits."""
+"""Number of consecutive steps with different tags: together with stages and micro-batches, tags have 30 bits."""
 SHAPES_KEPT = 1 << 12
-"""For each stage, about a KiB each: one for every length that sequences may have. In a cycle of one more than are kept
-each would be gone when it comes again."""
+"""Number of cached shapes per stage, about 1 KiB each: one for every length that sequences may have. With a cycle of
+more shapes than this, each would be evicted before it is used again."""
 
 Criterion = Callable[[Any, Any], Tensor]
 Tell = Callable[[str | None], dict[int, str]]
-"""Of how a step went on this rank (``None``: well), to all ranks of the model: by rank what went wrong there."""
+"""Sends the status of a step on this rank (``None``: success) to all ranks, and returns the failures by rank."""
 What = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a step.
+    """The result of a step.
 
     Attributes:
-        loss: the mean over the batch's rows, on the rank with the last stage; elsewhere ``None``.
-        outputs: of the micro-batches, there, where they were asked for.
-        losses: of the micro-batches, there, each times its share of the rows: what ``loss`` is the sum of.
+        loss: the mean over the batch's rows, on the rank with the last stage; ``None`` on other ranks.
+        outputs: outputs of the micro-batches, on the rank with the last stage, if they were requested.
+        losses: losses of the micro-batches, on the rank with the last stage, each weighted by its fraction of the rows:
+            ``loss`` is their sum.
     """
 
     loss: Tensor | None
@@ -82,41 +83,43 @@ class Outcome:
 
 
 # [Note: A step that fails on one rank]
-# What each rank sends and takes in a step follows from the schedule. A rank whose pass fails (an error in the model, in
-# the criterion, too little memory) goes on through its part of it: it takes what comes, makes no more passes, and
-# sends, where a result is due, a tensor of the same shape filled with one NaN that no computation makes (a void; where
-# the shape is not known yet, the description says so, and nothing follows). Who takes a void makes no more passes
-# either. So all ranks come to the end of the step as soon as messages do, with nothing under way between them, and
-# there they tell each other what went wrong: the first rank's error is raised on all. zero_grad() drops what was
-# accumulated, and the next step is one like any other. On a GPU voids are not looked for, since reading one would wait
-# for the device: NaNs flow on, and the end tells. A connection that fails, or an interrupt, ends the session: ranks
-# that do not know where the others are cannot make another step.
+# The messages of each rank in a step follow from the schedule. A rank whose pass fails (an error in the model or in the
+# criterion, or out of memory) continues with its part of the schedule: it receives messages, runs no more passes, and
+# instead of each result sends a sentinel: a tensor of the same shape filled with a NaN that no computation creates. If
+# the shape is not known yet, the message header says that no data follows. A rank that receives a sentinel runs no more
+# passes, either. All ranks therefore reach the end of the step with no messages in flight. There they exchange their
+# errors, and the error of the first rank is raised on all of them. zero_grad() drops the accumulated gradients, and the
+# next step is unaffected. On a GPU, sentinels are not detected, since reading one would synchronize with the device:
+# NaNs propagate, and the exchange at the end reports the error. A failed connection or an interrupt ends the session,
+# because ranks that do not know the state of the others cannot run another step.
 #
 # [Note: Shapes that both sides know]
-# What goes from a stage to the next is described where the receiver does not know its shape; on a GPU reading that
-# waits for the device. Neither asks the other: each keeps a list by the inputs' shapes, which all ranks have, and both
-# lists are the same before each message, since both change alike. For each message of a stage, whatever comes of it,
-# each side does one of three things with its key, in the order in which the sender makes them and the receiver takes
-# them (it is one order for all that goes from one rank to another: given_schedule, and a test of all schedules):
-# * it is known: it becomes the last one used (send or send_void; receive), a void of the shape that is told included;
-# * it is not, and something comes: it is added, and the one that was not used for longest goes (send; receive);
-# * it is not, and nothing comes: nothing changes (send_void; receive).
-# What only looks (told_of, check_shape) changes nothing, since one side alone does it.
+# A message from a stage to the next has a header with its shape if the receiver does not know the shape; on a GPU,
+# reading the header synchronizes with the device. No messages are needed to find out whether it does: each side has a
+# cache by the shapes of the micro-batch's inputs, which all ranks have, and both caches are equal before each message,
+# since both sides update them in the same way. For each message of a stage, each side does one of three things with its
+# key, in the order in which the sender sends and the receiver receives (this is one order for all messages from one
+# rank to another; see given_schedule, and a test of all schedules):
+# * the key is cached: it becomes the most recently used one (send or send_sentinel; receive), also for a sentinel of
+#   the cached shape;
+# * it is not cached, and data comes: it is added, and the least recently used one is evicted (send; receive);
+# * it is not cached, and no data comes: nothing changes (send_sentinel; receive).
+# Lookups by one side only (told_of, check_shape) change nothing.
 class StageRun:
-    """Of one rank; a step at a time.
+    """Runs the steps of one rank, one at a time.
 
     Args:
-        staging: its stages, installed.
-        wire: to the neighbours; ``None`` where there are none.
-        keeps_shapes: shapes are told once for each shape of a micro-batch, otherwise with each message.
-        tell: ends a step with the others; ``None``: errors of other ranks are not told.
+        staging: the stages of this rank, installed.
+        wire: point-to-point channel to the neighbours; ``None`` if there are none.
+        keeps_shapes: if True, send each shape once for each shape of a micro-batch, otherwise with each message.
+        tell: exchanges errors at the end of a step; ``None``: errors of other ranks are not reported.
 
     Raises:
-        ValueError: there are more stages than messages can name.
+        ValueError: there are more stages than message tags can represent.
 
     Attributes:
-        trace: a list to which each action's span is added, without its waiting, in seconds of a clock that all ranks of
-            a host share. ``None``: nothing is noted down.
+        trace: a list to which the time span of each action is added, without its waiting time, in seconds of a clock
+            that all ranks of a host share. ``None``: nothing is recorded.
     """
 
     def __init__(
@@ -145,20 +148,20 @@ class StageRun:
         backward: Passes | None,
         wants_outputs: bool = False,
     ) -> Outcome:
-        """Make a step's passes. Every rank of the pipeline calls it with the same schedule and parts.
+        """Run the passes of a step. Every rank of the pipeline calls it with the same schedule and micro-batches.
 
         Args:
-            schedule: for so many parts.
-            parts: of the batch.
-            criterion: ``criterion(outputs, inputs)`` is a part's loss, the mean over its rows.
-            backward: makes backward passes; ``None``: forward passes alone.
+            schedule: a schedule for this number of micro-batches.
+            parts: the micro-batches.
+            criterion: ``criterion(outputs, inputs)`` returns a micro-batch's loss, the mean over its rows.
+            backward: runs backward passes; ``None``: run forward passes only.
             wants_outputs: keep what the last stage returns.
 
         Raises:
-            ValueError: there are more parts than messages can name.
-            Exception: what went wrong on this rank.
-            PeerError: what went wrong on another; or a neighbour did not come, and the session is over.
-            RuntimeError: it is over.
+            ValueError: there are more micro-batches than message tags can represent.
+            Exception: the error of this rank.
+            PeerError: the error of another rank; or a neighbour is unreachable, which ends the session.
+            RuntimeError: the session is over.
         """
         if self._over is not None:
             raise RuntimeError(
@@ -188,8 +191,10 @@ class StageRun:
 
     @staticmethod
     def check_number(microbatches: int) -> None:
-        """Raises:
-        ValueError: they are more than messages can name.
+        """Check the number of micro-batches.
+
+        Raises:
+            ValueError: there are more than message tags can represent.
         """
         if microbatches > MOST_MICROBATCHES:
             raise ValueError(
@@ -199,9 +204,9 @@ class StageRun:
 
     @contextmanager
     def own_numbers(self, stage: int) -> Iterator[None]:
-        """Around a forward pass, made or not: layers of another stage draw other numbers."""
-        # The first stage's, too: all ranks draw equally many common ones, which samplers may be seeded with.
-        cpu = torch.device("cpu")  # whose numbers models draw on a GPU as well (which layers are left out)
+        """Use a random number stream of the stage during a forward pass, even if the pass is skipped."""
+        # This includes the first stage: all ranks must draw equally many common numbers, which may seed samplers.
+        cpu = torch.device("cpu")  # models on a GPU draw CPU numbers as well (layerdrop)
         device = self._wire.device if self._wire is not None else cpu
         with ExitStack() as drawing:
             for each in {cpu, device} if self.staging.model.training else ():
@@ -211,29 +216,29 @@ class StageRun:
     # ---- messages
 
     def _connect(self, order: Schedule) -> None:
-        """In an order of somebody's own any ranks may send first."""
+        """Connect the ranks of a schedule. In a user-defined order, any rank may send first."""
         if self._wire is not None and order != self._connected:
             self._wire.connect((each.sender, each.receiver, _lane(each.action)) for each in order.messages())
             self._connected = order
 
     def _tag(self, action: Action) -> int:
-        """Of what ``action`` makes."""
+        """Return the message tag of the result of ``action``."""
         return (self._step * MOST_STAGES + action.stage) * MOST_MICROBATCHES + action.microbatch
 
     def tag_of_shared(self, position: int) -> int:
-        """Of what ranks exchange of the parameter at ``position`` behind this step's schedule, in the lane of
-        gradients: that of the first stage's input, which goes nowhere."""
+        """Return the tag for exchanging the shared parameter at ``position`` after this step's schedule, in the channel
+        of gradients. It uses the tags of the gradient of the first stage's input, which is never sent."""
         return self._step * MOST_STAGES * MOST_MICROBATCHES + position % MOST_MICROBATCHES
 
     def send(self, x: Tensor, action: Action, rank: int, key: object) -> SendHandle:
-        """What ``action`` has made, to the rank that uses it."""
+        """Send the result ``x`` of ``action`` to the rank that uses it."""
         assert self._wire is not None
         lane = _lane(action)
         described = lane == FORWARD and not self._known(action.stage, True, key, (x.shape, x.dtype))
         return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
     def send_sentinel(self, action: Action, rank: int, key: object, what: What | None) -> None:
-        """In its place, that nothing comes of it; ``what`` the receiver expects, if it knows."""
+        """Send a sentinel instead of the result; ``what`` is the shape that the receiver expects, if it knows one."""
         assert self._wire is not None
         lane = _lane(action)
         if lane == FORWARD:
@@ -244,11 +249,11 @@ class StageRun:
             self._wire.send(sentinel(*what, self._wire.device), rank, lane, self._tag(action), _called(action))
 
     def told_of(self, stage: int, key: object) -> What | None:
-        """What the receiver of a stage's output expects, if it has been told."""
+        """Return the shape that the receiver of a stage's output expects, or ``None`` if it has not been sent."""
         return self._shapes(stage, True).get(key) if self._keeps_shapes else None
 
     def receive(self, action: Action, rank: int, key: object, what: What | None) -> Tensor | None:
-        """What ``action`` has made on another rank, or that nothing came of it; ``what`` it is, of gradients."""
+        """Receive the result of ``action`` from another rank (None: no data); ``what`` is a gradient's shape."""
         assert self._wire is not None
         lane = _lane(action)
         if lane == FORWARD and self._keeps_shapes:
@@ -261,8 +266,10 @@ class StageRun:
         return x
 
     def check_shape(self, stage: int, key: object, what: What) -> None:
-        """Raises:
-        RuntimeError: the other side has been told something else.
+        """Check a shape against the one that the other side has cached.
+
+        Raises:
+            RuntimeError: they differ.
         """
         told = self.told_of(stage, key)
         if told is not None and told != what:
@@ -276,8 +283,10 @@ class StageRun:
         return self._told.setdefault((stage, sent), OrderedDict())
 
     def _use(self, stage: int, sent: bool, key: object) -> What | None:
-        """What the other side has been told for ``key``, which is now the last one used; see [Note: Shapes that both
-        sides know]."""
+        """Return the cached shape for ``key`` and mark it as most recently used.
+
+        See [Note: Shapes that both sides know].
+        """
         if not self._keeps_shapes:
             return None
         shapes = self._shapes(stage, sent)
@@ -286,7 +295,7 @@ class StageRun:
         return shapes.get(key)
 
     def _known(self, stage: int, sent: bool, key: object, what: What) -> bool:
-        """Whether the other side has been told; now it is."""
+        """Return True if the other side has cached the shape, and add it otherwise."""
         if not self._keeps_shapes:
             return False
         if self._use(stage, sent, key) is not None:
@@ -299,7 +308,7 @@ class StageRun:
 
 
 class _Step:
-    """What is kept between a micro-batch's forward and backward pass."""
+    """State of a step between the forward and the backward passes of its micro-batches."""
 
     def __init__(
         self,
@@ -316,12 +325,11 @@ class _Step:
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._here: dict[Action, Tensor | None] = {}
-        """What this rank has made for another stage of its own."""
+        """Results of this rank for its other stages."""
         self._passed: dict[tuple[int, int], What | None] = {}
-        """What has gone into a stage as a micro-batch's hidden state; ``None``: nothing came of it, and no gradient of
-        it goes back."""
+        """Shape of each hidden state that went into a stage; ``None``: no data came, and no gradient goes back."""
         self._under_way: dict[int, deque[tuple[int, SendHandle]]] = {}
-        """By rank, what it has been sent, and the place in its order at which it takes that."""
+        """By rank: messages in flight to it, with the position in its order at which it receives each."""
         self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
@@ -330,8 +338,7 @@ class _Step:
         self._where = ""
 
     def do(self, action: Action) -> None:
-        """What it takes, what it makes of that, unless this or another rank has failed, and what is made of it
-        elsewhere."""
+        """Receive the inputs of an action, run it unless this or another rank has failed, and send the result."""
         taken = self._take(action)
         made: Tensor | None = None
         began = time.monotonic()
@@ -344,27 +351,29 @@ class _Step:
                 self._fail()
         elif action.kind is Kind.FORWARD:
             with self._run.own_numbers(action.stage):
-                pass  # so that generators stay as those of ranks that made the pass
+                pass  # so that random number generators stay in step with ranks that ran the pass
         if self._run.trace is not None:
             self._run.trace.append(Span(began, time.monotonic(), action))
         self._give(action, made)
 
     def _fail(self) -> None:
-        """No more passes; what they would have needed is let go of."""
+        """Run no more passes, and release what they would have needed."""
         self._failed = True
         for kept in (self._kept, self._later, self._here, self._losses, self._outputs):
             kept.clear()
 
     def told(self) -> str | None:
-        """How the step went on this rank; empty: badly on another."""
+        """Return the status of the step on this rank: ``None`` for success, empty for a failure on another rank."""
         if self._error is not None:
             return f"{self._where}: {type(self._error).__name__}: {self._error}"
         return "" if self._failed else None
 
     def complain(self, failures: Mapping[int, str]) -> None:
-        """Raises:
-        Exception: this rank's own.
-        PeerError: another's.
+        """Raise the error of a failed step.
+
+        Raises:
+            Exception: the error of this rank.
+            PeerError: the error of another rank.
         """
         advice = "call zero_grad() on every rank, and make the step's passes again"
         if self._error is not None:
@@ -424,7 +433,7 @@ class _Step:
             self._run.send_sentinel(action, rank, key, self._passed[boundary])
 
     def _settle(self, rank: int, place: int) -> None:
-        """``rank`` is behind ``place`` of its order: what it took before that is through."""
+        """Wait for messages that ``rank`` received before position ``place`` of its order."""
         waiting = self._under_way.get(rank, deque())
         while waiting and waiting[0][0] < place:
             waiting.popleft()[1].wait()
@@ -446,13 +455,13 @@ class _Step:
         if arrived is not None:
             arrived.requires_grad_(self._backward is not None and arrived.is_floating_point())
         last = stage == staging.stages - 1
-        with self._run.own_numbers(stage):  # the criterion too: no other rank draws what it does
+        with self._run.own_numbers(stage):  # includes the criterion, which only this rank runs
             with self._apart or nullcontext():
                 output: Any = staging.run(stage, arrived, part.args, part.kwargs)
             if last:
                 output = self._judged(output, action.microbatch)
         if not last:
-            check_sent(output)  # here, where it fails on all ranks
+            check_sent(output)  # checked here, so that the step fails on all ranks
             self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
             self._kept[stage, action.microbatch] = arrived, output
@@ -460,7 +469,7 @@ class _Step:
         return made
 
     def _judged(self, output: Any, microbatch: int) -> Tensor:
-        """The share of a micro-batch's loss in the batch's, of what the last stage made of it."""
+        """Return the micro-batch's loss for the output of the last stage, weighted by its fraction of the batch."""
         part = self._parts[microbatch]
         loss = self._criterion(output, part.inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -483,7 +492,7 @@ class _Step:
         assert self._backward is not None
         stage, staging = action.stage, self._run.staging
         arrived, output = self._kept.pop((stage, action.microbatch))
-        staging.enter(stage, arrived)  # for what is computed again
+        staging.enter(stage, arrived)  # for recomputation of activations
         later = WeightGradients()
         if output.requires_grad and self._apart is None:
             self._backward.whole(output, grad)

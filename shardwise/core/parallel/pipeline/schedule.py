@@ -1,8 +1,8 @@
-"""Which rank does what when: the schedules of pipeline parallelism as data, and what they cost.
+"""Pipeline schedules as data: the order of actions on each rank, and their cost.
 
 Source: 1F1B: Narayanan et al., PipeDream-Flush (arXiv 2006.09503); interleaved: Narayanan et al., Megatron-LM (arXiv
 2104.04473, section 2.2); zbv: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241, section 6; 2405.15362).
-Nothing here runs anything.
+This module does not execute anything.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
 
 
 class Kind(Enum):
-    """What is done with a micro-batch in a stage. Where a schedule has ``WEIGHT``, ``BACKWARD`` makes the gradient of
-    the stage's input alone, which is what the stage before waits for."""
+    """The kind of an action. In a schedule with ``WEIGHT``, ``BACKWARD`` computes only the gradient of the stage's
+    input, for which the previous stage waits."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -41,13 +41,13 @@ class Kind(Enum):
 
 
 def rank_of_stage(stage: int, ranks: int, v_shaped: bool) -> int:
-    """Where a stage is: the ranks in turn, or, ``v_shaped``, down to the last rank and from there back up."""
+    """Return the rank of a stage: in a loop over the ranks, or, if ``v_shaped``, to the last rank and back."""
     turn, at = divmod(stage, ranks)
     return ranks - 1 - at if v_shaped and turn % 2 else at
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """A forward or backward pass of a micro-batch in a stage."""
 
     kind: Kind
     stage: int
@@ -58,10 +58,10 @@ class Action(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Action:
-        """What :meth:`__str__` wrote.
+        """Parse the result of :meth:`__str__`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: ``text`` has another format.
         """
         found = re.fullmatch(r"(\d+)([FBW])(\d+)", text) if isinstance(text, str) else None
         if found is None:
@@ -69,7 +69,7 @@ class Action(NamedTuple):
         return cls(Kind(found[2]), int(found[1]), int(found[3]))
 
     def needs(self, stages: int) -> tuple[Action, ...]:
-        """What must have been done before, in whichever rank."""
+        """Return the actions, on any rank, that must be completed first."""
         before: list[Action] = []
         if self.kind is Kind.FORWARD:
             if self.stage > 0:
@@ -83,12 +83,12 @@ class Action(NamedTuple):
         return tuple(before)
 
     def takes(self, stages: int) -> Action | None:
-        """Whose result it starts from, if another stage makes that."""
+        """Return the action of another stage whose result is the input, if there is one."""
         return next((each for each in self.needs(stages) if each.stage != self.stage), None)
 
 
 class Message(NamedTuple):
-    """What one rank's action makes for another rank."""
+    """The transfer of an action's result to another rank."""
 
     action: Action
     sender: int
@@ -97,14 +97,14 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step.
+    """The schedule of a step.
 
     Attributes:
-        name: of its kind.
-        stages: how many.
-        microbatches: how many.
+        name: name of the kind of schedule.
+        stages: number of stages.
+        microbatches: number of micro-batches.
         orders: by rank, its actions in order.
-        v_shaped: where stages are, see :func:`rank_of_stage`.
+        v_shaped: assignment of stages to ranks, see :func:`rank_of_stage`.
     """
 
     name: str
@@ -118,25 +118,25 @@ class Schedule:
         return len(self.orders)
 
     def rank_of(self, stage: int) -> int:
-        """Where a stage is."""
+        """Return the rank of a stage."""
         return rank_of_stage(stage, self.ranks, self.v_shaped)
 
     @cached_property
     def splits(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
+        """Whether gradients of weights are separate actions."""
         return any(each.kind is Kind.WEIGHT for order in self.orders for each in order)
 
     def forward_only(self) -> Schedule:
-        """The same without backward passes."""
+        """Return the schedule without backward passes."""
         orders = tuple(tuple(each for each in order if each.kind is Kind.FORWARD) for order in self.orders)
         return replace(self, orders=orders)
 
     def most_in_flight(self, rank: int) -> int:
-        """The most micro-batches, stage by stage, whose activations a rank holds at a time: from F to B."""
+        """Return the maximal number of (micro-batch, stage) pairs whose activations a rank holds, from F to B."""
         return self._most(rank, Kind.FORWARD, Kind.BACKWARD)
 
     def most_waiting(self, rank: int) -> int:
-        """The most, stage by stage, of which it holds what gradients of weights are made of: from B to W."""
+        """Return the maximal number of such pairs for which a rank holds operands of weight gradients, from B to W."""
         return self._most(rank, Kind.BACKWARD, Kind.WEIGHT) if self.splits else 0
 
     def _most(self, rank: int, begin: Kind, end: Kind) -> int:
@@ -147,7 +147,7 @@ class Schedule:
         return most
 
     def messages(self) -> Iterator[Message]:
-        """What goes from rank to rank, in the order in which each rank takes it."""
+        """Yield the messages between ranks, in the order in which each rank receives them."""
         for rank, order in enumerate(self.orders):
             for action in order:
                 taken = action.takes(self.stages)
@@ -156,7 +156,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """When a rank does an action, in any unit of time."""
+    """The time span of an action on a rank, in any unit of time."""
 
     start: float
     end: float
@@ -164,10 +164,10 @@ class Span(NamedTuple):
 
 
 def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> list[list[Span]]:
-    """By rank, when each action is made if messages take no time.
+    """Return the time span of each action by rank, if messages take no time.
 
     Raises:
-        ValueError: the ranks would wait for each other for ever.
+        ValueError: the schedule deadlocks.
     """
     ended: dict[Action, float] = {}
     waiting = [deque(order) for order in schedule.orders]
@@ -190,15 +190,15 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> list[list[S
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
-    """Which part of all ranks' time, from the first start to the last end, none of their actions take."""
+    """Return the idle fraction of all ranks' time, from the first start to the last end."""
     end = max((each[-1].end for each in spans if each), default=0.0)
     busy = sum(span.end - span.start for each in spans for span in each)
     return 1.0 - busy / (end * len(spans)) if end else 0.0
 
 
 def expected_bubble(schedule: Schedule) -> float | None:
-    """The same by its formula, where F, B and W of a stage take as long, and B as F and W where there is no W; ``None``
-    for numbers of micro-batches, and orders of somebody's own, for which there is none."""
+    """Return the bubble fraction by its formula, if F, B and W of a stage take the same time, and B as long as F and W
+    in a schedule without W. ``None`` for user-defined orders and numbers of micro-batches without a formula."""
     p, m, v = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
     if schedule.name == "zbv":
         usual = m >= 2 * p - 1 and schedule == make_schedule("zbv", p, 2, m)
@@ -207,7 +207,7 @@ def expected_bubble(schedule: Schedule) -> float | None:
 
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """As many forward passes as there are stages behind, then one of each in turn."""
+    """Run as many forward passes as there are later stages, then alternate forward and backward passes."""
     orders = []
     for rank in range(ranks):
         first = min(ranks - rank - 1, microbatches)
@@ -218,8 +218,7 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> list
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Each rank has ``chunks`` stages, ``ranks`` apart; rounds of as many micro-batches as ranks go through all of
-    them."""
+    """Each rank has ``chunks`` stages, ``ranks`` apart; groups of ``ranks`` micro-batches pass through them."""
     rounds = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     orders = []
     for rank in range(ranks):
@@ -239,9 +238,9 @@ def _in_turn(forward: list[Action], backward: list[Action], first: int) -> list[
 
 
 def zero_bubble_v(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Two stages a rank, ``s`` and ``2 * ranks - 1 - s``: a micro-batch goes down the ranks and back up, and its loss
-    is on the first. Gradients of weights fill what would be waited. What fills the pipeline are ``2 * ranks - 1``
-    micro-batches; where there are fewer the others are left out."""
+    """Each rank has two stages, ``s`` and ``2 * ranks - 1 - s``: a micro-batch passes down the ranks and back up, and
+    its loss is on the first rank. Gradients of weights fill the bubbles. ``2 * ranks - 1`` micro-batches fill the
+    pipeline; with fewer, the actions of the missing ones are left out."""
     orders = []
     f0, b0, w0, f1, b1, w1 = ((kind, chunk) for chunk in (0, 1) for kind in Kind)
     full = max(2 * ranks - 1, microbatches)
@@ -260,7 +259,7 @@ def zero_bubble_v(ranks: int, chunks: int, microbatches: int) -> list[list[Actio
 
 
 def all_forward_first(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """What never waits in a circle: every forward pass before the first backward pass (GPipe)."""
+    """Run every forward pass before the first backward pass (GPipe), which never deadlocks."""
     orders = []
     for rank in range(ranks):
         stages = [rank + ranks * chunk for chunk in range(chunks)]
@@ -275,21 +274,21 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[Action]]]] = {
     "interleaved": interleaved,
     "zbv": zero_bubble_v,
 }
-"""By name: the orders of so many ranks, stages a rank, and micro-batches."""
+"""By name: functions that return the orders for a number of ranks, stages per rank, and micro-batches."""
 
 
 @cache
 def make_schedule(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """A schedule that comes to its end, also with an odd number of micro-batches or fewer than there are stages.
+    """Return a schedule without deadlocks, also for odd numbers of micro-batches or fewer of them than stages.
 
     Args:
-        name: of :data:`SCHEDULES`.
-        ranks: of the pipeline.
-        chunks: stages a rank.
+        name: a key of :data:`SCHEDULES`.
+        ranks: number of pipeline ranks.
+        chunks: number of stages per rank.
         microbatches: at least one.
 
     Raises:
-        ValueError: no such schedule, or ``chunks`` other than 1 for 1F1B, or 2 for zbv.
+        ValueError: the schedule does not exist, or ``chunks`` is not 1 for 1F1B, or not 2 for zbv.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: give one of {', '.join(map(repr, SCHEDULES))}")
@@ -310,15 +309,15 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int) -> Sche
 
 @cache
 def given_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule:
-    """A zbv schedule of somebody's own.
+    """Return a user-defined zbv schedule.
 
     Args:
-        ranks: of the pipeline.
+        ranks: number of pipeline ranks.
         orders: by rank, its actions (``"0F3"``: stage 0, forward, micro-batch 3) in order. Stage ``s`` is on rank ``s``
-            and, from the last rank on, on rank ``2 * ranks - 1 - s``.
+            and, after the last rank, on rank ``2 * ranks - 1 - s``.
 
     Raises:
-        ValueError: something is missing, there twice, on another rank than its stage, or would be waited for for ever.
+        ValueError: an action is missing, duplicated or on a rank without its stage, or the order deadlocks.
     """
     read = tuple(tuple(Action.read(each) for each in order) for order in orders)
     microbatches = 1 + max((each.microbatch for order in read for each in order), default=-1)

@@ -1,4 +1,4 @@
-"""Gradients of what several stages use."""
+"""Gradients of parameters that several stages use."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["SharedGradients"]
 
 
 # [Note: Gradients of what several stages use]
-# A weight that is tied across stages (embeddings and head) is whole on each rank that uses it, in shards of its own.
-# Its gradient is the sum over these ranks, and has to be complete before it is reduced over replicas. The ranks are at
-# different micro-batches at any time, so nothing is exchanged inside a backward pass: there a hook keeps what comes,
-# and hands on zeros. At the end of the step the ranks send each other what they have, add it up in the same order, and
-# give the sum to the engine as one more pass. All of them then hold the same values and state for ever.
+# A weight that is tied across stages (embeddings and head) exists on each rank that uses it, with its own shards. Its
+# gradient is the sum over these ranks, and has to be complete before it is reduced over replicas. At any time, the
+# ranks are at different micro-batches, so nothing is exchanged within a backward pass: a hook accumulates the gradients
+# and passes on zeros. At the end of the step, the ranks exchange these sums, add them in the same order, and pass the
+# result to the engine as one more backward pass. Values and optimizer state therefore stay equal on all of these ranks.
 class SharedGradients:
-    """Of the parameters that ranks of a pipeline share.
+    """Gradients of the parameters that ranks of a pipeline share.
 
     Args:
-        staging: who has what.
-        params: this rank's.
-        wire: between the ranks.
+        staging: the assignment of parameters to ranks.
+        params: this rank's parameters.
+        wire: the point-to-point channel between the ranks.
     """
 
     def __init__(self, staging: Staging, params: Sequence[nn.Parameter], wire: P2PChannel) -> None:
         self._wire, self._rank = wire, staging.rank
         shared = [(staging.position_of(p), p) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
         self._shared = [(place, p, staging.ranks_of(p)) for place, p in sorted(shared, key=lambda each: each[0])]
-        """In the order of the whole model, which all ranks have."""
+        """In the order of the full model, which is the same on all ranks."""
         self._kept: dict[int, Tensor] = {}
         self._keeps = False
         self._hooks = [param.register_hook(self._hook(place)) for place, param, _ in self._shared]  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class SharedGradients:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside the block their gradients wait."""
+        """Accumulate the gradients of shared parameters within the context."""
         self._keeps = True
         self._kept.clear()
         try:
@@ -63,9 +63,9 @@ class SharedGradients:
             self._keeps = False
 
     def summed(self, tag: Callable[[int], int]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Their gradients over all ranks that have them; what has none is left out. Collective."""
+        """Return the sums of the gradients over all ranks that have the parameters, if there are any. Collective."""
         found, what = [], "the gradient of a weight that several stages use"
-        # Each sends first.
+        # Each rank sends before it receives.
         self._wire.connect((*pair, 1) for _, _, ranks in self._shared for pair in permutations(ranks, 2))
         for place, param, ranks in self._shared:
             own = self._kept.pop(place, None)
@@ -89,11 +89,11 @@ class SharedGradients:
         return found
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums of many are made."""
+    """Return the dtype in which sums are computed."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""A stage's backward pass in two: the gradient of its input, which another rank waits for, and those of its weights."""
+"""Split backward pass of a stage: gradients of its input first, those of its weights later."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Passes", "WeightGradients", "WeightsApart", "walk"]
 
 
 class WeightGradients:
-    """What is left of one micro-batch's backward pass in a stage when the gradient of its input is there."""
+    """The deferred weight gradients of one micro-batch in one stage."""
 
     def __init__(self) -> None:
         self._left: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
 
     def add(self, param: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """``make`` gives a gradient of ``param``, to be added to others."""
+        """Add a function that computes a gradient of ``param``; several are summed."""
         self._left.setdefault(param, []).append(make)
 
     def make(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The gradients, one parameter at a time; what they are made of is let go of."""
+        """Compute the gradients, one parameter at a time, and release their operands."""
         while self._left:
             param, makes = next(iter(self._left.items()))
             del self._left[param]
@@ -38,20 +38,21 @@ class WeightGradients:
 
 
 # [Note: Gradients of weights made later]
-# Autograd makes the gradient of a layer's input and of its weight in one node. Where they are to be made apart, the
-# layers' products (a linear layer, transformers' Conv1D; what a layer cut by tensor parallelism computes, too) run as
-# a node without an edge to the weight: in the backward pass it makes the gradient of its input, and notes its own
-# input and its output's gradient. The gradient of the weight is made of these later, and handed to autograd as one of
-# the parameter alone, so that whoever hooks parameters gets it as always. All else of the graph is gone by then:
-# between B and W a micro-batch holds what its products took and gave.
-# * A node without an input that needs a gradient would be no node: such a product stays whole, as do embeddings, norms
-#   and products of anything else than a parameter itself (stacked experts). Their gradients are made in B.
-# * A block that is computed again in B does so with the same nodes, so B runs inside of this mode, too. What it
-#   computed again is what the weights' gradients are made of; nothing is computed twice more.
-# * torch's pipelining walks the graph twice instead: it keeps all of it until W, and where blocks are checkpointed
-#   computes them once for each of their weights.
+# Autograd computes the gradients of a layer's input and of its weight in one node. To separate them, matrix products
+# with parameters (a linear layer, transformers' Conv1D, and layers sharded by tensor parallelism) run as a node without
+# an edge to the weight. In the backward pass, the node computes the gradient of its input, and records its own input
+# and the gradient of its output. The gradient of the weight is computed from these later, and passed to autograd as a
+# gradient of the parameter alone, so that parameter hooks run as usual. The rest of the graph is freed by then: between
+# B and W, a micro-batch keeps the inputs and output gradients of its products.
+# * A node without an input that requires grad would not be in the graph: such a product is not split, and neither are
+#   embeddings, norms and products with other tensors than a parameter (stacked experts). Their gradients are computed
+#   in B.
+# * A block that is recomputed in B uses the same nodes, so B runs inside this mode, too. The weights' gradients use the
+#   recomputed values; nothing is recomputed twice.
+# * torch's pipelining traverses the graph twice instead: it keeps the full graph until W, and recomputes checkpointed
+#   blocks once for each of their weights.
 class WeightsApart(TorchFunctionMode):
-    """Inside, products with parameters make these parameters' gradients where :meth:`into` says."""
+    """A mode in which products with parameters defer the parameters' gradients to the target of :meth:`into`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class WeightsApart(TorchFunctionMode):
 
     @contextlib.contextmanager
     def into(self, later: WeightGradients) -> Iterator[None]:
-        """Around a backward pass: what is to be made later goes to ``later``."""
+        """Collect the deferred gradients of a backward pass in ``later``."""
         with self:
             self.later = later
             try:
@@ -92,11 +93,11 @@ def _of_addmm(*args: Any, **kwargs: Any) -> Operands:
 
 
 _PRODUCTS: dict[Any, Callable[..., Operands]] = {functional.linear: _of_linear, torch.addmm: _of_addmm}
-"""What gives the input, the weight and the bias of a product."""
+"""Functions that return the input, the weight and the bias of a product."""
 
 
 def _divisible(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether the gradients of weight and bias can be made later; ``x`` has to need one."""
+    """Return True if the gradients of weight and bias can be deferred; ``x`` has to require grad."""
     if not (isinstance(x, Tensor) and x.requires_grad and x.dtype == getattr(weight, "dtype", None)):
         return False
     return _is_own(weight) and (bias is None or _is_own(bias)) and not torch.is_autocast_enabled(x.device.type)
@@ -107,7 +108,7 @@ def _is_own(value: Any) -> bool:
 
 
 class _Operands:
-    """What a product is made with beside its input; no tensors to autograd, so it sees none of their gradients."""
+    """Operands of a product other than its input, hidden from autograd so that it does not compute their gradients."""
 
     def __init__(self, apart: WeightsApart, weight: nn.Parameter, bias: nn.Parameter | None, linear: bool) -> None:
         self.apart, self.weight, self.bias, self.linear = apart, weight, bias, linear
@@ -148,24 +149,24 @@ class _Product(torch.autograd.Function):
 
 
 def walk(output: Tensor, grad: Tensor | None) -> None:
-    """``torch.autograd.backward``, and what is computed again in it is inside of this thread's modes, too: given a
-    tensor, it would be one of the functions that a mode is left for."""
+    """Run ``torch.autograd.backward`` so that recomputation in it runs under this thread's modes. With a tensor instead
+    of a gradient edge, it would be one of the functions during which torch leaves the modes."""
     edge = get_gradient_edge(output)
     torch.autograd.backward(edge, torch.ones_like(output) if grad is None else grad)
 
 
 class Passes:
-    """Backward passes as autograd makes them; an engine has its own around them."""
+    """Plain backward passes of autograd; an engine adds its own work to them."""
 
     def whole(self, output: Tensor, grad: Tensor | None) -> None:
-        """From an output of a stage, and its gradient: ``None`` where it is the loss."""
+        """Run backward from an output of a stage with its gradient, or ``None`` if the output is the loss."""
         torch.autograd.backward(output, grad)
 
     def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
-        """As :meth:`whole`, inside of :meth:`WeightsApart.into`; :meth:`weights` follows with the same ``later``."""
+        """Run backward as :meth:`whole`, within :meth:`WeightsApart.into`; :meth:`weights` has to follow."""
         walk(output, grad)
 
     def weights(self, later: WeightGradients) -> None:
-        """What :meth:`inputs` has left."""
+        """Compute the gradients that :meth:`inputs` deferred."""
         for param, grad in later.make():
             torch.autograd.backward(param, grad)

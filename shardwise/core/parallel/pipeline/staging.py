@@ -1,4 +1,4 @@
-"""Which parts of a model are on which rank of a pipeline, and the model's own forward pass made that of a stage."""
+"""Division of a model into pipeline stages: its modules by rank, and its forward pass as that of a stage."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ TABLES: dict[str, Body] = {f"{name}Model": _ROTARY for name in _LLAMA_LIKE} | {
     "GPTNeoXModel": replace(_ROTARY, tokens="embed_in", before=("emb_dropout",)),
     "OPTDecoder": Body(zeros=("embed_positions",), before=("project_in",)),
 }
-"""By the name of the body's class."""
+"""Entries by the class name of the body."""
 
 
 def known_bodies() -> tuple[str, ...]:
-    """Names of the classes, in alphabetical order."""
+    """Return the names of all registered classes, sorted."""
     return tuple(sorted(TABLES))
 
 
@@ -77,7 +77,7 @@ ONE_TENSOR = (
     "describe it with Body(tuples=True) (shardwise.register_body)"
 )
 OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""What models return of each layer, and compute losses of."""
+"""Outputs that models collect from every layer, and that losses may use."""
 
 
 def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
@@ -114,7 +114,7 @@ def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = Non
 # * Where a rank has several stages, the modules of those that do not run are skipped in the same way.
 # Until install() nothing is changed. A module of the last stage that is called before the layers is an error.
 class _Sentinel(torch.autograd.Function):
-    """NaN in the place of a hidden state that this stage does not have."""
+    """Returns NaN as a sentinel for a hidden state that this stage does not have."""
 
     @staticmethod
     def forward(ctx: Any, arrived: Tensor, message: str) -> Tensor:
@@ -126,13 +126,13 @@ class _Sentinel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
-        if grad is not None and bool(grad.any()):  # a reentrant checkpoint gives zeros where nothing was used
+        if grad is not None and bool(grad.any()):  # a reentrant checkpoint passes zeros for unused outputs
             raise RuntimeError(ctx.message)
         return None, None
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, neither a leaf nor a view of one: a layer may begin with an in-place operation."""
+    """Returns the same memory as neither a leaf nor a view, since a layer may begin with an in-place operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -147,17 +147,17 @@ class Staging:
     """The division of one model into the stages of a pipeline.
 
     Args:
-        model: whole.
-        name: of its body.
-        body: what that consists of.
-        rank: of the pipeline.
-        ranks: in it.
-        counts: layers by stage.
-        v_shaped: where stages are, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+        model: the full model.
+        name: name of its body.
+        body: description of the body.
+        rank: pipeline rank of this process.
+        ranks: number of pipeline ranks.
+        counts: number of layers by stage.
+        v_shaped: assignment of stages to ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
 
     Attributes:
-        own: this rank's stages.
-        stages: how many there are.
+        own: stages of this rank.
+        stages: number of stages.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Staging:
         self._model_names = inspect.signature(type(model).forward).parameters
 
     def _find_units(self, counts: Sequence[int]) -> dict[str, tuple[int, str]]:
-        """By module name the stage and the role of what is replaced as a whole."""
+        """Return the stage and the role of each module that is replaced as a unit, by module name."""
         prefix = f"{self._body_name}." if self._body_name else ""
         table, last = self.table, self.stages - 1
         roles = {prefix + table.tokens: "tokens"}
@@ -207,8 +207,10 @@ class Staging:
         return units
 
     def _check_apart(self) -> None:
-        """Raises:
-        ValueError: one module is in several stages of a rank, which could not tell whose turn it is.
+        """Check that no module is in several stages of one rank, since its current stage would be ambiguous.
+
+        Raises:
+            ValueError: there is such a module.
         """
         found: dict[tuple[int, nn.Module], tuple[str, int]] = {}
         for name, (stage, _) in self._units.items():
@@ -230,42 +232,42 @@ class Staging:
         self._positions = {key: place for place, key in enumerate(found)}
         return found
 
-    # ---- who has what
+    # ---- queries
 
     def stages_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        """The stages that use it; several for a tied one."""
+        """Return the stages that use the parameter; several for a tied one."""
         return tuple(sorted(self._stage_of_param[id(param)]))
 
     def rank_of_stage(self, stage: int) -> int:
-        """Where it is."""
+        """Return the rank that has ``stage``."""
         return rank_of_stage(stage, self.ranks, self._v_shaped)
 
     @property
     def last_rank(self) -> int:
-        """The rank with the last stage: outputs and losses are there."""
+        """The rank with the last stage, which has outputs and losses."""
         return self.rank_of_stage(self.stages - 1)
 
     def ranks_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        """The ranks that hold it."""
+        """Return the ranks that hold the parameter."""
         return tuple(sorted({self.rank_of_stage(stage) for stage in self.stages_of(param)}))
 
     def position_of(self, param: nn.Parameter) -> int:
-        """Among the parameters of the whole model, the same on every rank."""
+        """Return the position among the parameters of the full model; the same on every rank."""
         return self._positions[id(param)]
 
     def rank_of(self, name: str) -> int:
-        """The first rank that has what ``name`` names: a buffer, a module."""
+        """Return the first rank that has the buffer or module ``name``."""
         unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
         return self.rank_of_stage(self._units[unit][0]) if unit is not None else 0
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Whether this rank does."""
+        """Return True if this rank holds the parameter."""
         return self.rank in self.ranks_of(param)
 
-    # ---- doing it
+    # ---- install and remove
 
     def install(self) -> None:
-        """From here on the model is that of this rank's stages, and has their parameters alone."""
+        """Reduce the model to the modules and parameters of this rank's stages."""
         for name, (stage, role) in self._units.items():
             parent_name, _, child = name.rpartition(".")
             parent = self.model.get_submodule(parent_name)
@@ -281,7 +283,7 @@ class Staging:
         self._check = self.body.register_forward_pre_hook(_check_asked, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
-        """The model is what it was before :meth:`install`, values apart."""
+        """Undo :meth:`install`. Parameter values are not restored."""
         self.model.__dict__.pop("forward", None)
         if self._check is not None:
             self._check.remove()
@@ -294,17 +296,17 @@ class Staging:
         self._classes.clear()
 
     def forget(self) -> None:
-        """What other ranks have is let go of."""
+        """Drop the references to modules of other ranks."""
         self._undo.clear()
 
-    # ---- running
+    # ---- forward passes
 
     def run(self, stage: int, arrived: Tensor | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the stage makes of what has arrived: the hidden state, or in the last one the model's output.
+        """Run a stage, and return its hidden state, or the model's output for the last stage.
 
         Args:
-            stage: of this rank.
-            arrived: what the stage before has sent; ``None`` in the first.
+            stage: a stage of this rank.
+            arrived: the hidden state of the previous stage; ``None`` for the first.
             args, kwargs: the model's inputs.
         """
         self.enter(stage, arrived)
@@ -315,7 +317,7 @@ class Staging:
             self._running = False
 
     def enter(self, stage: int, arrived: Tensor | None) -> None:
-        """``stage`` is the one that runs, or whose backward pass recomputes."""
+        """Set ``stage`` as the stage that runs, or whose backward pass recomputes."""
         self.active, self.arrived = stage, arrived
         self._taken_by = getattr(arrived, "taken_by", None)
 
@@ -372,7 +374,7 @@ class Staging:
         return (hidden,) if role == "layer" and self.table.tuples else hidden
 
     def own_layer(self, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``call``, the layer ``name`` of the stage that runs, with the stage's input if it is the first.
+        """Run ``call``, the layer ``name`` of the current stage, on the stage's input if it is the first layer.
 
         Raises:
             TypeError: the hidden state is not one tensor.
@@ -392,9 +394,9 @@ class Staging:
         return made
 
     def _input_of(self, name: str, hidden: object) -> Tensor:
-        """The stage's input where ``name`` is the first of its layers that is called, else ``hidden``.
+        """Return the stage's input if ``name`` is the first of its layers that is called, otherwise ``hidden``.
 
-        A layer that is computed again in the backward pass gets the same.
+        A layer that is recomputed in the backward pass gets the same input.
         """
         hidden = self._one_tensor(name, hidden)
         if self.arrived is None or self._taken_by not in (None, name):
@@ -425,12 +427,12 @@ class Staging:
         )
 
     def is_layer(self, name: str) -> bool:
-        """Whether the module ``name`` is one of the layers."""
+        """Return True if the module ``name`` is one of the layers."""
         return self._units[name][1] == "layer"
 
 
 class _Enough(BaseException):
-    """Ends a forward pass behind a stage's last layer; no error."""
+    """Ends a forward pass after a stage's last layer; not an error."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -438,7 +440,7 @@ class _Enough(BaseException):
 
 
 class _Away(nn.Module):
-    """In the place of a module that another rank has."""
+    """Replaces a module of another rank."""
 
     _stage: Any
     _instead_of: str
@@ -448,7 +450,7 @@ class _Away(nn.Module):
         own = vars(self)
         self.__dict__["_stage"] = staging, name, stage
         self.__dict__["_instead_of"] = type(module).__name__
-        # What models ask of their layers beside calling them.
+        # Attributes that models read from their layers, in addition to calling them.
         self.__dict__.update(
             {name: value for name, value in vars(module).items() if name not in own and _is_plain(value)}
         )
@@ -483,7 +485,7 @@ _STAGED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _staged(own: type[nn.Module]) -> type[nn.Module]:
-    """A module that stands aside, hooks and all, while another stage of its rank runs."""
+    """Return a subclass that skips the module, including its hooks, while another stage of its rank runs."""
     if own not in _STAGED:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -506,8 +508,10 @@ def _dots(name: str) -> list[int]:
 
 
 def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
-    """Raises:
-    ValueError: an output of all layers is asked for; the last stage only has those of its own.
+    """Check that no output of all layers is requested, since the last stage has only those of its own layers.
+
+    Raises:
+        ValueError: one is requested.
     """
     for name in OF_ALL_LAYERS:
         if settings.get(name):
@@ -519,12 +523,12 @@ def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
 
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Of its arguments, behind the module itself."""
+    """Return the argument names of ``forward`` without ``self``."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _check_asked(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Whoever calls the body, also from inside of a model."""
+    """Check the arguments of every call of the body, including calls from within a model."""
     asked = {**dict(zip(_names_of(type(body).forward), args, strict=False)), **kwargs}
     settings = {name: getattr(getattr(body, "config", None), name, False) for name in OF_ALL_LAYERS}
     settings |= {name: asked[name] for name in OF_ALL_LAYERS if asked.get(name) is not None}
@@ -544,12 +548,12 @@ def stage_model(
 
     Args:
         model: the full model.
-        rank: of this process in the pipeline.
+        rank: pipeline rank of this process.
         ranks: number of pipeline ranks.
         chunks: stages per rank.
-        given: layers by stage.
+        given: number of layers by stage.
         body: describes the model itself, if its class is not registered.
-        v_shaped: the order of stages over ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
+        v_shaped: assignment of stages to ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
 
     Raises:
         UnknownModelError: the model's class is not registered.

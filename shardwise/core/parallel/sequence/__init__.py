@@ -1,8 +1,8 @@
-"""Sequence parallelism: ranks that hold parts of the same sequences, and see whole ones in attention alone.
+"""Sequence parallelism: ranks hold parts of the same sequences; only attention sees full sequences.
 
-What enters a model's body is divided, and what leaves it is put together (``sharing``); in between attention exchanges
-heads (``heads``) or passes keys and values around (``ring``). Nothing here knows of optimizers or engines, to which
-these ranks are data-parallel ones, nor reads the environment or makes groups.
+Inputs of a model's body are sharded, and its outputs are gathered (``sharing``). In between, attention exchanges heads
+(``attention``) or circulates keys and values (``ring``). This package is independent of optimizers and engines, for
+which these ranks are data-parallel. It neither reads the environment nor creates process groups.
 """
 
 from shardwise.core.parallel.sequence.axis import SequenceAxis

@@ -1,4 +1,4 @@
-"""Attention of transformers models whose sequences are divided over ranks: masks, exchange of heads, ring."""
+"""Sequence-parallel attention of transformers models: masks, all-to-all of heads, ring attention."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
 
 
 class OfSomeHeads:
-    """An attention module, as attention functions see it, of which some heads are here.
+    """A view of an attention module, for attention functions, with a subset of its heads.
 
     Args:
-        module: the model's.
-        groups: query heads to each key/value head.
+        module: the model's attention module.
+        groups: number of query heads per key/value head.
     """
 
     def __init__(self, module: nn.Module, groups: int) -> None:
@@ -54,10 +54,10 @@ class OfSomeHeads:
 
 
 def own_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Which heads each rank has.
+    """Return which heads each rank has.
 
     Raises:
-        ValueError: there are fewer than ranks.
+        ValueError: there are fewer heads than ranks.
     """
     if heads < ranks:
         raise ValueError(
@@ -68,15 +68,16 @@ def own_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
 
 
 def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: Parts, axis: SequenceAxis) -> Tensor:
-    """Attention of this rank's part of the sequence.
+    """Compute the attention of this rank's part of the sequence.
 
-    Two exchanges: queries, keys and values go where their heads are, what attention makes of them comes back.
+    Two all-to-alls: the first sends queries, keys and values to the ranks that have their heads, and the second returns
+    the outputs.
 
     Args:
-        qkv: queries ``[rows, heads, part, size]``, keys and values with the heads that they have.
-        attend: of whole sequences, without padding: queries, keys and values of this rank's heads, and which query
-            heads these are, to ``[rows, length, heads, size]``.
-        parts: one piece a rank.
+        qkv: queries ``[rows, heads, part, size]``, and keys and values with their own number of heads.
+        attend: computes attention of full sequences without padding. It takes queries, keys and values of this rank's
+            heads and the range of these query heads, and returns ``[rows, length, heads, size]``.
+        parts: how the sequence is sharded; one piece per rank.
         axis: the ranks.
 
     Returns:
@@ -110,7 +111,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 ORIGINALS = ("sdpa", "eager")
-"""Attention implementations that a model may have; all_to_all goes on with them."""
+"""Supported attention implementations of a model; all_to_all uses them for its local computation."""
 
 
 PREFIX = "shardwise_sequence_"
@@ -118,15 +119,16 @@ PREFIX = "shardwise_sequence_"
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of a body with this rank's part of the sequences.
+    """A forward pass of a model body with this rank's part of the sequences.
 
     Attributes:
         axis: the ranks.
-        parts: of the sequences.
-        rotation: of keys and values (ring attention); ``None``: heads are exchanged.
-        padding: ``[rows, length]``, which tokens are none; ``None``: all are.
-        positions: ``[rows, length]``, where several sequences are packed into one: of each token in its own.
-        packed: with ``positions``, the number of each token's sequence.
+        parts: how the sequences are sharded.
+        rotation: the rotation of keys and values (ring attention); ``None``: heads are exchanged by all-to-all.
+        padding: ``[rows, length]``, False for padding tokens; ``None``: there is no padding.
+        positions: ``[rows, length]``, if several sequences are packed into one: the position of each token in its own
+            sequence.
+        packed: with ``positions``, the index of each token's sequence.
     """
 
     axis: SequenceAxis
@@ -139,12 +141,13 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class PassMask:
-    """What the layers of a body are given for a mask. A layer that is computed again in backward finds everything here.
+    """The object that the layers of a body get as their mask. A layer that is recomputed in the backward pass finds
+    everything that it needs here.
 
     Attributes:
         of: the pass.
-        mask: over whole sequences.
-        ndim: 0, for models that ask a mask for its dimensions before they look into it.
+        mask: the mask of full sequences.
+        ndim: 0, for models that read the number of dimensions of a mask before they use it.
     """
 
     of: Pass
@@ -157,7 +160,7 @@ _RUNNING: ContextVar[Pass | None] = ContextVar("the pass that runs", default=Non
 
 @contextmanager
 def running(now: Pass) -> Iterator[None]:
-    """Inside, masks are those of ``now``."""
+    """Within this context, masks are computed for the pass ``now``."""
     token = _RUNNING.set(now)
     try:
         yield
@@ -166,9 +169,9 @@ def running(now: Pass) -> Iterator[None]:
 
 
 def called(original: str) -> str:
-    """The name of the attention implementation that shares what ``original`` would do, registered with transformers.
+    """Register the sequence-parallel version of the attention ``original`` with transformers and return its name.
 
-    Where it is met outside of a pass (another model with the same configuration) it is ``original``.
+    Outside of a pass (another model with the same configuration), this version behaves as ``original``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -179,12 +182,12 @@ def called(original: str) -> str:
 
 
 def original_of(name: str) -> str:
-    """The implementation that ``name`` is, or that it shares."""
+    """Return the implementation that ``name`` is, or on which it is based."""
     return name.removeprefix(PREFIX)
 
 
 def _mask(original: str, *args: Any, **kwargs: Any) -> Any:
-    """A mask function of transformers: its ``mask_function`` speaks of positions in whole sequences."""
+    """A mask function of transformers. Its ``mask_function`` takes positions in full sequences."""
     from transformers import masking_utils
 
     now = _RUNNING.get()
@@ -197,7 +200,7 @@ def _mask(original: str, *args: Any, **kwargs: Any) -> Any:
         if now.positions is not None:
             function = masking_utils.remap_positions_for_packed_sequence(function, now.positions)
         expand = partial(_expanded, kwargs["batch_size"], function, kwargs.get("use_vmap", False), kwargs["device"])
-        # Nothing was laid over a mask that may be skipped, so it is causal and has at most a window.
+        # A mask that may be skipped has no other mask combined with it, so it is causal and has at most a window.
         causal = bool(kwargs.get("allow_is_causal_skip", False))
         window = kwargs.get("local_size") if causal else None
     return PassMask(now, SequenceMask(now.parts.length, causal, expand, window, now.padding, now.packed))
@@ -232,7 +235,7 @@ def _attention(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of transformers: ``[rows, heads, part, size]`` to ``[rows, part, heads, size]``."""
+    """An attention function of transformers. It maps ``[rows, heads, part, size]`` to ``[rows, part, heads, size]``."""
     if not isinstance(attention_mask, PassMask):
         if _RUNNING.get() is not None:
             shown = f"of {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else repr(attention_mask)
@@ -279,15 +282,15 @@ def attend(
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """For models that compute attention by themselves: of this rank's part of the sequence.
+    """Compute the attention of this rank's part of the sequence, for models that have their own attention code.
 
     Args:
-        module: the model's, for errors.
-        qkv: queries ``[rows, heads, part, size]``, keys and values with the heads that they have.
-        given: in the place of a mask.
-        scale: of scores.
-        bias: ``[rows, heads, 1, padded length]``, added to the scores of whole sequences (alibi); it has no gradient.
-        dropout: of probabilities; the rate, 0 outside of training.
+        module: the model's attention module, for error messages.
+        qkv: queries ``[rows, heads, part, size]``, and keys and values with their own number of heads.
+        given: the object that the module got as its mask.
+        scale: factor of the scores.
+        bias: ``[rows, heads, 1, padded length]``, added to the scores of full sequences (alibi); it has no gradient.
+        dropout: dropout rate of the attention probabilities; 0 outside of training.
 
     Returns:
         ``[rows, part, heads, size]``.
@@ -310,7 +313,7 @@ def attend(
 
 
 def _added(mask: SequenceMask, q: Tensor) -> Tensor:
-    """As models that add masks to scores do it: fully masked rows see everything."""
+    """Return an additive mask. As in models that add masks to scores, fully masked rows attend to all keys."""
     seen = mask.whole(q.device)
     return torch.zeros((), dtype=q.dtype, device=q.device).where(seen, torch.finfo(q.dtype).min)
 
@@ -324,7 +327,7 @@ def _refuse_dropout(module: nn.Module, rate: float) -> None:
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., Any]:
-    """What the model would call."""
+    """Return the attention function that the model calls without sequence parallelism."""
     if name == "eager":
         found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
         return found
@@ -335,7 +338,7 @@ def _original(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 class BloomShared(nn.Module):
-    """A ``BloomAttention`` whose queries are a part of the sequence; scores are biased by the keys' positions."""
+    """A ``BloomAttention`` for a part of the sequence; scores have a bias that depends on the positions of the keys."""
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, **kwargs: Any
@@ -352,7 +355,7 @@ class BloomShared(nn.Module):
 
 
 class FalconShared(nn.Module):
-    """A ``FalconAttention`` whose queries are a part of the sequence."""
+    """A ``FalconAttention`` for a part of the sequence."""
 
     def forward(self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any) -> Any:
         own: Any = self
@@ -367,13 +370,13 @@ class FalconShared(nn.Module):
             rate = own.attention_dropout.p if self.training else 0.0
             bias = alibi.view(hidden_states.shape[0], -1, 1, alibi.shape[-1]) * own.inv_norm_factor
             if own.config._attn_implementation.endswith("eager"):
-                bias = bias * 2  # the model adds it to its mask, and once more to scores
+                bias = bias * 2  # the model adds it to its mask, and a second time to the scores
         out = attend(self, (q, k, v), attention_mask, own.head_dim**-0.5, bias, rate)
         return own.dense(out.flatten(2)), None
 
 
 class GPTJShared(nn.Module):
-    """A ``GPTJAttention`` whose queries are a part of the sequence."""
+    """A ``GPTJAttention`` for a part of the sequence."""
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
         own: Any = self
@@ -389,4 +392,4 @@ OWN_ATTENTION: dict[str, type[nn.Module]] = {
     "FalconAttention": FalconShared,
     "GPTJAttention": GPTJShared,
 }
-"""By the name of the class that each takes the place of."""
+"""Attention modules by the name of the class that each replaces."""

@@ -1,4 +1,4 @@
-"""What the ranks that share sequences send each other, with the gradients that belong to it."""
+"""Communication of activations between sequence-parallel ranks, with its gradients."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TAGS = 1 << 20
 
 
 # [Note: Gradients across a sequence]
-# The ranks of this axis are data-parallel ranks to the engine: each has a loss, and gradients are averaged over all of
-# them. So what is differentiated is the sum of the ranks' losses, whatever each of them computes, and nothing is
-# assumed of what they compute alike. An exchange is then a permutation of what all ranks hold together, with the
-# exchange in the other direction as its derivative; what is sent to several ranks gets the sum of what comes back from
-# each, since it was copied for each before. A gather is that, and so is a sum over the ranks: both are made of this one
-# exchange.
+# For the engine, the ranks of this axis are data-parallel ranks: each has a loss, and gradients are averaged over all
+# of them. The function that is differentiated is therefore the sum of the ranks' losses, and no assumption is made
+# about what the ranks compute in common. An exchange is a permutation of the data of all ranks, whose derivative is the
+# exchange in the other direction. Data that is sent to several ranks gets the sum of the gradients that they return,
+# since it is copied for each of them first. A gather is such an exchange, and a sum over the ranks is based on a
+# gather.
 class SequenceAxis(Ranks):
-    """The ranks that hold parts of the same sequences. All of them make the same passes with the same shapes.
+    """The ranks that have parts of the same sequences. All of them run the same passes with the same shapes.
 
     Args:
-        group: these ranks, for what they agree on.
-        wire: between them, for activations.
-        compress: heads travel in 8 bits, and their gradients; nothing else does.
+        group: these ranks, for host-side agreement.
+        wire: the point-to-point channel between them, for activations.
+        compress: send heads and their gradients in 8 bits; other data is not compressed.
     """
 
     def __init__(self, group: Group, wire: P2PChannel, compress: bool = False) -> None:
@@ -40,20 +40,20 @@ class SequenceAxis(Ranks):
         self._count = 0
 
     def tags(self, count: int) -> range:
-        """Numbers for ``count`` messages to a peer; the same on every rank."""
+        """Return tags for ``count`` messages to a peer; the same on every rank."""
         self._count = self._count % TAGS + count
         return range(self._count - count, self._count)
 
-    # ---- with gradients
+    # ---- differentiable
 
     def exchanged(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str, narrow: bool = False) -> list[Tensor]:
-        """By rank, what it has for this one.
+        """Exchange tensors with all ranks (all-to-all), and return the received ones by rank.
 
         Args:
-            parts: by rank, 1-D, what this one has for it; all of one dtype.
-            sizes: by rank, elements that come from it.
-            what: for errors.
-            narrow: in 8 bits, if anything is.
+            parts: by rank, the 1-D tensor to send to it; all of one dtype.
+            sizes: by rank, the number of elements to receive from it.
+            what: description for error messages.
+            narrow: use 8 bits, if compression is enabled.
         """
         way = self.narrow if narrow else self.wire
         sent = tuple(part.numel() for part in parts)
@@ -61,13 +61,13 @@ class SequenceAxis(Ranks):
         return list(torch.split(flat, list(sizes)))
 
     def gathered(self, x: Tensor, what: str) -> list[Tensor]:
-        """By rank, its ``x`` (alike in shape)."""
+        """Return ``x`` of every rank, by rank; all have the same shape."""
         flat = x.reshape(-1)
         parts = self.exchanged([flat] * self.size, [flat.numel()] * self.size, what)
         return [part.view(x.shape) for part in parts]
 
     def total(self, x: Tensor, what: str) -> Tensor:
-        """The sum of ``x`` over the ranks, the same bits on all of them."""
+        """Return the sum of ``x`` over the ranks, bitwise equal on all of them."""
         return torch.stack(self.gathered(x, what)).sum(0)
 
 
@@ -89,8 +89,8 @@ class _Exchange(torch.autograd.Function):
         rank, (tag,), (wire, lane, what) = axis.rank, axis.tags(1), way
         out[tos[rank] : tos[rank + 1]] = x[froms[rank] : froms[rank + 1]]
         arriving = []
-        # In each round the ranks meet in pairs. The lower one begins to send, the other to receive: a device that
-        # carries out the messages of a pair one after the other goes on, too.
+        # In each round the ranks form pairs. The lower one starts its send first, the other its receive, so that a
+        # device that executes the messages of a pair sequentially does not deadlock.
         for round_ in range(axis.size):
             peer = (round_ - rank) % axis.size
             if peer == rank:

@@ -1,4 +1,4 @@
-"""Which keys a query may see, over whole sequences, as data instead of a matrix."""
+"""Attention masks of full sequences, represented without a matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 __all__ = ["Relation", "SequenceMask"]
 
 Expand = Callable[[int, int, int, int], Tensor]
-"""Of queries ``[q, q_end)`` and keys ``[k, k_end)``, whether each is seen: ``[rows or 1, 1, queries, keys]``."""
+"""Returns the mask of queries ``[q, q_end)`` and keys ``[k, k_end)``: ``[rows or 1, 1, queries, keys]``."""
 
 
 class Relation(Enum):
-    """Of a range of queries and a range of keys."""
+    """Relation between a range of queries and a range of keys in a mask."""
 
     NONE = "no query sees a key"
     ALL = "every query sees every key"
@@ -24,15 +24,15 @@ class Relation(Enum):
 
 
 class SequenceMask:
-    """Of whole sequences, whose positions are those of the model's mask functions.
+    """The attention mask of full sequences, with the positions of the model's mask functions.
 
     Args:
-        length: of the sequences, without padding to equal parts.
-        causal: no query sees a later key.
-        expand: what the model's function says; ``None``: nothing beyond ``causal``.
-        window: with ``causal``, no query sees a key that is so many positions before it.
-        padding: ``[rows, length]``, false for keys that nobody sees.
-        packed: ``[rows, length]``, numbers that do not fall: a query sees keys with its own number alone.
+        length: length of the sequences, without padding to equal parts.
+        causal: queries do not attend to later keys.
+        expand: the model's mask function; ``None``: there is no restriction beyond ``causal``.
+        window: with ``causal``, queries do not attend to keys that are this many or more positions before them.
+        padding: ``[rows, length]``, False for keys that no query attends to.
+        packed: ``[rows, length]``, non-decreasing sequence indices: queries attend only to keys of their own sequence.
     """
 
     def __init__(
@@ -52,13 +52,15 @@ class SequenceMask:
 
     @property
     def plain(self) -> bool:
-        """It is causal, or full, and nothing else."""
+        """Whether the mask is causal or full, without other restrictions."""
         return self._expand is None and self.padding is None and self.packed is None
 
     def relation(self, q: int, q_end: int, k: int, k_end: int) -> Relation:
-        """Of the queries ``[q, q_end)`` and the keys ``[k, k_end)``, without a matrix; what is not known at once is
-        ``SOME``. Positions from ``length`` on are nobody's: as keys they are seen by no one else, and what they see as
-        queries is of no use."""
+        """Return the relation of the queries ``[q, q_end)`` and the keys ``[k, k_end)``, without creating a matrix.
+
+        It is ``SOME`` if it cannot be determined without one. Positions from ``length`` on are padding: no other
+        position attends to them as keys, and their results as queries are not used.
+        """
         if q >= self.length or k >= self.length or (self.causal and k >= q_end):
             return Relation.NONE
         if self.causal and self.window is not None and k_end - 1 <= q - self.window:
@@ -74,7 +76,7 @@ class SequenceMask:
             alone = all(bool((ids[:, at] == ids[:, q]).all()) for at in (last, k, inside - 1))
         below = not self.causal or k_end - 1 <= q
         seen = self._seen is None or self._seen[1][inside] - self._seen[1][k] == inside - k
-        # Under a causal mask keys behind the end are behind every query that counts.
+        # Under a causal mask, keys after the end are after every query that is not padding.
         ends = k_end <= self.length
         if self._expand is None and alone and seen and (ends or self.causal):
             if below:
@@ -84,8 +86,8 @@ class SequenceMask:
         return Relation.SOME
 
     def tile(self, q: int, q_end: int, k: int, k_end: int, device: torch.device) -> Tensor:
-        """Whether each of the queries sees each of the keys: ``[rows or 1, 1, q_end - q, k_end - k]``; ranges may go
-        beyond ``length``, where nothing is seen."""
+        """Return the mask of a tile, ``[rows or 1, 1, q_end - q, k_end - k]``. The ranges may exceed ``length``, where
+        the mask is False."""
         shape = (1, 1, q_end - q, k_end - k)
         q_inside, k_inside = min(q_end, self.length), min(k_end, self.length)
         if q_inside <= q or k_inside <= k:
@@ -106,12 +108,12 @@ class SequenceMask:
         return torch.nn.functional.pad(seen, (0, k_end - k_inside, 0, q_end - q_inside))
 
     def whole(self, device: torch.device) -> Tensor:
-        """All of it, ``[rows or 1, 1, length, length]``; made once, since the layers of a model share it."""
+        """Return the full mask, ``[rows or 1, 1, length, length]``, cached for all layers of a model."""
         if self._whole is None:
             self._whole = self.tile(0, self.length, 0, self.length, device)
         return self._whole
 
 
 def _before(flags: Tensor) -> list[int]:
-    """At each position and behind the last, how many are true before it."""
+    """Return the number of True values before each position, and before the end."""
     return [0, *flags.cumsum(0).tolist()]

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank has."""
+"""Partition of the positions of a sequence over the ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Parts:
-    """Of sequences of one length.
+    """The partition of sequences of one length.
 
     Attributes:
-        length: in tokens.
-        ranks: that share them.
-        zigzag: rank ``r`` of ``n`` has pieces ``r`` and ``2n - 1 - r`` of ``2n``, so that under a causal mask all have
-            as much to compute; otherwise piece ``r`` of ``n``.
+        length: number of tokens of a sequence.
+        ranks: number of sequence-parallel ranks.
+        zigzag: if True, rank ``r`` of ``n`` has pieces ``r`` and ``2n - 1 - r`` of ``2n``, which balances the work
+            under a causal mask; otherwise it has piece ``r`` of ``n``.
     """
 
     length: int
@@ -31,27 +31,27 @@ class Parts:
 
     @property
     def piece(self) -> int:
-        """Tokens of each piece, some of which may be padding."""
+        """Number of tokens of each piece, which may include padding."""
         pieces = self.ranks * (2 if self.zigzag else 1)
         return -(-self.length // pieces)
 
     @property
     def padded(self) -> int:
-        """The length with what is missing to equal pieces."""
+        """Length including the padding to equal pieces."""
         return self.piece * self.ranks * (2 if self.zigzag else 1)
 
     @property
     def local(self) -> int:
-        """Tokens of a rank, with padding."""
+        """Number of tokens of a rank, including padding."""
         return self.padded // self.ranks
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """Where ``rank``'s pieces are in the whole sequence, in the order in which it holds them."""
+        """Return the ranges of ``rank``'s pieces in the full sequence, in the order in which the rank has them."""
         pieces = (rank, 2 * self.ranks - 1 - rank) if self.zigzag else (rank,)
         return tuple((piece * self.piece, (piece + 1) * self.piece) for piece in pieces)
 
     def pad(self, x: Tensor, dim: int, value: float = 0) -> Tensor:
-        """``x`` of the whole length, with padding behind it."""
+        """Return ``x``, which has full length, with padding at its end."""
         missing = self.padded - x.shape[dim]
         if not missing:
             return x
@@ -60,19 +60,19 @@ class Parts:
         return torch.cat([x, x.new_full(shape, value)], dim)
 
     def take(self, x: Tensor, dim: int, rank: int, value: float = 0) -> Tensor:
-        """``rank``'s part of ``x``, which is of the whole length in ``dim``.
+        """Return ``rank``'s part of ``x``, which has full length in ``dim``.
 
         Args:
             x: any shape.
-            dim: of the sequence.
-            rank: whose part.
-            value: of padding.
+            dim: the sequence dimension.
+            rank: the rank.
+            value: value of padding.
         """
         x = self.pad(x, dim, value)
         return torch.cat([x.narrow(dim, start, end - start) for start, end in self.ranges(rank)], dim)
 
     def together(self, by_rank: list[Tensor], dim: int) -> Tensor:
-        """What has the ranks' parts, in the order of the sequence, without padding."""
+        """Concatenate the parts of all ranks in the order of the sequence, without padding."""
         pieces: dict[int, Tensor] = {}
         for rank, part in enumerate(by_rank):
             ranges = self.ranges(rank)
@@ -81,5 +81,5 @@ class Parts:
         return torch.cat([pieces[start] for start in sorted(pieces)], dim).narrow(dim, 0, self.length)
 
     def whole(self, x: Tensor, dim: int, axis: SequenceAxis, what: str) -> Tensor:
-        """``x`` of all ranks, with its gradient."""
+        """Gather ``x`` of all ranks. Differentiable."""
         return self.together(axis.gathered(x, what), dim)

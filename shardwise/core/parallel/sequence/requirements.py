@@ -1,4 +1,4 @@
-"""Which models can divide their sequences over ranks: a table by class name, and the checks of a model."""
+"""Models that support sequence parallelism: a table by class name, and the checks of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SequenceBody:
-    """The module in whose forward pass each rank has a part of the sequences.
+    """The module in which each rank has a part of the sequences during the forward pass.
 
     It takes ``input_ids`` or ``inputs_embeds`` and ``attention_mask``, uses transformers' masks and attention, and
     returns ``last_hidden_state``.
@@ -34,8 +34,8 @@ class SequenceBody:
     Attributes:
         end: the submodule after which ranks have full sequences again; ``""``: the body itself.
         positions: how the model computes missing ``position_ids``: ``"count"`` (0, 1, 2, ...), ``"mask"`` (counted
-            without padding), or ``"none"``: it has none.
-        packed: positions that start again begin another sequence, which does not see the one before.
+            without padding), or ``"none"`` (the model has no positions).
+        packed: positions that restart mark another packed sequence, which does not attend to the one before.
     """
 
     end: str = ""
@@ -55,7 +55,7 @@ TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _L
     "Gemma3TextModel": SequenceBody(),
     "OPTDecoder": SequenceBody(positions="mask", packed=False),
 }
-"""By the name of the body's class."""
+"""Entries by the class name of the body."""
 
 
 def known_sequences() -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def known_sequences() -> tuple[str, ...]:
 
 
 def register_sequence(class_name: str, body: SequenceBody) -> None:
-    """Register where the sequences of a model class begin and end. Call it on every rank before the build."""
+    """Register where a model class shards and gathers its sequences. Call it on every rank before the build."""
     TABLES[class_name] = body
 
 
@@ -74,7 +74,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Requirements:
-    """What sequence parallelism needs to know of a model.
+    """The properties of a model that sequence parallelism needs.
 
     Attributes:
         body: the module in which ranks have parts of the sequences.

@@ -1,7 +1,7 @@
-"""Attention of this rank's queries to keys and values that travel from rank to rank.
+"""Ring attention: this rank's queries attend to keys and values that circulate among the ranks.
 
-Source: ring attention (arXiv 2310.01889), with parts that cost the same under a causal mask (Striped attention,
-2311.09431, and the "zigzag" of its followers), and two rings (LoongTrain, 2406.18485).
+Source: ring attention (arXiv 2310.01889), with a partition that balances the work under a causal mask (Striped
+attention, 2311.09431, and later "zigzag" variants), and two rings (LoongTrain, 2406.18485).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ WHAT = ("keys and values", "gradients of keys and values")
 
 
 # [Note: Where keys and values are]
-# At step t rank r works on the keys and values of rank owner(r, t), and every rank on those of another. Ranks are in
-# rings of `inner`. In the first `inner` steps what a ring has goes around in it; then each rank gets what the rank at
-# its place in the ring before had at first, which that one sent when it got it, `inner` steps ahead; and so on. With
-# one ring this is ring attention. In backward keys and values take the same way, and what is added up of their
-# gradients follows them: from who works on them at one step to who does at the next, and home at the end.
+# At step t, rank r works on the keys and values of rank owner(r, t), which no other rank works on at this step. Ranks
+# form rings of `inner` ranks. In the first `inner` steps, the data of a ring circulates in it. Then each rank gets the
+# data that the rank at the same place in the previous ring started with, which was sent `inner` steps ahead; and so on.
+# With a single ring, this is ring attention. In backward, keys and values take the same way, and the accumulated
+# gradients follow them: from the rank that works on them at one step to that of the next step, and finally to their
+# owner.
 @dataclass(frozen=True)
 class Rotation:
-    """Of keys and values among the ranks.
+    """The circulation of keys and values among the ranks.
 
     Attributes:
         axis: the ranks.
-        parts: of the sequences.
-        inner: ranks of an inner ring; divides their number.
+        parts: the partition of the sequences.
+        inner: number of ranks of an inner ring; divides the number of ranks.
         kernel, tile: see :class:`~shardwise.core.parallel.sequence.tiles.Scores`.
     """
 
@@ -50,21 +51,21 @@ class Rotation:
     tile: int = TILE
 
     def owner(self, rank: int, step: int) -> int:
-        """Whose keys and values ``rank`` works on."""
+        """Return the rank whose keys and values ``rank`` works on at ``step``."""
         ring, place = divmod(rank, self.inner)
         turns, shift = divmod(step, self.inner)
         rings = self.axis.size // self.inner
         return (ring - turns) % rings * self.inner + (place - shift) % self.inner
 
     def worker(self, owner: int, step: int) -> int:
-        """Who works on the keys and values of ``owner``."""
+        """Return the rank that works on the keys and values of ``owner`` at ``step``."""
         ring, place = divmod(owner, self.inner)
         turns, shift = divmod(step, self.inner)
         rings = self.axis.size // self.inner
         return (ring + turns) % rings * self.inner + (place + shift) % self.inner
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """By step, the owner and what is its ``own`` (alike in shape); the next is on its way meanwhile."""
+        """Yield the owner and its ``own`` (same shape on all ranks) by step, while the next is in transfer."""
         axis, inner = self.axis, self.inner
         rank, size, tags = axis.rank, axis.size, axis.tags(axis.size)
         ring, place = divmod(rank, inner)
@@ -76,7 +77,7 @@ class Rotation:
             if step:
                 message, held = coming.pop(step)
                 message.wait()
-                axis.wire.settle()  # what was passed on before is held no longer
+                axis.wire.settle()  # releases the buffer that was passed on before
             if (step + 1) % inner:
                 coming[step + 1] = self._pass_on(held, to_next, from_last, tags[step + 1])
             if step % inner == 0 and step + inner < size:
@@ -90,11 +91,11 @@ class Rotation:
         return self.swapped(x, fresh, (to, source), VALUES, tag), fresh
 
     def swapped(self, x: Tensor, fresh: Tensor, peers: tuple[int, int], lane: int, tag: int) -> Message:
-        """Begin to send ``x`` to the first of ``peers``, and to receive from the other. If they are one, the lower rank
-        begins to send, the other to receive: a device that carries out the messages of a pair one after the other goes
-        on, too."""
+        """Start to send ``x`` to the first of ``peers``, and to receive from the other. If both are the same rank, the
+        lower rank starts its send first, the other its receive, so that a device that executes the messages of a pair
+        sequentially does not deadlock."""
         wire, what, (to, source) = self.axis.wire, WHAT[lane], peers
-        wire.connect([(self.axis.rank, to, lane), (source, self.axis.rank, lane)])  # of three ranks each sends first
+        wire.connect([(self.axis.rank, to, lane), (source, self.axis.rank, lane)])  # in a ring, each rank sends first
         if to != source or self.axis.rank < to:
             wire.send(x, to, lane, tag, what)
             return wire.begin_receive(fresh, source, lane, tag, what)
@@ -103,7 +104,7 @@ class Rotation:
         return message
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Block]]:
-        """Queries here, keys of ``owner``, and where both are in whole sequences."""
+        """Yield slices of this rank's queries and of ``owner``'s keys, with their positions in full sequences."""
         piece = self.parts.piece
         for at, (q, q_end) in enumerate(self.parts.ranges(self.axis.rank)):
             for k_at, (k, k_end) in enumerate(self.parts.ranges(owner)):
@@ -119,15 +120,16 @@ def ring_attention(
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to all keys; 0 for a query that sees none.
+    """Compute the attention of this rank's queries to all keys; the output is 0 for a query that attends to no key.
 
-    Nothing of the size of a part squared is held: scores are made by tiles, forward and once more backward.
+    No memory quadratic in the length of a part is allocated: scores are computed by tiles, in forward and again in
+    backward.
 
     Args:
-        rotation: of keys and values.
-        qkv: queries ``[rows, heads, part, size]``, keys and values of as many or fewer heads.
-        mask: over whole sequences.
-        scale: of scores.
+        rotation: the circulation of keys and values.
+        qkv: queries ``[rows, heads, part, size]``, and keys and values with the same number of heads or fewer.
+        mask: the mask of full sequences.
+        scale: factor of the scores.
         softcap, bias: see :class:`~shardwise.core.parallel.sequence.tiles.Scores`.
 
     Returns:
@@ -175,12 +177,12 @@ class _Ring(torch.autograd.Function):
 
 
 class _Homeward:
-    """Gradients of keys and values, which follow them and come home.
+    """Gradients of keys and values, which follow them through the ring and return to their owner.
 
     Args:
-        rotation: of keys and values.
-        numel: of both gradients.
-        like: of their dtype, on their device.
+        rotation: the circulation of keys and values.
+        numel: number of elements of both gradients.
+        like: a tensor with their dtype and device.
     """
 
     def __init__(self, rotation: Rotation, numel: int, like: Tensor) -> None:
@@ -193,7 +195,7 @@ class _Homeward:
         return self._like.new_zeros(self._numel)
 
     def add(self, step: int, found: Tensor) -> None:
-        """What this rank has found at ``step`` goes on with what those before it have."""
+        """Add this rank's contribution of ``step`` to the accumulated gradients, and pass them on."""
         rotation, axis = self._rotation, self._rotation.axis
         if step == 0:
             self._own = found
@@ -209,7 +211,7 @@ class _Homeward:
         self._coming = rotation.swapped(found, fresh, peers, GRADIENTS, self._tags[step]), fresh
 
     def home(self) -> Tensor:
-        """Of this rank's own."""
+        """Return the gradients of this rank's own keys and values."""
         assert self._own is not None
         self._own += self._arrived()
         self._rotation.axis.wire.settle()

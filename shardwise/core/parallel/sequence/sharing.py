@@ -1,4 +1,4 @@
-"""One model whose ranks share sequences: what enters its body is divided, and what leaves it is put together."""
+"""Sequence parallelism of one model: inputs of its body are sharded over the ranks, and outputs are gathered."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 class SequenceLoss:
-    """What transformers' ``ForCausalLMLoss`` is of whole logits, of this rank's part of them: the same on all ranks.
+    """Sequence-parallel version of transformers' ``ForCausalLMLoss``. The result is the same on all ranks.
 
     Args:
         axis: the ranks.
-        parts: of the sequences.
-        inner: the loss of the logits that are here, which may be cut by the vocabulary as well.
+        parts: how the sequences are sharded.
+        inner: the loss of this rank's logits, which may also be sharded along the vocabulary.
     """
 
     def __init__(self, axis: SequenceAxis, parts: Parts, inner: Callable[..., Tensor]) -> None:
@@ -51,13 +51,13 @@ class SequenceLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean over the labels of whole sequences that count, or their sum by ``num_items_in_batch``.
+        """Return the mean loss over the labels of full sequences, or their sum divided by ``num_items_in_batch``.
 
         Args:
             logits: ``[rows, part, vocabulary]``.
-            labels: ``[rows, length]``, of whole sequences; each is for the position before it.
+            labels: ``[rows, length]``, of full sequences; each is the target of the position before it.
             vocab_size, num_items_in_batch, ignore_index: as for transformers.
-            shift_labels: ``[rows, length]``, position by position, in the place of ``labels``.
+            shift_labels: ``[rows, length]``, targets position by position; used instead of ``labels``.
         """
         shift_labels = labels_by_position(labels, shift_labels, ignore_index)
         if shift_labels.shape[-1] != self.parts.length:
@@ -84,19 +84,20 @@ BATCH = "the batch whose sequences they share"
 
 
 # [Note: What sharing sequences changes]
-# Every rank is given whole batches, so a program is what it is on one rank. Where the body begins a rank takes its part
-# of the tokens, with their positions; everything in the body is computed for these alone, but attention, which sees
-# whole sequences through the implementation that the model's configuration names meanwhile. Masks are not made into
-# matrices: layers pass on an object that has the pass with it, so a layer that is computed again finds its own. Where
-# the body ends hidden states are gathered, unless only transformers' loss of a causal language model follows, which is
-# a sum over positions. Modules stay the same objects, with other forward functions, until remove().
+# Every rank gets full batches, so a program is the same as on one rank. At the beginning of the body, each rank takes
+# its part of the tokens, with their positions. Everything in the body is computed for these tokens only, except
+# attention, which sees full sequences through the attention implementation that is set in the model's configuration
+# meanwhile. Masks are not materialized: layers pass an object that refers to the pass, so that a recomputed layer uses
+# its own pass. At the end of the body, hidden states are gathered, unless they are used only by transformers' loss of a
+# causal language model, which is a sum over positions. Modules stay the same objects, with other forward functions,
+# until remove().
 class Sequences:
-    """Of one model over the ranks of an axis; nothing is changed before :meth:`install`.
+    """Sequence parallelism of one model over the ranks of an axis. The model is unchanged until :meth:`install`.
 
     Args:
-        model: whole, or with layers that are cut over another axis.
-        found: where its body is, and what it needs.
-        plan: how sequences are shared.
+        model: an unsharded model, or one whose layers are sharded over another axis.
+        found: the model's body and its requirements.
+        plan: the sequence-parallel settings.
         axis: the ranks.
     """
 
@@ -108,20 +109,20 @@ class Sequences:
         self._rates = dropouts_of(self.body.modules())
         self._names = inspect.signature(type(self.body).forward).parameters
         self._local = False
-        """Logits stay cut in the pass that runs."""
+        """Whether logits stay sharded in the current pass."""
         self._looked = False
         self._labels: Tensor | None = None
-        """Of the pass that runs, where a loss of parts is made of them."""
-        """At what is in a batch."""
+        """Labels of the current pass, if its loss is computed from sharded logits."""
+        """Whether the contents of a batch have been compared."""
         self._now: Pass | None = None
         self._farthest = 0
         self._parts: Parts | None = None
         self._undo: list[Callable[[], bool]] = []
 
-    # ---- doing it
+    # ---- install and remove
 
     def install(self) -> None:
-        """From here on the model's passes are those of parts."""
+        """Change the model so that its forward passes are sequence-parallel."""
         for config in self._configs:
             self._undo.append(_name_attention(config))
         for module in self.body.modules():
@@ -137,12 +138,12 @@ class Sequences:
             self._replace(head, self._run_head)
 
     def remove(self) -> None:
-        """The model is what it was before :meth:`install`; of layers that are still cut, what is cut with them is not.
-        May be called again."""
+        """Undo :meth:`install`, except in layers that are still sharded over another axis; a later call, after these
+        are restored, undoes the rest."""
         self._undo = [undo for undo in self._undo[::-1] if not undo()][::-1]
 
     def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """``module(...)`` is ``run(module, its own forward, ...)``."""
+        """Make ``module(...)`` call ``run(module, its original forward, ...)``."""
         before = vars(module).get("forward")
 
         def undo() -> bool:
@@ -167,10 +168,10 @@ class Sequences:
         module.__class__ = shared
         self._undo.append(undo)
 
-    # ---- running
+    # ---- forward passes
 
     def _run_head(self, head: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A causal language model: where its own loss is all that is made of logits they stay parts."""
+        """Run a causal language model. Logits stay sharded if they are used only by the model's own loss."""
         given = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
         kept = given.get("logits_to_keep")
         labelled = given.get("labels") is not None
@@ -218,7 +219,7 @@ class Sequences:
         return self._leave(output, parts)
 
     def _enter(self, given: dict[str, Any], tokens: Tensor, parts: Parts) -> Pass:
-        """This rank's part of what was ``given`` takes its place."""
+        """Replace the inputs in ``given`` by this rank's part of them."""
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         rows = tokens.numel() // tokens.shape[-1]
         whole = None if mask is None else mask.reshape(-1, mask.shape[-1]).to(tokens.device)
@@ -235,7 +236,7 @@ class Sequences:
                 positions = self._counted(tokens, whole)
             self._farthest = int(positions.max()) if self._asks_farthest() else 0
             given["position_ids"] = parts.take(positions, -1, self.axis.rank)
-        # A whole mask says how many keys there are, and that no packed sequences are to be looked for in positions.
+        # A mask of full length defines the number of keys, and disables the detection of packed sequences.
         ones = tokens.new_ones((rows, parts.length), dtype=torch.long)
         given["attention_mask"] = parts.pad(ones if whole is None else whole, -1)
         rotation = None
@@ -245,14 +246,14 @@ class Sequences:
         return Pass(self.axis, parts, rotation, padding, packed_positions, numbers)
 
     def _counted(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Positions as the model makes them of whole sequences."""
+        """Return positions as the model computes them for full sequences."""
         if self.table.positions == "mask" and mask is not None:
             counts = mask.long()
             return counts.cumsum(1) * counts - 1
         return torch.arange(tokens.shape[-1], device=tokens.device).unsqueeze(0)
 
     def _leave(self, output: Any, parts: Parts) -> Any:
-        """With whole hidden states, unless parts are wanted."""
+        """Gather the hidden states in ``output``, unless sharded ones are needed."""
         last = output["last_hidden_state"] if isinstance(output, Mapping) else output[0]
         ends_here = not self.table.end and not self._local
 
@@ -261,7 +262,7 @@ class Sequences:
                 return x
             return parts.whole(x, -2, self.axis, "hidden states")
 
-        if not isinstance(output, Mapping):  # tensors of their own behind the last state are made of whole ones
+        if not isinstance(output, Mapping):  # tuples of states after the last state have to be gathered, too
             others = [_each(item, whole) if isinstance(item, tuple | list) else item for item in output[1:]]
             return (whole(last), *others)
         for name in ("hidden_states", "last_hidden_state"):
@@ -270,7 +271,7 @@ class Sequences:
         return output
 
     def _run_end(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The last module of the body that has parts."""
+        """Run the last module of the body whose input is sharded, and gather its output."""
         output = forward(*args, **kwargs)
         if self._local or self._parts is None:
             return output
@@ -283,7 +284,7 @@ class Sequences:
     def _rotary(
         self, _: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Frequencies that depend on the farthest position of the batch, which another rank may have."""
+        """Compute rotary frequencies that depend on the maximal position of the batch, which may be on another rank."""
         if self._now is None:
             return forward(x, position_ids, *args, **kwargs)
         last = position_ids.new_full((*position_ids.shape[:-1], 1), self._farthest)
@@ -293,7 +294,7 @@ class Sequences:
     def _asks_farthest(self) -> bool:
         return any(rotary_by_length(module) for module in self.body.modules())
 
-    # ---- what is refused
+    # ---- validation
 
     def _by_name(
         self, names: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -302,8 +303,10 @@ class Sequences:
         return dict(zip(positional, args, strict=False)) | kwargs
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Raises:
-        ValueError: what a pass of parts cannot take; nothing was exchanged yet.
+        """Raise an error for inputs that sequence parallelism does not support, before any communication.
+
+        Raises:
+            ValueError: an input is not supported.
         """
         who, size = type(self.model).__name__, self.axis.size
         if given.get("past_key_values") is not None:
@@ -340,11 +343,11 @@ class Sequences:
                 )
 
     def _agreed(self, given: dict[str, Any]) -> Tensor:
-        """``[..., length]``, what all ranks were given for tokens: of one shape, and on a CPU the same (elsewhere that
-        of the first pass alone, since a look at it waits for all work).
+        """Check that all ranks have the same tokens, and return them as ``[..., length]``. Shapes are always compared.
+        Values are always compared on a CPU, but elsewhere only in the first pass, since reading them synchronizes.
 
         Raises:
-            ValueError: on all ranks, where one cannot take what it was given, or they were given different batches.
+            ValueError: on all ranks, if the inputs of one are not supported, or they differ.
         """
         try:
             self._check(given)
@@ -371,9 +374,9 @@ class Sequences:
 
 
 class _Forward:
-    """In the place of a module's own forward function.
+    """Replaces the forward function of a module.
 
-    A copy of the module has its own function again, so a copied model computes whole sequences with its own weights.
+    A copy of the module has its original function again, so that it computes full sequences with its own weights.
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
@@ -384,7 +387,7 @@ class _Forward:
     def _own(self) -> Callable[..., Any]:
         if self._before is not None:
             return self._before
-        # A bound method torch.compile makes anew by its name behind a break of its graph, and calls this instead.
+        # After a graph break, torch.compile looks a bound method up by its name again, which would call this object.
         return partial(type(self._module).forward, self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -397,29 +400,30 @@ class _Forward:
 def share_sequences(
     model: nn.Module, plan: SequencePlan, group: Group, wire: P2PChannel, parts: int = 1, compress: bool = False
 ) -> Sequences:
-    """How the ranks of ``group`` share the sequences of ``model``; nothing is changed.
+    """Prepare sequence parallelism of ``model`` over the ranks of ``group``. The model is not changed.
 
     Args:
-        model: one of transformers, or around one.
-        plan: the mode, and more.
+        model: a model of transformers, or a wrapper of one.
+        plan: the mode and other settings.
         group: the ranks.
-        wire: between them.
-        parts: ranks over which heads are cut besides.
-        compress: heads travel in 8 bits.
+        wire: the point-to-point channel between them.
+        parts: number of ranks over which heads are already sharded.
+        compress: exchange heads in 8 bits.
 
     Raises:
-        ValueError: ranks cannot share the model's sequences, or not with this plan.
+        ValueError: the model does not support sequence parallelism, or not with this plan.
     """
     return Sequences(model, required(model, plan, group.size, parts), plan, SequenceAxis(group, wire, compress))
 
 
 _NAMED: dict[int, tuple[Any, int]] = {}
-"""By the id of each configuration that names the attention of parts: it, and how many models that share sequences look
-at it."""
+"""Configurations that name the sequence-parallel attention, by their id, with the number of sequence-parallel models
+that use each."""
 
 
 def _name_attention(config: Any) -> Callable[[], bool]:
-    """``config`` names the attention of parts; until what is returned was called for every model that looks at it."""
+    """Set the sequence-parallel attention in ``config``. The returned function undoes this when it was called for every
+    model that uses ``config``."""
     original = original_of(config._attn_implementation)
     config._attn_implementation = called(original)
     _NAMED[id(config)] = config, _NAMED.get(id(config), (config, 0))[1] + 1
@@ -436,7 +440,7 @@ def _name_attention(config: Any) -> Callable[[], bool]:
 
 
 def _packed(positions: Tensor) -> Tensor | None:
-    """``[rows, length]``, which of the sequences packed into a row each token is of; ``None``: there is one."""
+    """Return ``[rows, length]``, the index of each token's packed sequence, or ``None`` if rows have one sequence."""
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1) if bool(begins.any()) else None
 

@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, to be merged with that to other keys.
+"""Attention of some queries to some keys, which can be merged with that to other keys.
 
-Source: FlashAttention (arXiv 2205.14135) for tiles, and for a backward pass that makes probabilities once more out of
-the log-sum-exp of all scores of a query.
+Source: FlashAttention (arXiv 2205.14135), for tiles, and for a backward pass that recomputes probabilities from the
+log-sum-exp of all scores of a query.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
 __all__ = ["TILE", "Block", "Scores", "attended", "attended_backward", "merge", "wide"]
 
 TILE = 512
-"""Large enough that Python does not matter, small enough for scores of a tile to stay in a cache."""
+"""Size large enough to make Python's overhead negligible, and small enough to keep the scores of a tile in a cache."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How queries and keys make scores.
+    """How scores are computed from queries and keys.
 
     Attributes:
-        scale: of their products.
-        mask: who sees whom, over whole sequences.
-        softcap: scores are ``softcap * tanh(score / softcap)``; ``None``: as they are.
-        bias: ``[rows, heads, 1, padded length]``, added to them.
-        kernel: torch's own attention may be used where nothing is masked.
-        tile: queries and keys whose scores are held at once, where they are held.
+        scale: factor of the products.
+        mask: the mask of full sequences.
+        softcap: scores are ``softcap * tanh(score / softcap)``; ``None``: they are not capped.
+        bias: ``[rows, heads, 1, padded length]``, added to the scores.
+        kernel: use torch's own attention kernel for unmasked and causal blocks.
+        tile: number of queries and of keys per tile if scores are computed explicitly.
     """
 
     scale: float
@@ -43,7 +43,7 @@ class Scores:
     tile: int = TILE
 
     def fits_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch's flash attention for CPUs computes these."""
+        """Return True if torch's flash attention for CPUs supports these inputs."""
         same = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
         return self.kernel and same and q.device.type == "cpu" and self.softcap is None and self.bias is None
 
@@ -67,17 +67,17 @@ class Block:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are made: fp32, of fp64 values fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64 values."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
-    """``out`` and ``lse`` become those of the keys that they had and of the others.
+    """Merge attention to other keys into ``out`` and ``lse``.
 
     Args:
-        out: ``[rows, heads, queries, size]``, in :func:`wide` numbers; 0 where no key was seen.
-        lse: ``[rows, heads, queries]``, the log of the sum of exponentials of scores; -inf where no key was seen.
-        new, new_lse: of other keys.
+        out: ``[rows, heads, queries, size]``, in the dtype of :func:`wide`; 0 for queries that attend to no key.
+        lse: ``[rows, heads, queries]``, the log-sum-exp of the scores; -inf for queries that attend to no key.
+        new, new_lse: the same for other keys.
     """
     both = torch.logaddexp(lse, new_lse)
     nothing = both == float("-inf")
@@ -88,13 +88,13 @@ def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
 
 
 def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, out: Tensor, lse: Tensor) -> None:
-    """Attention to a block's keys is merged into ``out`` and ``lse``.
+    """Compute the attention to a block's keys and merge it into ``out`` and ``lse``.
 
     Args:
-        qkv: queries ``[rows, heads, queries, size]`` of the block; keys and values of fewer heads, maybe.
-        block: where they are.
-        scores: how they are made.
-        out, lse: as for :func:`merge`, of the block's queries.
+        qkv: queries ``[rows, heads, queries, size]`` of the block, and keys and values with possibly fewer heads.
+        block: the positions of queries and keys.
+        scores: how scores are computed.
+        out, lse: as for :func:`merge`, for the block's queries.
     """
     q, k, v = qkv
     for tile, relation in _divided(block, scores, scores.fits_kernel(q, k, v)):
@@ -116,13 +116,13 @@ def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, o
 
 @dataclass(frozen=True)
 class Result:
-    """Of a forward pass, and what came back for it: what a backward pass needs of the queries.
+    """Results of a forward pass and their gradients: what a backward pass needs about the queries.
 
     Attributes:
-        out: ``[rows, heads, queries, size]``, of all keys.
-        lse: ``[rows, heads, queries]``, of all keys.
-        grad: of ``out``.
-        delta: ``[rows, heads, queries]``, the products of ``out`` and ``grad``.
+        out: ``[rows, heads, queries, size]``, output over all keys.
+        lse: ``[rows, heads, queries]``, log-sum-exp over all keys.
+        grad: gradient of ``out``.
+        delta: ``[rows, heads, queries]``, the inner products of ``out`` and ``grad``.
     """
 
     out: Tensor
@@ -141,12 +141,12 @@ def attended_backward(
     result: Result,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """What a block's keys contribute is added to the gradients.
+    """Add the contribution of a block's keys to the gradients.
 
     Args:
         qkv, block, scores: as for :func:`attended`.
-        result: of the block's queries.
-        grads: of queries, keys and values, in :func:`wide` numbers.
+        result: results for the block's queries.
+        grads: gradients of queries, keys and values, in the dtype of :func:`wide`.
     """
     q, k, v = qkv
     groups = (k.shape[1], q.shape[1] // k.shape[1])
@@ -178,7 +178,7 @@ def attended_backward(
 
 
 def _divided(block: Block, scores: Scores, kernel: bool) -> Iterator[tuple[Block, Relation]]:
-    """In pieces that have one relation and of which the scores can be held, where they are held at all."""
+    """Yield tiles with their relation; a block whose scores are not computed explicitly is a single tile."""
     relation = block.relation(scores.mask)
     if relation is Relation.NONE:
         return
@@ -191,23 +191,23 @@ def _divided(block: Block, scores: Scores, kernel: bool) -> Iterator[tuple[Block
 
 
 def _within(block: Block, tile: Block) -> tuple[slice, slice]:
-    """Queries and keys of a tile in the tensors of its block."""
+    """Return the slices of a tile's queries and keys in the tensors of its block."""
     return slice(tile.q - block.q, tile.q_end - block.q), slice(tile.k - block.k, tile.k_end - block.k)
 
 
 def _spread(x: Tensor, heads: int) -> Tensor:
-    """Keys or values, once for each query head that reads them."""
+    """Repeat keys or values for each query head that reads them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _grouped(x: Tensor, groups: tuple[int, int]) -> Tensor:
-    """``[rows, key/value heads, query heads of each, ...]`` of ``[rows, query heads, ...]``."""
+    """Reshape ``[rows, query heads, ...]`` to ``[rows, key/value heads, query heads per key/value head, ...]``."""
     return x.reshape(x.shape[0], *groups, *x.shape[2:])
 
 
 def _scores(q: Tensor, k: Tensor, tile: Block, relation: Relation, scores: Scores) -> tuple[Tensor, bool]:
-    """``[rows, key/value heads, query heads of each, queries, keys]``, -inf where a query does not see a key; whether
-    any does."""
+    """Return the scores ``[rows, key/value heads, query heads per key/value head, queries, keys]``, with -inf for
+    masked keys, and whether any key is unmasked."""
     dtype, groups = wide(q.dtype), (k.shape[1], q.shape[1] // k.shape[1])
     seen = None
     if relation is not Relation.ALL:
@@ -225,7 +225,7 @@ def _scores(q: Tensor, k: Tensor, tile: Block, relation: Relation, scores: Score
 
 
 def _shows(seen: Tensor) -> bool:
-    """Whether any query of a tile may see a key. A GPU is not waited for: rows that see nothing come to nothing."""
+    """Return whether any key of a tile is unmasked; True on a GPU without a check, which would synchronize."""
     return seen.device.type != "cpu" or bool(seen.any())
 
 

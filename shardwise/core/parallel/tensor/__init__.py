@@ -1,7 +1,7 @@
-"""Tensor parallelism: layers of which each rank of an axis holds a part, over plain tensors.
+"""Tensor parallelism: layers whose plain parameters are sharded over the ranks of an axis.
 
-A layer knows its axis and its cut, and nothing of optimizers, engines or models: which layers of a model are cut, and
-how, is data of the architecture. Nothing here reads the environment or makes groups.
+Layers depend only on their axis and their partition, not on optimizers, engines or models; the architecture describes,
+as data, which layers of a model are sharded, and how. Nothing here reads the environment or creates process groups.
 """
 
 from shardwise.core.parallel.tensor.architecture import (

@@ -1,4 +1,4 @@
-"""Architectures: rules by module class, known, registered, or from a transformers model itself."""
+"""Architectures: rules by module class, either built in, registered, or derived from a transformers model."""
 
 from __future__ import annotations
 
@@ -185,11 +185,12 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
 
 
 Styles = dict[str, str]
-"""By the name of a module or parameter below its parent, how the plan cuts it."""
+"""By the name of a submodule or parameter: the sharding style that the plan gives it."""
 
 COLUMNS, ROWS, PACKED, ALIKE = "colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce"
 CUT = {COLUMNS, ROWS, PACKED, ALIKE}
-# What is gathered at once, or cut from what all have, is right when it is whole; experts are found by their parameters.
+# Outputs that are gathered, and inputs that are split from replicated ones, may be replicated instead. Experts are
+# found by their parameters.
 WHOLE = {"colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "replicate"}
 
 
@@ -237,7 +238,7 @@ def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Styles]:
 
 
 def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | None) -> dict[str, Rule]:
-    """Rules by the name of what they shard."""
+    """Return the rules by the name of the module or parameter that they shard."""
     rules: dict[str, Rule] = {}
     for leaf, style in styles.items():
         child = getattr(module, leaf)

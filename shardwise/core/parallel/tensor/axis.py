@@ -1,5 +1,4 @@
-"""What the ranks of one axis do with activations: sums, gathers and parts, each with the gradient that belongs to
-it."""
+"""Collectives of one model-parallel axis on activations: sums, gathers and slices, with their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ __all__ = ["Axis", "Ranks"]
 
 
 class Ranks:
-    """The ranks of a group, for modules of a model to hold: a copy of the model is on the same ranks.
+    """The ranks of a group, in a form that modules can hold: a copy of the model refers to the same ranks.
 
     Args:
         group: these ranks.
@@ -37,23 +36,23 @@ class Ranks:
 
 
 # [Note: Gradients across an axis]
-# Every rank of an axis computes the same loss. So the gradient of what all hold alike (an activation between two cut
-# layers) is the same everywhere, and that of a part is this rank's own. Where something alike enters a cut layer each
-# rank finds only what its part contributes to the gradient: it is summed (copied). Where parts are summed to something
-# alike the gradient goes to each as it is (summed). Gathering parts takes this rank's part of the gradient (gathered);
-# taking a part gathers gradients (own_part). Where the ranks have parts of the input itself, they are gathered for cut
-# layers, and the contributions to its gradient are summed to parts again (gathered_for_parts, summed_part: in one
-# exchange what a sum and a part of it are in two). Each is the other's backward, so gradients of gradients are right as
-# well.
+# Every rank of an axis computes the same loss. The gradient of a replicated activation (between two sharded layers) is
+# therefore the same on all ranks, and that of a sharded one belongs to its rank. Where a replicated activation enters a
+# sharded layer, each rank computes only the contribution of its part to the gradient, which is all-reduced (copied).
+# Where partial results are all-reduced, each rank gets the gradient unchanged (summed). The gradient of a gather is a
+# slice (gathered), and that of a slice is a gather (own_part). If the input itself is sharded, it is gathered for
+# sharded layers, and its gradient is reduce-scattered (gathered_for_parts, summed_part: one exchange instead of an
+# all-reduce and a slice). Each of two such operations is the backward of the other, so higher-order gradients are
+# correct, too.
 class Axis(Ranks):
     """The ranks that hold parts of one model's layers, for activations of any shape.
 
-    All of them make the same passes with the same shapes.
+    All of them run the same passes with the same shapes.
 
     Args:
-        group: these ranks. Exchanges count in its traffic, and one that a peer does not come to ends as its do.
-        compress: activations travel in 8 bits, and their gradients. What is exchanged without a gradient does not: sums
-            and maxima that a loss is made of.
+        group: these ranks. Exchanges count in its traffic, and time out as its own operations do.
+        compress: send activations and their gradients in 8 bits. Exchanges without a gradient (sums and maxima for a
+            loss) are not compressed.
     """
 
     def __init__(self, group: Group, compress: bool = False) -> None:
@@ -63,24 +62,24 @@ class Axis(Ranks):
         self._kept: dict[torch.dtype, Buffer] = {}
         self._capacity: dict[torch.dtype, int] = {}
 
-    # ---- with gradients
+    # ---- differentiable
 
     def copied(self, x: Tensor) -> Tensor:
-        """``x``, which all ranks hold alike and each uses for its part: its gradient is summed over them."""
+        """Return ``x``, which is replicated and enters a sharded layer: its gradient is all-reduced."""
         return _Copied.apply(x, self) if self.size > 1 else x  # type: ignore[no-untyped-call]
 
     def summed(self, x: Tensor, gradient: bool = False) -> Tensor:
-        """The sum over the ranks of ``x`` (a ``gradient``, or values), alike on all of them."""
+        """Return the all-reduced sum of ``x`` (a ``gradient``, or values), which is replicated."""
         return _Summed.apply(x, self, gradient) if self.size > 1 else x  # type: ignore[no-untyped-call]
 
     def gathered(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None, over: Group | None = None) -> Tensor:
-        """The ranks' ``x`` one behind the other in ``dim``.
+        """Concatenate the ranks' ``x`` in ``dim``.
 
         Args:
-            x: of this rank.
+            x: tensor of this rank.
             dim: the dimension.
-            sizes: by rank, of that dimension; ``None``: all as here.
-            over: one of :meth:`way`; ``None``: as it is, which logits are.
+            sizes: size of that dimension by rank; ``None``: as on this rank.
+            over: a group returned by :meth:`way`; ``None``: without compression, as for logits.
         """
         if self.size == 1:
             return x
@@ -88,43 +87,42 @@ class Axis(Ranks):
         return _Gathered.apply(x, self, dim % x.dim(), sizes, over)  # type: ignore[no-untyped-call, no-any-return]
 
     def own_part(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """This rank's part of ``x``, which all hold alike: of ``sizes`` in ``dim``."""
+        """Return this rank's slice of the replicated ``x``, with ``sizes`` by rank in ``dim``."""
         if self.size == 1:
             return x
         return _OwnPart.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
     def gathered_for_parts(self, x: Tensor, dim: int, sizes: Sequence[int], gradient: bool = False) -> Tensor:
-        """The ranks' ``x`` one behind the other in ``dim``, which each uses for its part: every rank gets the sum of
-        the gradients of its own.
+        """Concatenate the ranks' ``x`` in ``dim`` as the input of sharded layers; the gradient is reduce-scattered.
 
         Args:
-            x: of this rank.
+            x: tensor of this rank.
             dim: the dimension.
-            sizes: by rank, of that dimension.
-            gradient: it is one.
+            sizes: size of that dimension by rank.
+            gradient: whether ``x`` is a gradient.
         """
         if self.size == 1:
             return x
         return _GatheredForParts.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]
 
     def summed_part(self, x: Tensor, dim: int, sizes: Sequence[int], gradient: bool = False) -> Tensor:
-        """This rank's part, of ``sizes`` in ``dim``, of the sum over the ranks of ``x``."""
+        """Reduce-scatter ``x``: return this rank's slice, with ``sizes`` by rank in ``dim``, of the sum."""
         if self.size == 1:
             return x
         return _SummedPart.apply(x, self, dim % x.dim(), tuple(sizes), gradient)  # type: ignore[no-untyped-call, no-any-return]
 
     def way(self, gradient: bool) -> Group:
-        """Over which gradients, or values, travel."""
+        """Return the group that sends gradients, or values."""
         return self._ways[gradient]
 
-    # ---- without
+    # ---- not differentiable
 
     def total(self, x: Tensor, over: Group | None = None) -> Tensor:
-        """The sum of ``x`` over the ranks, the same bits on all of them; 16-bit values are summed in fp32.
+        """Return the sum of ``x`` over the ranks, bitwise equal on all of them; 16-bit values are summed in fp32.
 
         Args:
-            x: of this rank.
-            over: one of :meth:`way`; ``None``: as it is.
+            x: tensor of this rank.
+            over: a group returned by :meth:`way`; ``None``: without compression.
         """
         if self.size == 1 or not x.numel():
             return x.clone()
@@ -135,24 +133,24 @@ class Axis(Ranks):
         return buffer.local[: x.numel()].view(x.shape).clone()
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest of ``x`` over the ranks, element by element."""
+        """Return the element-wise maximum of ``x`` over the ranks."""
         return self.collect(x).amax(0)
 
     def collect(self, x: Tensor, over: Group | None = None) -> Tensor:
-        """``x`` (alike in shape) of all ranks, in a new first dimension; ``over`` as for :meth:`total`."""
+        """Return ``x`` (same shape) of all ranks, stacked in a new first dimension; ``over`` as for :meth:`total`."""
         if self.size == 1 or not x.numel():
             return x.new_zeros((self.size, *x.shape)) if self.size > 1 else x.unsqueeze(0)
         buffer = self._buffer(self.size * x.numel(), x.dtype)
         own = buffer.local.view(self.size, *x.shape)[self.rank].copy_(x)
         group = over or self.group
         group.round_(own.view(-1))
-        group.fence()  # where memory is mapped the peers read it by themselves
+        group.fence()  # with mapped memory, the peers read it without a message
         group.all_gather_in_place(buffer).wait()
         self.group.fence()
         return buffer.local.view(self.size, *x.shape).clone()
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
-        """The ranks' ``x`` one behind the other in ``dim``, of ``sizes``; ``over`` as for :meth:`total`."""
+        """Concatenate the ranks' ``x`` in ``dim``, with ``sizes`` by rank; ``over`` as for :meth:`total`."""
         if x.shape[dim] != sizes[self.rank]:
             raise ValueError(f"rank {self.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
         padded = x
@@ -165,7 +163,7 @@ class Axis(Ranks):
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def total_part(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
-        """What :meth:`total` has in this rank's part, the same bits."""
+        """Return this rank's slice of the result of :meth:`total`, with the same bits."""
         if x.shape[dim] != sum(sizes):
             raise ValueError(f"{tuple(x.shape)} has {x.shape[dim]} in dim {dim}, and sizes={sizes} are {sum(sizes)}")
         shape = list(x.shape)
@@ -179,10 +177,10 @@ class Axis(Ranks):
                 slot.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
             (over or self.group).reduce_scatter(out.view(-1), buffer, 1.0).wait()
         own = sizes[self.rank]
-        return out if own == shape[dim] else out.narrow(dim, 0, own).clone()  # no view: models write into it
+        return out if own == shape[dim] else out.narrow(dim, 0, own).clone()  # not a view, since models write into it
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """Exchange memory that no peer reads any more, of ``numel`` elements and what is missing to a multiple."""
+        """Return exchange memory for ``numel`` elements, rounded up to a multiple of the ranks, that no peer reads."""
         padded = numel + -numel % self.size
         if self._capacity.get(dtype, 0) < padded:
             self._capacity[dtype] = 1 << max(padded - 1, 1).bit_length()

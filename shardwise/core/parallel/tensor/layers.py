@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 LINEAR = {"FalconLinear"}
-"""Classes derived from ``nn.Linear`` with a forward pass of their own that is the same."""
+"""Subclasses of ``nn.Linear`` that override the forward pass without changing its result."""
 
 
 def out_dim(module: nn.Module) -> int:
-    """The dimension of the weight that is the layer's output: 0 for ``nn.Linear``, 1 for transformers' ``Conv1D``.
+    """Return the output dimension of the weight: 0 for ``nn.Linear``, 1 for transformers' ``Conv1D``.
 
     Raises:
         TypeError: the module is neither.
@@ -62,12 +62,12 @@ def out_dim(module: nn.Module) -> int:
 
 
 class CutLayer(nn.Module):
-    """A layer of which this rank has a part.
+    """A layer that is sharded by tensor parallelism.
 
     Attributes:
         _axis: the ranks.
-        _parts: of its parameters, by name.
-        multiply: what takes the place of ``functional.linear`` in it; ``None``: nothing does.
+        _parts: the parts of its parameters that this rank has, by name.
+        multiply: replaces ``functional.linear`` in this layer; ``None``: it is not replaced.
     """
 
     _axis: Axis
@@ -77,13 +77,14 @@ class CutLayer(nn.Module):
 
 
 class Columns(CutLayer):
-    """Makes a part of the output.
+    """A column-parallel layer: computes a part of the output.
 
     Attributes:
-        _copies: the input is alike on all ranks, and has not been marked as that before (:class:`Enters`).
-        _gathers: then all of it.
-        _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
-        _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
+        _copies: the input is replicated, and no earlier module has marked it as such (:class:`Enters`).
+        _gathers: if True, the outputs of all ranks are gathered.
+        _held: parts of the parameters that other ranks hold as well, by name; their gradients are summed over these
+            ranks.
+        _private: the random number stream of this rank and the dropouts after this layer that use it, if there are any.
     """
 
     _copies: bool
@@ -110,11 +111,12 @@ class Columns(CutLayer):
 
 
 class Rows(CutLayer):
-    """Takes a part of the input; all ranks get the sum, and the bias is added once.
+    """A row-parallel layer: takes a part of the input and all-reduces the output. The bias is added once.
 
     Attributes:
-        _leaves: the ranks' own random numbers end here (``None``: there are none).
-        _sequences: of the sum each rank gets its own tokens, so that the bias' gradient is a sum, too (``None``: all).
+        _leaves: the random number stream of the rank, which ends here, if there is one.
+        _sequences: if set, the output is reduce-scattered, so that each rank gets its own tokens, and the gradient of
+            the bias is all-reduced; ``None``: all ranks get all tokens.
     """
 
     _leaves: RankRng | None
@@ -133,8 +135,8 @@ class Rows(CutLayer):
 
 
 class Vocabulary(CutLayer, nn.Embedding):
-    """An embedding with a part of the rows. It stands where ``nn.Embedding`` does among the bases, so that a subclass
-    which scales what it finds still does."""
+    """An embedding with a part of the rows. It takes the place of ``nn.Embedding`` among the bases, so that a subclass
+    that scales the rows still does."""
 
     padding_idx: int | None
     weight: Tensor
@@ -153,16 +155,16 @@ class Vocabulary(CutLayer, nn.Embedding):
 
 
 class Features(CutLayer):
-    """An embedding with all rows, and of each a part (one number a head): the module's own forward pass."""
+    """An embedding with a part of each row (one number per head); it runs the module's own forward pass."""
 
 
 class Experts(CutLayer):
-    """Experts in stacked parameters: of each, a part of what lies between its two layers.
+    """Experts in stacked parameters, with the intermediate dimension sharded.
 
-    Tokens and their weights are alike on all ranks, and so is the sum.
+    Tokens and their weights are replicated, and so is the result, which is all-reduced.
 
     Attributes:
-        _sequences: each rank has its own tokens, before and behind (``None``: all).
+        _sequences: if set, inputs and outputs are this rank's tokens; ``None``: all tokens.
     """
 
     _sequences: Sequences | None
@@ -177,7 +179,7 @@ class Experts(CutLayer):
 
 
 class Enters(nn.Module):
-    """A layer that every rank has whole, and whose output each uses for its part."""
+    """A replicated layer whose output each rank uses for its own part."""
 
     _axis: Axis
 
@@ -186,8 +188,8 @@ class Enters(nn.Module):
 
 
 class GradAllReduce(nn.Module):
-    """A module that every rank has whole and uses for its part (the norm of each head's query): the gradients of its
-    parameters are summed over the ranks."""
+    """A replicated module that each rank uses for its own part (the norm of each query head). The gradients of its
+    parameters are all-reduced."""
 
     _axis: Axis
 
@@ -200,7 +202,7 @@ class PerHead(CutLayer):
     """A module with a row of its weight for each head.
 
     Attributes:
-        _held: what other ranks hold as well; its gradient is summed over these.
+        _held: parts that other ranks hold as well; their gradients are summed over these ranks.
     """
 
     _held: dict[str, Held]
@@ -214,8 +216,7 @@ class PerHead(CutLayer):
 
 
 def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
-    """Another object with the module's attributes and other parameters, so that whoever looks at the module meanwhile
-    sees its own."""
+    """Return a shallow copy of the module with some parameters replaced; the module itself does not change."""
     stand_in = object.__new__(type(module))
     vars(stand_in).update(vars(module))
     vars(stand_in)["_parameters"] = {**module._parameters, **changed}
@@ -231,7 +232,7 @@ def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 class _Held(torch.autograd.Function):
-    """A parameter of which others hold parts alike: its gradient is the sum over all who use such a part."""
+    """Identity for a parameter that other ranks partly hold, too; its gradient is summed over the ranks that use it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, held: Held) -> Tensor:
@@ -263,7 +264,7 @@ class _SumHeld(torch.autograd.Function):
 
 
 class Drops(nn.Module):
-    """A dropout of which it is known where it is: of a part (``_own``), or of what all ranks have alike."""
+    """A dropout on sharded activations (``_own``), or on replicated ones."""
 
     _private: RankRng
     _own: bool
@@ -278,13 +279,13 @@ class Drops(nn.Module):
 
 
 class Guard(nn.Module):
-    """A module that layers which are cut stand in: the ranks' own random numbers end with its forward pass, and what it
-    is given for all heads becomes what is for this rank's.
+    """A module that contains sharded layers. It ends the ranks' own random number streams after its forward pass, and
+    slices arguments with values for all heads to the heads of this rank.
 
     Attributes:
-        _leaves: where its numbers end.
-        _of_heads: arguments by name, with their place (``-1``: by name only), the heads of the whole module and the
-            first and last of this rank.
+        _leaves: the random number stream that ends here.
+        _of_heads: by argument name, its position (``-1``: keyword only), the number of heads of the unsharded module,
+            and the first and last head of this rank.
     """
 
     _leaves: RankRng
@@ -305,7 +306,7 @@ class Guard(nn.Module):
 
 
 def _own_heads(x: Any, heads: int, first: int, end: int) -> Any:
-    """Of ``[batch, heads, ...]`` or ``[batch * heads, 1, length]``; what is the same for all heads stays."""
+    """Slice ``[batch, heads, ...]`` or ``[batch * heads, 1, length]`` to this rank's heads."""
     if not isinstance(x, torch.Tensor):
         return x
     if x.dim() == 3 and x.shape[0] % heads == 0 and x.shape[1] == 1:

@@ -26,21 +26,21 @@ __all__ = [
 def vocabulary_cross_entropy(
     logits: Tensor, labels: Tensor, axis: Axis, cut: ShardSpec, vocabulary: int, ignore_index: int = -100
 ) -> Tensor:
-    """The loss of each label, 0 where it is ``ignore_index``, without the logits of the other ranks.
+    """Return the loss of each label, 0 for ``ignore_index``, without gathering the logits.
 
-    Computed in fp32 at least (fp64 where the logits are); two numbers a label are exchanged, and two maxima's worth.
+    It is computed in fp32 at least (fp64 for fp64 logits). Two numbers per label are exchanged, and two maxima.
 
     Args:
         logits: ``[..., part]``, this rank's part of the vocabulary.
-        labels: ``[...]``, indices in the whole vocabulary, the same on all ranks.
+        labels: ``[...]``, indices in the full vocabulary, the same on all ranks.
         axis: the ranks.
-        cut: of the vocabulary, one range a rank.
-        vocabulary: how much of the cut is vocabulary; what is padded behind it takes no part.
-        ignore_index: labels that do not count.
+        cut: the partition of the vocabulary, with one range per rank.
+        vocabulary: size of the vocabulary; the padding after it is ignored.
+        ignore_index: label value that is ignored.
 
     Raises:
         ValueError: the shapes do not fit.
-        IndexError: a label that counts is not in the vocabulary (on a GPU this is not looked at, since reading waits).
+        IndexError: a label is not in the vocabulary (not checked on a GPU, where the check would synchronize).
     """
     if logits.shape[:-1] != labels.shape or logits.shape[-1] != cut.numel(axis.rank):
         raise ValueError(
@@ -56,7 +56,7 @@ def vocabulary_cross_entropy(
 
 
 def check_inside(what: str, indices: Tensor, rows: int) -> None:
-    """As torch's own lookups do; with parts no rank would find it, and all would go on.
+    """Check indices as torch's own lookups do. Without the check, no rank would find such an index in its part.
 
     Raises:
         IndexError: one of ``indices`` is not in ``[0, rows)``.
@@ -101,14 +101,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class CausalLoss:
-    """What transformers' ``ForCausalLMLoss`` is of whole logits, of this rank's part of them.
+    """Vocabulary-parallel version of transformers' ``ForCausalLMLoss``.
 
-    Computed in fp32, of fp64 logits in fp64.
+    It is computed in fp32, or in fp64 for fp64 logits.
 
     Args:
         axis: the ranks.
-        cut: of the vocabulary, with padding.
-        vocabulary: without.
+        cut: the partition of the vocabulary, with padding.
+        vocabulary: size of the vocabulary without padding.
     """
 
     def __init__(self, axis: Axis, cut: ShardSpec, vocabulary: int) -> None:
@@ -124,8 +124,8 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The mean over the labels that count, or their sum by ``num_items_in_batch``; each label is for the position
-        before it, unless ``shift_labels`` says them position by position."""
+        """Return the mean loss over the labels, or their sum divided by ``num_items_in_batch``. Each label is the
+        target of the position before it; ``shift_labels`` are targets position by position."""
         goals = labels_by_position(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
         flat = logits.reshape(-1, logits.shape[-1])
         losses = vocabulary_cross_entropy(flat, goals, self.axis, self.cut, self.vocabulary, ignore_index)
@@ -137,7 +137,7 @@ class CausalLoss:
 
 
 def labels_by_position(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """``shift_labels``, or those that transformers makes of ``labels``, each of which is for the position before it."""
+    """Return ``shift_labels``, or shift ``labels`` as transformers does, so that each is at its own position."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
@@ -145,11 +145,11 @@ def labels_by_position(labels: Tensor | None, shift_labels: Tensor | None, ignor
 
 
 class Generate:
-    """A model's ``generate``, in which the logits of all ranks are gathered: the next token is chosen among all.
+    """A model's ``generate`` with gathered logits, so that the next token is chosen from the full vocabulary.
 
     Args:
         model: the language model.
-        heads: its last layer, cut by columns, and its adapters'.
+        heads: its column-parallel last layer, and the layers of its adapters.
     """
 
     def __init__(self, model: nn.Module, heads: Sequence[nn.Module]) -> None:
@@ -157,7 +157,7 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         axis: Axis | None = getattr(self.heads[0], "_axis", None)
-        if axis is not None:  # what is drawn is drawn by each rank
+        if axis is not None:  # each rank samples, so their generators must be equal
             RngAlignment(self.model, axis, next(self.model.parameters()).device).align()
         self._gather(True)
         try:

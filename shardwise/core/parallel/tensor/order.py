@@ -1,4 +1,4 @@
-"""In which order a cut tensor is stored, and how parts and the whole are read from there: pure arithmetic."""
+"""Stored order of a sharded tensor, and reads of parts and of the full tensor from it: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from shardwise.core.parallel.tensor.shard_spec import Part, Range, ShardSpec
 __all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
 
 ReadInto = Callable[[int, Tensor], None]
-"""``read(start, out)``: elements ``[start, start + out.numel())`` in stored order, into ``out`` (1-D, contiguous)."""
+"""Reads elements ``[start, start + out.numel())`` in stored order into ``out`` (1-D, contiguous)."""
 
 BLOCK_NUMEL = 1 << 20
-"""Elements that are read at a time where only some columns of them are wanted."""
+"""Number of elements per read when only some of their columns are needed."""
 WIDE_NUMEL = 1 << 15
-"""Neighbouring elements that are worth a read of their own."""
+"""Minimal number of contiguous elements for which a separate read is worth its cost."""
 
 
 # [Note: Stored order]
-# A rank's shard is a range of its part, flattened. Of a tensor cut in its first dimension that is a range of the
-# flattened whole. Of a matrix cut in its columns it would be a short range in each of many rows: a file would have a
-# piece for each. So such a tensor is stored part after part, each flattened by itself, with what several ranks hold
-# only where the first of them holds it, and without padding. What a rank's shard holds is then one range again.
+# A rank's shard is a range of its flattened tensor-parallel part. If a tensor is sharded along its first dimension,
+# this is a range of the flattened full tensor, too. If a matrix is sharded along its columns, it would be a short range
+# in each of many rows, and a file would contain one piece for each row. Such a tensor is therefore stored part by part,
+# with each part flattened separately, without padding. Elements that several ranks hold are stored only in the part of
+# the first of these ranks. Each rank's shard is then one contiguous range of the file again.
 @dataclass(frozen=True)
 class StoredCut:
-    """The tensor lies there part after part, each in its own row-major order.
+    """The stored order of a sharded tensor: part by part, each in row-major order.
 
     Attributes:
-        dim: the dimension in which it is cut.
-        ranges: by part, the ranges ``(start, end)`` of that dimension, none of them empty; all parts together have each
-            index once. A part may have none.
+        dim: the sharded dimension.
+        ranges: for each part, the non-empty ranges ``(start, end)`` of that dimension. All parts together contain each
+            index exactly once. A part may be empty.
     """
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
 
     def fields(self) -> list[Any]:
-        """As JSON."""
+        """Return the fields as JSON-compatible values."""
         return [self.dim, [[list(each) for each in part] for part in self.ranges]]
 
     @classmethod
     def read(cls, fields: Any) -> StoredCut:
-        """What :meth:`fields` gave; see :meth:`check`.
+        """Build the object from the return value of :meth:`fields`; call :meth:`check` to validate it.
 
         Raises:
-            TypeError, ValueError: it is something else.
+            TypeError, ValueError: ``fields`` has another structure.
         """
         dim, parts = fields
         ranges = tuple(tuple((start, end) for start, end in part) for part in parts)
@@ -62,8 +63,10 @@ class StoredCut:
         return cls(dim, ranges)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raises:
-        ValueError: it is no cut of a tensor of ``shape``.
+        """Check that this is a partition of a tensor of ``shape``.
+
+        Raises:
+            ValueError: it is not.
         """
         if not 0 <= self.dim < len(shape):
             raise ValueError(f"a cut in dim {self.dim} of a tensor of shape {tuple(shape)}")
@@ -77,7 +80,7 @@ class StoredCut:
 
     @classmethod
     def of(cls, whole: Sequence[int], cut: ShardSpec) -> StoredCut | None:
-        """In which order a tensor of shape ``whole`` that is ``cut`` is stored; ``None``: in its own."""
+        """Return the stored order of a tensor of shape ``whole`` sharded by ``cut``; None: row-major order."""
         if prod(whole[: cut.dim]) <= 1 or not prod(whole):
             return None
         parts = tuple(_merged((start, end) for _, start, end in _owned(cut, rank, whole)) for rank in range(cut.ranks))
@@ -87,7 +90,7 @@ class StoredCut:
 
 
 class Run(NamedTuple):
-    """``numel`` elements that are neighbours in the stored order, from ``stored`` on, and in a part, from ``local``."""
+    """``numel`` contiguous elements that start at ``stored`` in stored order and at ``local`` in a part."""
 
     stored: int
     local: int
@@ -95,8 +98,8 @@ class Run(NamedTuple):
 
 
 def own_runs(part: Part, start: int, end: int) -> list[Run]:
-    """What a rank stores of elements ``[start, end)`` of its flattened part: not padding, nor what an earlier rank of
-    the axis holds as well."""
+    """Return the runs that a rank stores of elements ``[start, end)`` of its flattened part. Padding, and elements that
+    an earlier rank of the axis holds as well, are not stored."""
     as_it_is, base, width, places = _places(part)
     if as_it_is:
         return [Run(base + start, start, end - start)] if start < end else []
@@ -104,7 +107,8 @@ def own_runs(part: Part, start: int, end: int) -> list[Run]:
 
 
 def whole_runs(part: Part, start: int, end: int) -> list[Run]:
-    """Where elements ``[start, end)`` of a rank's flattened part are in the flattened whole; padding is nowhere."""
+    """Return where elements ``[start, end)`` of a rank's flattened part are in the flattened full tensor, without
+    padding."""
     cut, size = part.cut, part.whole[part.cut.dim]
     places, at = [], 0
     for first, last in cut.ranges[part.rank]:
@@ -114,9 +118,9 @@ def whole_runs(part: Part, start: int, end: int) -> list[Run]:
 
 
 def read_logical(read: ReadInto, shape: Sequence[int], stored: StoredCut | None, start: int, out: Tensor) -> None:
-    """Elements ``[start, start + out.numel())`` of the flattened whole tensor into ``out``: 1-D, contiguous.
+    """Read elements ``[start, start + out.numel())`` of the flattened full tensor into ``out`` (1-D, contiguous).
 
-    ``read`` is asked for a few ranges a block, of each stored part one behind the other.
+    ``read`` is called for a few ranges per block, sequentially within each stored part.
     """
     if stored is not None:
         _Columns.of(tuple(shape), stored.dim, stored.ranges, ((0, shape[stored.dim]),)).read(read, start, out)
@@ -125,13 +129,13 @@ def read_logical(read: ReadInto, shape: Sequence[int], stored: StoredCut | None,
 
 
 def read_part(read: ReadInto, stored: StoredCut | None, part: Part, start: int, out: Tensor) -> None:
-    """Elements ``[start, start + out.numel())`` of what a rank holds, flattened, into ``out``: 1-D, contiguous; zeros
-    for padding.
+    """Read elements ``[start, start + out.numel())`` of a rank's flattened part into ``out`` (1-D, contiguous). Padding
+    is filled with zeros.
 
     Args:
-        read: the whole tensor in stored order.
-        stored: that order; ``None``: its own.
-        part: the rank's.
+        read: reads the full tensor in stored order.
+        stored: the stored order; ``None``: row-major order.
+        part: the part of the rank.
     """
     shape, dim = tuple(part.whole), part.cut.dim
     lying, ranges = stored, part.cut.ranges[part.rank]
@@ -147,7 +151,7 @@ def read_part(read: ReadInto, stored: StoredCut | None, part: Part, start: int, 
 
 
 def part_of_whole(whole: Tensor, part: Part, start: int, numel: int) -> Tensor:
-    """Elements ``[start, start + numel)`` of what a rank holds of ``whole``, flattened: a new tensor."""
+    """Return elements ``[start, start + numel)`` of a rank's flattened part of ``whole`` as a new tensor."""
     flat = whole.detach().reshape(-1)
     out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
 
@@ -158,14 +162,14 @@ def part_of_whole(whole: Tensor, part: Part, start: int, numel: int) -> Tensor:
     return out
 
 
-# ---- what is stored by whom
+# ---- which rank stores what
 
 Place = tuple[int, int, int]
-"""An index in the part, one where it is stored, and how many follow."""
+"""Index in the part, index in the stored order, and number of indices."""
 
 
 def _owned(cut: ShardSpec, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
-    """``(index in the part, start, end in the whole)`` of the ranges that ``rank`` is the first to hold."""
+    """Return ``(index in the part, start, end)`` of the full ranges that ``rank`` is the first to hold."""
     size = whole[cut.dim]
     before = [each for ranges in cut.ranges[:rank] for each in ranges]
     found, at = [], 0
@@ -182,7 +186,7 @@ def _owned(cut: ShardSpec, rank: int, whole: Sequence[int]) -> list[tuple[int, i
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Neighbours as one, and none that is empty."""
+    """Merge adjacent ranges and drop empty ones."""
     found: list[Range] = []
     for start, end in ranges:
         if found and found[-1][1] >= start >= found[-1][0]:
@@ -194,8 +198,13 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=4096)
 def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
-    """Whether all of the part lies there as it is, from where on, how many indices a row there has, and where in it is
-    what this rank stores: a row of the stored part, or of the whole where that is stored in its own order."""
+    """Locate what this rank stores of ``part``.
+
+    Returns:
+        Whether the part is stored contiguously and unchanged, the offset of its first element, the number of indices in
+        a row of the stored part (of the full tensor if that is stored in row-major order), and the places of the
+        indices that this rank stores.
+    """
     cut, whole = part.cut, part.whole
     owned = _owned(cut, part.rank, whole)
     if StoredCut.of(whole, cut) is None:
@@ -208,7 +217,7 @@ def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
 
 
 def _runs(part: Part, start: int, end: int, places: Sequence[Place], base: int, width: int) -> list[Run]:
-    """Of elements ``[start, end)`` of a flattened part, ``width`` indices in each row there."""
+    """Return the runs for elements ``[start, end)`` of a flattened part; a stored row has ``width`` indices."""
     element = prod(part.whole[part.cut.dim + 1 :])
     row, runs = part.cut.numel(part.rank) * element, list[Run]()
     for number in range(start // row, -(-end // row)) if start < end else ():
@@ -235,7 +244,7 @@ def _merged_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 class _Overlap(NamedTuple):
-    """``numel`` elements of a row that are neighbours where they are wanted and in a stored part, from there on."""
+    """``numel`` elements of a row that are contiguous both in the requested order and in a stored part."""
 
     wanted: int
     part: int
@@ -244,8 +253,8 @@ class _Overlap(NamedTuple):
 
 
 class _Columns:
-    """Some columns of a tensor that is stored in parts of columns, seen as a matrix: what is before the dimension are
-    its rows, all from the dimension on is a row."""
+    """Reads some columns of a tensor that is stored in parts of columns. The tensor is treated as a matrix: the
+    dimensions before the sharded one are its rows, and the others form a row."""
 
     def __init__(
         self, shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
@@ -285,7 +294,7 @@ class _Columns:
     def of(
         shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
     ) -> _Columns:
-        """It is asked for once a tile."""
+        """Return a cached instance, since this is called for every tile."""
         return _Columns(shape, dim, there, wanted)
 
     def read(self, read: ReadInto, start: int, out: Tensor) -> None:
@@ -295,7 +304,7 @@ class _Columns:
         if self.padded:
             out.zero_()
         first, last = -(-start // self.row), end // self.row
-        if first >= last or self.wide:  # no whole row, or rows that are not worth to be read together
+        if first >= last or self.wide:  # no complete row, or ranges so long that reading rows together does not help
             for number in range(start // self.row, -(-end // self.row)):
                 self._row(read, number, start, out)
             return
@@ -306,7 +315,7 @@ class _Columns:
             self._row(read, last, last * self.row, out[last * self.row - start :])
 
     def _row(self, read: ReadInto, number: int, start: int, out: Tensor) -> None:
-        """What of one row is in ``out``, which begins with element ``start``."""
+        """Read the elements of one row that are in ``out``, whose first element is ``start``."""
         at, end = number * self.row, start + out.numel()
         for each in self.overlaps:
             left, right = max(at + each.wanted, start), min(at + each.wanted + each.numel, end)
@@ -315,12 +324,12 @@ class _Columns:
                 read(there + left - at - each.wanted, out[left - start : right - start])
 
     def _rows(self, read: ReadInto, first: int, out: Tensor) -> None:
-        """Whole rows, from ``first`` on: of each stored part that has some of them, a block at a time."""
+        """Read complete rows, starting with ``first``, block by block from each stored part that has some of them."""
         for part, own in self.by_part.items():
             width = self.rows_there[part]
             base = self.bases[part] + first * width
             if own == [_Overlap(0, part, 0, self.row)] and width == self.row:
-                read(base, out.view(-1))  # it lies there as it is wanted
+                read(base, out.view(-1))  # stored in the requested order
                 continue
             step = min(max(BLOCK_NUMEL // width, 1), len(out))
             memory = torch.empty(step * width, dtype=out.dtype, device=out.device)

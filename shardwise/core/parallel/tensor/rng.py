@@ -23,9 +23,9 @@ class RngAlignment:
     """Keeps the generators of tensor-parallel ranks equal; see [Note: Random numbers of a cut model].
 
     Args:
-        model: the user's.
+        model: the user's model.
         axis: the ranks.
-        device: where the model computes.
+        device: device of the model.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class RngAlignment:
         """Compare torch's generators before a step of a model with dropout. Collective.
 
         Raises:
-            RuntimeError: on all ranks, where they differ: dropout hit different elements of replicated activations.
+            RuntimeError: on all ranks, if they differ: dropout would drop different elements of replicated activations.
         """
         drawn = [(owner, name, getattr(owner, name)) for owner, name in self._rates if getattr(owner, name)]
         if not self._model.training or not drawn:
@@ -65,14 +65,14 @@ class RngAlignment:
 
 
 def _of_numpy() -> tuple[Any, ...] | None:
-    """The state of numpy's generator, if numpy is imported and has its default kind."""
+    """Return the state of numpy's generator, if numpy is imported and has its default kind."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     return state if isinstance(state, tuple) else None
 
 
 def _others() -> list[Any]:
-    """The states of Python's and numpy's generators, as JSON values."""
+    """Return the states of Python's and numpy's generators, as JSON values."""
     version, numbers, normal = random.getstate()
     found = _of_numpy()
     own = None if found is None else [found[0], found[1].tolist(), *found[2:]]

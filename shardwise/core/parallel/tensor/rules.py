@@ -1,4 +1,4 @@
-"""What is cut in modules of one class: rules, as data."""
+"""Rules that declare, as data, how modules of one class are sharded by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ __all__ = [
 
 
 ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl", "intermediate.intermediate_act_fn")
-"""How models name what stands between the layers of an MLP."""
+"""Attribute paths under which models store the activation of an MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Heads are cut: each rank has some, with the projections to them and from them.
+    """Shard attention by heads: each rank computes some heads, with their projections.
 
-    Paths are names of modules below the one of the rule; empty: there is none.
+    Paths are names of submodules, relative to the module of the rule. An empty path means that the module has none.
 
     Attributes:
-        query, key, value: linear layers to each.
-        fused: one layer to queries, keys and values, or, beside ``query``, to keys and values.
-        layout: of the fused one's outputs: all queries, all keys, all values (``"blocks"``), or for each key/value
-            head its queries, key and value (``"groups"``).
-        out: the linear layer from the heads.
+        query, key, value: linear layers that project to queries, keys and values.
+        fused: one layer that projects to queries, keys and values, or, together with ``query``, to keys and values.
+        layout: order of the outputs of ``fused``: all queries, all keys, all values (``"blocks"``), or the queries, key
+            and value of each key/value head (``"groups"``).
+        out: the output projection.
         core: the module that computes attention and has the attributes below; empty: the module itself.
-        head_dim: its attribute with the size of a head.
-        heads, kv_heads, groups, widths: its attributes that are a number of query heads, of key/value heads, of query
-            heads for each of these, and of elements of all query heads; set to this rank's where they are there.
-        config: attributes of its configuration that it reads the number of query heads from.
-        alike: modules that are applied to each head (norms), with one weight for all of them or a row for each.
-        biases: embeddings with one number a head.
-        arguments: names of what it is given for all heads (alibi).
-        crossed: names of what it is given for keys and values of another sequence.
-        beside: modules with parameters that all ranks use alike, before the projections or behind ``out``.
+        head_dim: name of the attribute with the size of a head.
+        heads, kv_heads, groups, widths: names of the attributes that hold the number of query heads, of key/value
+            heads, of query heads per key/value head, and of elements of all query heads; those that exist are set to
+            the values of this rank.
+        config: attributes of the module's configuration from which it reads the number of query heads.
+        grad_allreduce: modules that are applied to each head (norms), with one weight for all heads or a row per head.
+        biases: embeddings with one number per head.
+        arguments: names of forward arguments that have values for all heads (alibi).
+        crossed: names of forward arguments that provide keys and values of another sequence (cross-attention).
+        replicated: modules before the projections or after ``out`` whose parameters are replicated on all ranks.
     """
 
     attends: ClassVar[bool] = True
@@ -103,7 +104,7 @@ class Attention:
             rules.tp_plan.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
 
     def _of_heads(self, rules: ModuleRules, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
-        """What belongs to heads and is no projection."""
+        """Apply the rules to norms, biases and arguments that belong to heads."""
         (heads, kv_heads), size = counts, _number(core, self.head_dim)
         for path in filter(rules.has, self.grad_allreduce):
             norm = rules.child(path)
@@ -127,7 +128,7 @@ class Attention:
         return self.heads, self.kv_heads, self.groups, self.widths
 
     def _counts(self, rules: ModuleRules, size: int) -> tuple[int, int]:
-        """Query and key/value heads of the whole module."""
+        """Return the numbers of query heads and of key/value heads of the unsharded module."""
         heads = _divided(self.out, rules.size(self.out, False), size)
         if rules.has(self.query) and self.key:
             return heads, _divided(self.key, rules.size(self.key, True), size)
@@ -137,16 +138,17 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Heads are cut whose keys and values are made of one small vector, which with the keys' positions all heads share.
+    """Shard multi-head latent attention by heads. Keys and values of all heads come from one small latent vector, which
+    is replicated together with the positional part of the keys.
 
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the names are those of transformers.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. The names are those of transformers.
 
     Attributes:
-        query: paths of the layer to queries; the first that is there.
-        before: of what makes its input.
-        latent, norm: paths of the layer to the shared vector, and of its norm.
-        key_value: path of the layer from that to keys and values.
-        out: of the layer from the heads.
+        query: candidate paths of the layer that projects to queries; the first that exists is used.
+        before: paths of the layers that compute the input of ``query``.
+        latent, norm: paths of the layer that computes the latent vector, and of its norm.
+        key_value: path of the layer that projects the latent vector to keys and values.
+        out: path of the output projection.
     """
 
     attends: ClassVar[bool] = True
@@ -180,14 +182,15 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """What lies between two linear layers is cut.
+    """Shard the intermediate dimension of an MLP.
 
     Attributes:
-        columns: paths of the layers to it; they have outputs of one size.
-        rows: paths of the layers from it.
-        blocks: matrices side by side in each of ``columns`` (2: gate and up in one layer).
-        alike: paths of modules between them whose parameters, one number each, count for all elements (activations).
-        beside: paths of modules with parameters that all ranks use alike, before or behind these layers.
+        columns: paths of the layers whose outputs are sharded (column-parallel); these outputs have the same size.
+        rows: paths of the layers whose inputs are sharded (row-parallel).
+        blocks: number of matrices that are concatenated in each layer of ``columns`` (2: gate and up in one layer).
+        grad_allreduce: paths of the modules between them (activations) whose parameters are single numbers that apply
+            to all elements.
+        replicated: paths of modules before or after these layers whose parameters are replicated on all ranks.
     """
 
     columns: tuple[str, ...]
@@ -215,14 +218,14 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """What lies between the two layers of every expert is cut; experts are stacked in parameters
+    """Shard the intermediate dimension of every expert. Experts are stacked in parameters of shape
     ``[experts, outputs, inputs]``.
 
     Attributes:
-        columns: the parameter to it, or gate and up side by side.
-        rows: the parameter from it.
-        widths: attributes that are the size of what lies between.
-        alike: as in :class:`Mlp`.
+        columns: name of the column-parallel parameter; it may hold gate and up concatenated.
+        rows: name of the row-parallel parameter.
+        widths: names of attributes that hold the intermediate size.
+        grad_allreduce: as in :class:`Mlp`.
     """
 
     columns: str = "gate_up_proj"
@@ -249,7 +252,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Router:
-    """A module that says which experts get a token: it gives scores of each first, which the model may return."""
+    """Handle a router, which assigns tokens to experts. Its first output are the scores, which the model may return."""
 
     def collect(self, rules: ModuleRules) -> None:
         rules.tp_plan.router(rules.module)
@@ -257,11 +260,11 @@ class Router:
 
 @dataclass(frozen=True)
 class Requires:
-    """A module that can only be cut with one value of an attribute.
+    """Require a value of an attribute; other values do not support sharding.
 
     Attributes:
-        name: of the attribute, if it has it.
-        value: the one.
+        name: name of the attribute; modules without it are accepted.
+        value: the required value.
     """
 
     name: str
@@ -275,10 +278,10 @@ class Requires:
 
 @dataclass(frozen=True)
 class Either:
-    """Rules for layers that had other names once: the first whose module is there count.
+    """Choose among rules for layers whose names changed between versions; the first whose module exists applies.
 
     Attributes:
-        rules: with the path of a module that is there where they are right.
+        rules: pairs of a path and the rules that apply if a module has this path.
     """
 
     rules: tuple[tuple[str, tuple[Rule, ...]], ...]
@@ -298,10 +301,10 @@ class Either:
 
 @dataclass(frozen=True)
 class Embedding:
-    """The rows of an embedding are cut (its vocabulary), with padding.
+    """Shard the rows of an embedding (vocabulary-parallel), with padding.
 
     Attributes:
-        path: of the embedding.
+        path: path of the embedding.
     """
 
     path: str
@@ -316,11 +319,11 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """The outputs of the last layer are cut (its vocabulary), padded as the embedding is.
+    """Shard the outputs of the last layer (vocabulary-parallel), with the same padding as the embedding.
 
     Attributes:
-        path: of the linear layer.
-        parallel: logits may stay cut: all the model does with them is element by element, or its ``loss_function``.
+        path: path of the linear layer.
+        parallel: if True, logits may stay sharded: the model uses them only element-wise or in its ``loss_function``.
     """
 
     path: str
@@ -340,10 +343,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Unused:
-    """A parameter that is another module's, too, and that the module itself does not use.
+    """Declare a parameter that is tied to one of another module and that the module itself does not use.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
     """
 
     name: str
@@ -353,8 +356,8 @@ class Unused:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether the loss is the one of transformers' that we compute of parts, and nothing else is made of logits: not by
-    a forward pass that a program has put in the place of transformers' own."""
+    """Return True if logits are used only by transformers' causal loss, which has a sharded implementation. A forward
+    pass that replaces transformers' own may use them in other ways, so the result is False for it."""
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         return False
     kinds = type(model).__mro__
@@ -392,12 +395,12 @@ def _present(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 class ConfigView:
-    """A model's configuration as one module reads it, with other values for some names; the rest follows it."""
+    """A view of a model's configuration for one module that overrides some values and forwards all other names."""
 
     def __init__(self, config: Any, values: dict[str, Any]) -> None:
         vars(self).update(values, _config=config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_config":  # a copy asks before it has anything
+        if name.startswith("__") or name == "_config":  # copy.copy() looks names up before it sets any attribute
             raise AttributeError(name)
         return getattr(self._config, name)

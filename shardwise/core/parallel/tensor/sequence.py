@@ -1,4 +1,4 @@
-"""Sequences of which each rank of an axis has a part of the tokens, between layers that are cut."""
+"""Megatron-style sequence parallelism: between sharded layers, each rank of an axis has a part of the tokens."""
 
 from __future__ import annotations
 
@@ -31,44 +31,45 @@ __all__ = [
 ]
 
 KEY = "shardwise_tokens"
-"""The name of what each layer is given beside its own arguments."""
+"""Name of the keyword argument that is added to the arguments of each layer."""
 
 
 # [Note: Tokens of a rank]
-# Source: Megatron-LM's sequence parallelism (arXiv 2205.05198). All ranks of the axis get whole batches, and whatever a
-# model makes before and behind its layers (positions, masks, embeddings, the loss) is whole: models derive it from
-# whole embeddings. What enters the first layer is divided by tokens, as even as can be, and what leaves the last is
-# gathered. Between, a rank has its own tokens. Where a block of cut layers begins (attention, an MLP, experts) tokens
-# are gathered, and where it ends parts are summed and divided in one exchange; each is the other's backward.
-# So every gradient between the first layer and the last is a part of a sum: of the rank's own tokens outside of blocks,
-# of what its cut layers contribute inside. Whatever parameter all ranks have whole in there gets the sum over them of
-# its gradients, whether it is a norm, a bias behind a sum, a router, or a layer before one that is cut; before the
-# first layer and behind the last all ranks compute the same, and nothing is summed. Dropout is each rank's own in all
-# of a layer ([Note: Random numbers of a cut model]), but where whole tokens are dropped (an adapter's).
-# Which tokens are whose has to be known again where a layer is recomputed in the backward pass, maybe with passes of
-# other lengths behind it: so it is an argument of each layer, which whoever recomputes it has kept with the others.
+# Source: Megatron-LM's sequence parallelism (arXiv 2205.05198). All ranks of the axis get full batches, and everything
+# that a model computes before and after its layers (positions, masks, embeddings, the loss) is replicated: models
+# derive it from full embeddings. The input of the first layer is split by tokens, as evenly as possible, and the output
+# of the last is gathered. In between, a rank has its own tokens. At the beginning of a block of sharded layers
+# (attention, an MLP, experts), tokens are gathered, and at its end partial results are reduce-scattered; each is the
+# other's backward. Every gradient between the first layer and the last is therefore partial: outside of blocks it
+# belongs to the rank's own tokens, inside it is the contribution of its shards. The gradients of all replicated
+# parameters in there are all-reduced: those of a norm, of a bias after a reduce-scatter, of a router, or of a layer
+# before a sharded one. Before the first layer and after the last, all ranks compute the same, and nothing is
+# all-reduced. Dropout in a layer uses each rank's own random numbers ([Note: Random numbers of a cut model]), except on
+# full tokens (in an adapter). The partition of the tokens must be known again when a layer is recomputed in the
+# backward pass, possibly after passes of other lengths. It is therefore an argument of each layer, which activation
+# checkpointing saves with the others.
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens each rank has, of the sequences that go through the layers.
+    """The partition of tokens over the ranks, for the sequences in the layers.
 
     Attributes:
-        rows: sequences.
-        sizes: by rank, tokens of each of them.
+        rows: number of sequences.
+        sizes: by rank, the number of tokens of each sequence.
     """
 
     rows: int
     sizes: tuple[int, ...]
 
     def of(self, x: Tensor) -> tuple[int, tuple[int, ...]]:
-        """The dimension of tokens in ``[rows, tokens, ...]`` or, flattened, ``[rows * tokens, width]``, and its sizes
-        by rank. The ranks' flattened tokens are in another order than those of whole sequences."""
+        """Return the token dimension of ``x``, and its sizes by rank. ``x`` is ``[rows, tokens, ...]``, or, flattened,
+        ``[rows * tokens, width]``; flattened tokens of the ranks are not in the order of full sequences."""
         if x.dim() > 2:
             return 1, self.sizes
         return 0, tuple(self.rows * size for size in self.sizes)
 
 
 class Sequences:
-    """Those that go through the layers of one model, in each thread.
+    """The sequences in the layers of one model, per thread.
 
     Args:
         axis: the ranks.
@@ -83,10 +84,10 @@ class Sequences:
 
     @property
     def current(self) -> Tokens:
-        """Of the pass under way.
+        """The partition of the current pass.
 
         Raises:
-            RuntimeError: a layer or what is in it was called by something else than the model's own forward pass.
+            RuntimeError: a layer or a module in it was called outside of the model's own forward pass.
         """
         found: Tokens | None = getattr(self._local, "tokens", None)
         if found is None:
@@ -99,17 +100,17 @@ class Sequences:
 
     @property
     def divided(self) -> bool:
-        """Whether the pass under way is between the first layer and the last."""
+        """Whether the current pass is between the first layer and the last."""
         return getattr(self._local, "tokens", None) is not None
 
     def divide(self, x: Tensor) -> Tensor:
-        """This rank's tokens of what all have alike: ``[rows, tokens, ...]``."""
+        """Return this rank's tokens of a replicated tensor ``[rows, tokens, ...]``."""
         sizes = tuple(shares(x.shape[1], self.axis.size))
         self._local.tokens = Tokens(x.shape[0], sizes)
         return self.axis.own_part(x, 1, sizes)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens; the layers are over."""
+        """Gather all tokens at the end of the layers."""
         sizes = self.current.sizes
         self._local.tokens = None
         return self.axis.gathered(x, 1, sizes)
@@ -124,28 +125,28 @@ class Sequences:
             self._local.tokens = before
 
     def into_parts(self, x: Tensor) -> Tensor:
-        """The tokens of all ranks, for layers of which each has a part."""
+        """Gather the tokens of all ranks as the input of sharded layers."""
         dim, sizes = self.current.of(x)
         return self.axis.gathered_for_parts(x, dim, sizes)
 
     def from_parts(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum over the ranks of ``x``."""
+        """Return this rank's tokens of the sum of ``x`` over the ranks (reduce-scatter)."""
         dim, sizes = self.current.of(x)
         return self.axis.summed_part(x, dim, sizes)
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Whole numbers of the tokens of all ranks, in the order of :meth:`into_parts`."""
+        """Gather integers of the tokens of all ranks, in the order of :meth:`into_parts`."""
         dim, sizes = self.current.of(x)
         return self.axis.gathered(x.to(torch.float32), dim, sizes).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer is.
+    """The position of a layer.
 
     Attributes:
-        layers: the list that it is in.
-        index: there.
+        layers: the list that contains it.
+        index: its index in the list.
     """
 
     layers: nn.ModuleList | nn.Sequential
@@ -153,7 +154,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether no layer of the same stage comes before it."""
+        """Whether no layer of the same stage comes before this one."""
         return self.index == 0 or not _runs(self.layers[self.index - 1])
 
     @property
@@ -162,16 +163,16 @@ class Place:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether it is one of this rank's layers, of the stage that is running."""
+    """Return True if the module is a layer of this rank in the current stage."""
     return isinstance(module, Layer) and not getattr(module, "stands_aside", False)
 
 
 class Layer(nn.Module):
-    """One of the layers between which each rank has its own tokens; activation checkpointing may be around them.
+    """One of the layers between which each rank has its own tokens; it may be wrapped by activation checkpointing.
 
     Attributes:
-        _sequences: that go through.
-        _place: where it is.
+        _sequences: the sequences in the layers.
+        _place: its position.
         _hidden: the name of its first argument.
     """
 
@@ -179,7 +180,7 @@ class Layer(nn.Module):
     _place: Place
     _hidden: str
 
-    # Around whatever the call consists of, hooks and activation checkpointing: what is kept for backward is divided.
+    # Wraps the full call with hooks and activation checkpointing, so that the saved activations are sharded.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sequences, last = self._sequences, self._place.last
         if self._place.first:
@@ -193,13 +194,13 @@ class Layer(nn.Module):
 
 
 class Divided(nn.Module):
-    """A layer that is given a rank's own tokens, and computed once more where activation checkpointing says so.
+    """A layer whose input is a rank's own tokens; activation checkpointing may run it again.
 
     Attributes:
-        _sequences: that go through.
+        _sequences: the sequences in the layers.
         _hidden: the name of its first argument.
-        _private: the rank's own random numbers.
-        _dropouts: that draw.
+        _private: the random number stream of the rank.
+        _dropouts: the dropouts that use this stream.
     """
 
     _sequences: Sequences
@@ -220,7 +221,7 @@ class Body(nn.Module):
     """The module whose forward pass runs the layers.
 
     Attributes:
-        _sequences: that go through.
+        _sequences: the sequences in the layers.
     """
 
     _sequences: Sequences
@@ -245,12 +246,12 @@ class Body(nn.Module):
 
 
 class Block(nn.Module):
-    """Where a block of cut layers begins.
+    """The module at the beginning of a block of sharded layers.
 
     Attributes:
-        _sequences: whose tokens are gathered.
-        _hidden: the name of the first argument, these.
-        _crossed: others by name, with their places (``-1``: by name only), that all ranks have alike and whole.
+        _sequences: the sequences whose tokens are gathered.
+        _hidden: the name of the first argument, which is gathered.
+        _crossed: replicated arguments by name, with their positions (``-1``: keyword only).
     """
 
     _sequences: Sequences
@@ -267,7 +268,7 @@ class Block(nn.Module):
 
 
 class Router(nn.Module):
-    """Gives scores of tokens first, which the model may return and compute a loss of: of all tokens, in their order."""
+    """Returns scores of tokens as its first output, which are gathered in order, since the model may return them."""
 
     _sequences: Sequences
 
@@ -281,19 +282,19 @@ class Router(nn.Module):
 def _changed(
     change: Callable[[Tensor], Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of which one, by name or place, is another."""
+    """Return the arguments with one of them, by name or position, replaced."""
     if name in kwargs:
         return args, kwargs | {name: change(kwargs[name])}
     return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
 
 
 def hidden_name(module: nn.Module) -> str:
-    """The name of a module's first argument."""
+    """Return the name of a module's first argument."""
     return next(iter(inspect.signature(module.forward).parameters))
 
 
 def inside(layer: nn.Module) -> nn.Module:
-    """The layer itself, where torch's ``checkpoint_wrapper`` stands around it."""
+    """Return the layer inside of torch's ``checkpoint_wrapper``, or the layer itself if it is not wrapped."""
     own = getattr(layer, "_checkpoint_wrapped_module", None)
     return inside(own) if isinstance(own, nn.Module) else layer
 
@@ -301,11 +302,11 @@ def inside(layer: nn.Module) -> nn.Module:
 def lists_of_layers(
     model: nn.Module, attends: Callable[[nn.Module], bool]
 ) -> list[tuple[nn.Module, nn.ModuleList | nn.Sequential]]:
-    """The lists of which each module holds attention that is cut, innermost, each with the module that it is in.
+    """Return the innermost lists in which each module contains sharded attention, each with its parent module.
 
     Args:
-        model: any.
-        attends: whether a module's rules say so of it.
+        model: any model.
+        attends: returns True if a module's rules shard attention.
     """
     holding = {id(parent) for parent in model.modules() if any(attends(module) for module in parent.modules())}
 

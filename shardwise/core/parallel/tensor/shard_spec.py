@@ -1,4 +1,4 @@
-"""Which part of a tensor, and which attention heads, each tensor-parallel rank holds: pure arithmetic."""
+"""Partition of tensors and of attention heads over tensor-parallel ranks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Range = tuple[int, int]
 
 
 def shares(total: int, ranks: int, unit: int = 1) -> list[int]:
-    """Sizes that add up to ``total``, in multiples of ``unit``, as even as can be; the first ranks have more.
+    """Divide ``total`` into sizes that are multiples of ``unit``, as even as possible; the first ranks have more.
 
     Raises:
-        ValueError: ``total`` is no multiple of ``unit``.
+        ValueError: ``total`` is not a multiple of ``unit``.
     """
     if total % unit:
         raise ValueError(f"{total} elements do not divide into units of {unit}: give a size that is a multiple")
@@ -34,14 +34,14 @@ def shares(total: int, ranks: int, unit: int = 1) -> list[int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One dimension of a tensor, cut over the ranks of an axis.
+    """One dimension of a tensor, sharded over the ranks of an axis.
 
     Attributes:
         dim: the dimension.
-        size: elements in the whole of it.
-        ranges: by rank, the ranges ``(start, end)`` of the whole that it holds, one behind the other. Several where
-            matrices lie side by side in one (query, key and value); ranks may hold the same range (keys and values of
-            which there are fewer heads than ranks), and all of them together hold everything.
+        size: the full size of the dimension.
+        ranges: by rank, the ranges ``(start, end)`` that it holds, concatenated. There are several if matrices are
+            concatenated in one (query, key and value). Ranks may hold the same range (with fewer key/value heads than
+            ranks), and all ranks together hold all indices.
     """
 
     dim: int
@@ -61,10 +61,11 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1, unit: int = 1) -> ShardSpec:
-        """``blocks`` equal parts side by side, each over all ranks in multiples of ``unit`` (a head's size).
+        """Divide the dimension into ``blocks`` equal blocks, each over all ranks in multiples of ``unit`` (a head's
+        size).
 
         Raises:
-            ValueError: ``size`` is no multiple of ``blocks * unit``.
+            ValueError: ``size`` is not a multiple of ``blocks * unit``.
         """
         if size % (blocks * unit):
             raise ValueError(f"{size} elements do not divide into {blocks} blocks of units of {unit}")
@@ -72,7 +73,7 @@ class ShardSpec:
 
     @classmethod
     def of_sizes(cls, dim: int, blocks: Sequence[Sequence[int]]) -> ShardSpec:
-        """Parts side by side, each with a size for every rank."""
+        """Build the partition of concatenated blocks, each with a size for every rank."""
         ranges: list[list[Range]] = [[] for _ in blocks[0]]
         start = 0
         for sizes in blocks:
@@ -87,11 +88,11 @@ class ShardSpec:
         return len(self.ranges)
 
     def numel(self, rank: int) -> int:
-        """Elements of the dimension that ``rank`` holds."""
+        """Return the number of indices of the dimension that ``rank`` holds."""
         return sum(end - start for start, end in self.ranges[rank])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """What ``rank`` holds of ``whole``, a copy.
+        """Return a copy of what ``rank`` holds of ``whole``.
 
         Raises:
             ValueError: ``whole`` has another size.
@@ -102,7 +103,7 @@ class ShardSpec:
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
 
     def whole(self, parts: Iterable[Tensor]) -> Tensor:
-        """The tensor that ``parts`` (by rank) are of; of what several hold, the first one's."""
+        """Return the full tensor from ``parts`` by rank; shared ranges come from the first rank that holds them."""
         held = list(parts)
         shape = list(held[0].shape)
         shape[self.dim] = self.size
@@ -115,7 +116,7 @@ class ShardSpec:
         return out
 
     def holders(self) -> dict[Range, tuple[int, ...]]:
-        """The ranges that several ranks hold alike, with these ranks."""
+        """Return the ranges that several ranks hold, with these ranks."""
         by_range: dict[Range, list[int]] = {}
         for rank, ranges in enumerate(self.ranges):
             for each in ranges:
@@ -125,12 +126,12 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Held:
-    """What several ranks hold alike of a tensor, one behind the other: the same on all ranks, the pieces apart.
+    """The shared ranges of a tensor, which several ranks hold, concatenated in the same order on all ranks.
 
     Attributes:
         dim: the dimension.
-        size: elements of it.
-        pieces: of this rank: where among these, where in its part, and how many.
+        size: total size of the ranges in it.
+        pieces: for this rank: index among the shared ranges, index in its part, and number of indices.
     """
 
     dim: int
@@ -140,13 +141,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank of an axis holds of a tensor.
+    """The part of a tensor that one rank of an axis holds.
 
     Attributes:
-        whole: the tensor's shape. The cut may be longer in its dimension (a padded vocabulary); the rest is zero, and
-            no part of the tensor.
-        cut: of one of its dimensions.
-        rank: which rank's.
+        whole: the full shape of the tensor. The partition may be longer in its dimension (a padded vocabulary); the
+            additional indices are zeros and do not belong to the tensor.
+        cut: the partition of one of its dimensions.
+        rank: the rank.
     """
 
     whole: torch.Size
@@ -162,15 +163,15 @@ class Part:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what the rank holds, with padding."""
+        """The shape of the part, with padding."""
         return self.shape_on(self.rank)
 
     def shape_on(self, rank: int) -> torch.Size:
-        """Of what another rank holds."""
+        """Return the shape of another rank's part."""
         return torch.Size(self.cut.numel(rank) if at == self.cut.dim else n for at, n in enumerate(self.whole))
 
     def of(self, whole: Tensor) -> Tensor:
-        """What the rank holds of ``whole``, a copy, with zeros for padding."""
+        """Return a copy of the rank's part of ``whole``, with zeros for padding."""
         missing = self.cut.size - whole.shape[self.cut.dim]
         if missing > 0:
             shape = list(whole.shape)
@@ -179,7 +180,7 @@ class Part:
         return self.cut.part(whole, self.rank)
 
     def own_spans(self) -> list[Range]:
-        """The ranges of the flattened part that no lower rank holds too, in order; padding may be among them."""
+        """Return the ranges of the flattened part that no lower rank holds, in order; they may include padding."""
         holder = torch.full((self.cut.size,), self.cut.ranks)
         for rank in reversed(range(self.cut.ranks)):
             for start, end in self.cut.ranges[rank]:
@@ -196,11 +197,11 @@ class Part:
         return [(row * across + a, row * across + b) for row in range(rows) for a, b in runs]
 
     def together(self, parts: Iterable[Tensor]) -> Tensor:
-        """The tensor that all ranks' ``parts`` are of."""
+        """Return the full tensor from the parts of all ranks."""
         return self.cut.whole(parts).narrow(self.cut.dim, 0, self.whole[self.cut.dim])
 
     def held(self) -> Held | None:
-        """What other ranks hold as well; ``None``: no two ranks hold the same."""
+        """Return the ranges that other ranks hold as well, or ``None`` if there are none."""
         shared = sorted(self.cut.holders())
         starts = dict(zip(shared, accumulate((end - start for start, end in shared), initial=0), strict=False))
         pieces, at = [], 0
@@ -216,8 +217,8 @@ Ranges = tuple[tuple[Range, ...], ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, and the key/value heads that they read, by rank. A rank has whole groups (a key/value head with all
-    its query heads), or where there are fewer of these than ranks, a part of one group.
+    """The query heads and the key/value heads of each rank. A rank has complete groups (a key/value head with all its
+    query heads), or, with fewer groups than ranks, a part of one group.
 
     Attributes:
         query: by rank, its query heads ``(first, end)``.
@@ -229,10 +230,10 @@ class Heads:
 
     @classmethod
     def over(cls, heads: int, kv_heads: int, ranks: int) -> Heads:
-        """As even as can be.
+        """Divide heads over ``ranks``, as evenly as possible.
 
         Raises:
-            ValueError: there are fewer query heads than ranks, or no whole number of them for a key/value head.
+            ValueError: there are fewer query heads than ranks, or they are not a multiple of the key/value heads.
         """
         if heads < ranks:
             raise ValueError(f"{heads} attention heads are fewer than {ranks} ranks; cut over {heads} ranks at most")
@@ -250,27 +251,27 @@ class Heads:
         return cls(tuple(query), tuple(held))
 
     def counts(self, rank: int) -> tuple[int, int]:
-        """Query heads and key/value heads of ``rank``."""
+        """Return the numbers of query heads and of key/value heads of ``rank``."""
         (q, q_end), (kv, kv_end) = self.query[rank], self.kv[rank]
         return q_end - q, kv_end - kv
 
     def of_query(self, size: int) -> Ranges:
-        """Rows of a projection to queries of ``size`` elements a head."""
+        """Return the ranges of rows of a projection to queries, with ``size`` rows per head."""
         return tuple(((first * size, end * size),) for first, end in self.query)
 
     def of_kv(self, size: int, blocks: int = 1, start: int = 0) -> Ranges:
-        """The same to keys or values, or to ``blocks`` of these, each with all heads."""
+        """Return those of a projection to keys or values, or to ``blocks`` of these, each with all heads."""
         width = max(end for _, end in self.kv) * size
         offsets = [start + block * width for block in range(blocks)]
         return tuple(tuple((at + first * size, at + end * size) for at in offsets) for first, end in self.kv)
 
     def of_all(self, size: int) -> Ranges:
-        """The same to all queries, behind them all keys, behind them all values."""
+        """Return those of a projection to all queries, then all keys, then all values."""
         start = max(end for _, end in self.query) * size
         return tuple(q + kv for q, kv in zip(self.of_query(size), self.of_kv(size, 2, start), strict=True))
 
     def of_groups(self, size: int) -> Ranges:
-        """The same to groups: the queries that share a key/value head, this one's key and its value."""
+        """Return those of a projection to groups: the queries that share a key/value head, its key and its value."""
         group = max(end for _, end in self.query) // max(end for _, end in self.kv)
         width = (group + 2) * size
         found = []

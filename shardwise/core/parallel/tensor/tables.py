@@ -1,4 +1,4 @@
-"""What is cut in the models of each architecture: by class name, without importing one of them."""
+"""Tensor-parallel rules of each architecture by class name; no model is imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CAUSAL_HEAD = Head("lm_head", parallel=True)
 
 
 def _llama_like(name: str) -> Table:
-    """Four projections, a gated MLP, and a head that may be tied."""
+    """Return rules for four projections, a gated MLP, and a head that may be tied."""
     return {
         f"{name}Model": (Embedding("embed_tokens"),),
         f"{name}Attention": (_PROJECTIONS,),
@@ -41,7 +41,7 @@ def _llama_like(name: str) -> Table:
 
 GPT2: Table = {
     "GPT2Model": (Embedding("wte"),),
-    # In cross attention c_attn is for keys and values, and q_attn for queries.
+    # In cross-attention, c_attn projects to keys and values, and q_attn to queries.
     "GPT2Attention": (Attention(query="q_attn", fused="c_attn", out="c_proj", widths=("split_size", "embed_dim")),),
     "GPT2MLP": (Mlp(columns=("c_fc",), rows=("c_proj",)),),
     "GPT2LMHeadModel": (_CAUSAL_HEAD,),
@@ -78,7 +78,7 @@ PHI3: Table = {
 GEMMA3: Table = {
     **_llama_like("Gemma3"),
     "Gemma3TextModel": (Embedding("embed_tokens"),),
-    "Gemma3Model": (),  # the one with pictures; the part that is cut is a Gemma3TextModel
+    "Gemma3Model": (),  # the multimodal model; its sharded submodule is a Gemma3TextModel
     "Gemma3ForConditionalGeneration": (Head("lm_head"),),
 }
 
@@ -94,7 +94,7 @@ OPT: Table = {
 
 _WHOLE = Requires("slow_but_exact", False)
 _TO_4H = Mlp(columns=("dense_h_to_4h",), rows=("dense_4h_to_h",))
-# Query, key and value of a head are neighbours, of several queries with one key those of a group.
+# Query, key and value of a head are adjacent; with several queries per key, those of a group are.
 _BY_GROUP = Attention(fused="query_key_value", layout="groups", out="dense", arguments=("alibi", "attention_mask"))
 
 BLOOM: Table = {
@@ -212,4 +212,4 @@ TABLES: Mapping[str, Table] = {
     "vit": VIT,
     "whisper": WHISPER,
 }
-"""By the architecture's name."""
+"""By the name of the architecture."""

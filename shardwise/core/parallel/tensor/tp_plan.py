@@ -49,17 +49,17 @@ __all__ = [
 
 
 # [Note: What cutting a model changes]
-# A module is cut where it stands: it stays the same object with the same parameter objects, so that ties, hooks,
-# references of optimizers and names stay what they are. Its class becomes one that is both the user's and ours, for the
-# forward pass; attributes that say sizes (a number of heads) become those of the part. Until install() nothing is
-# changed but what this object remembers, so whatever does not fit is refused before. Values are cut by whoever holds
-# them: cut_values() here, an engine from each whole value as it comes.
+# Modules are sharded in place: each stays the same object with the same parameter objects, so that ties, hooks,
+# optimizer references and names remain valid. Its class becomes a subclass of both the user's class and ours, which
+# replaces the forward pass; attributes that hold sizes (a number of heads) are set to those of the part. Until
+# install(), only this object changes, so every unsupported case raises an error before the model is modified. Parameter
+# values are sharded by cut_values(), or by an engine that shards each full value as it receives it.
 class TPPlan:
-    """Of one model over one axis. Every rank of the axis collects the same.
+    """The tensor-parallel partition of one model over one axis. Every rank of the axis collects the same plan.
 
     Args:
         axis: the ranks.
-        sequences: those that go through the model's layers, if each rank has its own tokens there.
+        sequences: the sequences in the model's layers, if each rank has its own tokens there (sequence parallelism).
     """
 
     def __init__(self, axis: Axis, sequences: Sequences | None = None) -> None:
@@ -77,19 +77,20 @@ class TPPlan:
         self._undo: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
-    # ---- what will be cut
+    # ---- what to shard
 
     def columns(self, module: nn.Module, cut: ShardSpec, gathers: bool = False, owner: nn.Module | None = None) -> None:
-        """Each rank makes a part of the layer's output, of an input that all have alike ("column-parallel").
+        """Shard the outputs of a layer ("column-parallel"). Its input is replicated.
 
         Args:
-            module: an ``nn.Linear`` or transformers' ``Conv1D``, whole.
-            cut: of the output; its dimension is that of the weight (``out_dim``).
-            gathers: the parts are gathered, so that all ranks have all of the output.
-            owner: a module with what comes behind it, up to the layer cut by rows: dropout in there is each rank's own.
+            module: an unsharded ``nn.Linear`` or transformers' ``Conv1D``.
+            cut: how to shard the output; its dimension is that of the weight (``out_dim``).
+            gathers: if True, the outputs are gathered, so that all ranks get the full output.
+            owner: a module that contains the computation from this layer up to the row-parallel one; dropout in it uses
+                a separate random number stream on each rank.
 
         Raises:
-            TypeError, ValueError: the module is no such layer, or the cut is of another dimension or size.
+            TypeError, ValueError: the module is not a supported layer, or ``cut`` has another dimension or size.
         """
         dim = out_dim(module)
         self._check(module, cut, dim)
@@ -103,11 +104,11 @@ class TPPlan:
         self._say_size(module, cut, ("out_features", "nf"))
 
     def rows(self, module: nn.Module, cut: ShardSpec) -> None:
-        """Each rank has a part of the layer's input, and all get the sum ("row-parallel"); the bias is added once.
+        """Shard the inputs of a layer ("row-parallel"). The outputs are all-reduced, and the bias is added once.
 
         Args:
             module: as for :meth:`columns`.
-            cut: of the input; its dimension is the weight's other one.
+            cut: how to shard the input; its dimension is the other dimension of the weight.
 
         Raises:
             TypeError, ValueError: as for :meth:`columns`.
@@ -119,15 +120,15 @@ class TPPlan:
         self._say_size(module, cut, ("in_features", "nx"))
 
     def vocabulary(self, module: nn.Embedding, cut: ShardSpec) -> None:
-        """Each rank has the rows of a part of the vocabulary ("vocabulary-parallel").
+        """Shard the rows of an embedding ("vocabulary-parallel").
 
         Args:
-            module: whole.
-            cut: of dimension 0, one range a rank. It may be larger than the vocabulary: the rest are rows of zeros that
-                no input has.
+            module: the unsharded embedding.
+            cut: has dimension 0 and one range per rank. It may be larger than the vocabulary; the additional rows are
+                zeros that no input refers to.
 
         Raises:
-            ValueError: the cut does not fit, or the embedding changes its weight in forward passes (``max_norm``).
+            ValueError: ``cut`` does not fit, or the embedding changes its weight in the forward pass (``max_norm``).
         """
         if cut.dim != 0 or any(len(ranges) != 1 for ranges in cut.ranges) or cut.size < module.num_embeddings:
             raise ValueError(
@@ -149,10 +150,10 @@ class TPPlan:
         self._take(module, {"weight": cut}, Vocabulary)
 
     def features(self, module: nn.Embedding, cut: ShardSpec) -> None:
-        """Each rank has a part of every row (a bias of each head).
+        """Shard the columns of an embedding (a bias for each head).
 
         Raises:
-            ValueError: the cut is of another dimension or size.
+            ValueError: ``cut`` has another dimension or size.
         """
         if cut.dim != 1 or cut.size != module.embedding_dim:
             raise ValueError(
@@ -162,22 +163,22 @@ class TPPlan:
         self._take(module, {"weight": cut}, Features)
 
     def per_head(self, module: nn.Module, cut: ShardSpec) -> None:
-        """Each rank has the rows of ``module.weight`` for its heads (a norm of each)."""
+        """Shard the rows of ``module.weight`` by heads (a norm with a row for each head)."""
         self._take(module, {"weight": cut}, PerHead)
 
     def experts(self, module: nn.Module, cuts: dict[str, ShardSpec]) -> None:
-        """Each rank has a part of what lies between the layers of every expert.
+        """Shard the intermediate dimension of every expert.
 
         Args:
-            module: takes tokens, experts' numbers and weights, and gives tokens.
-            cuts: of its parameters (``[experts, outputs, inputs]``), by name.
+            module: takes tokens, expert indices and weights, and returns tokens.
+            cuts: how to shard its parameters (``[experts, outputs, inputs]``), by name.
         """
         self._take(module, cuts, Experts, _sequences=self.sequences if self.divides(module) else None)
 
     def enters(self, module: nn.Module, behind: nn.Module) -> None:
-        """Each rank uses the output of ``module``, which is whole, for its part, also but not only in the layer
-        ``behind``, which is cut by columns."""
-        if self.divides(module):  # where all gradients are of parts
+        """Declare that each rank uses the replicated output of ``module`` for its own part: in the column-parallel
+        layer ``behind``, and possibly elsewhere."""
+        if self.divides(module):  # all gradients are partial there
             return
         self._swap(module, Enters, {"_axis": self.axis})
         _, kind, own = self._layers[id(behind)]
@@ -185,42 +186,43 @@ class TPPlan:
         own["_copies"] = False
 
     def grad_allreduce(self, module: nn.Module) -> None:
-        """Each rank uses the module, which is whole, for its part: its gradients are summed."""
-        if self.divides(module):  # as those of all that is whole there
+        """Declare that each rank uses the replicated module for its own part, so its gradients are all-reduced."""
+        if self.divides(module):  # gradients of all replicated modules are all-reduced there
             return
         self._swap(module, GradAllReduce, {"_axis": self.axis})
 
     def sharded_region(self, module: nn.Module, holders: Sequence[nn.Module], widths: Sequence[int]) -> None:
-        """Layers are cut in ``module``, so that of what is whole in there it has to be said how it is used, too.
+        """Declare that layers in ``module`` are sharded, so that the use of replicated modules in it must be declared,
+        too.
 
         Args:
-            module: with them.
-            holders: the modules below it, or itself, that have them as their own.
-            widths: of what goes into them and comes out, which all ranks have alike.
+            module: contains the sharded layers.
+            holders: the modules that have these layers as direct children: ``module`` itself or modules below it.
+            widths: sizes of the inputs and outputs of the region, which are replicated.
         """
         _, among, known = self._blocks.setdefault(id(module), (module, [], set()))
         among += holders
         known.update(widths)
 
     def replicated(self, module: nn.Module) -> None:
-        """Each rank uses the module, which is whole, before or behind cut layers: its gradients are the whole ones."""
+        """Declare a module before or after sharded layers; its gradients are complete on each rank."""
         self._replicated.update(id(each) for each in module.modules())
 
     def drops(self, module: nn.Module, own: bool) -> None:
-        """A dropout of a part (``own``), or of what all ranks have alike, between two layers that are cut."""
+        """Declare a dropout between two sharded layers, on sharded (``own``) or on replicated activations."""
         self._swap(module, Drops, {"_private": self.private, "_own": own})
 
     def of_heads(self, owner: nn.Module, name: str, heads: int, own: Range) -> None:
-        """``owner`` is given something for all ``heads`` by this name, and takes what is for its ``own``."""
+        """Slice the argument ``name`` of ``owner``, which has values for all ``heads``, to the range ``own``."""
         names = list(inspect.signature(type(owner).forward).parameters)
         self._guard(owner)[name] = (names.index(name) - 1 if name in names else -1, heads, *own)
 
     def holds(self, module: nn.Module, name: str) -> None:
-        """The module has a parameter that a cut layer has, too, and does not use it."""
+        """Declare that the module has a parameter of a sharded layer that it does not use itself."""
         self._holders.add((id(module), name))
 
     def sets(self, owner: Any, **values: Any) -> None:
-        """Attributes of ``owner`` that are others with the parts (a number of heads)."""
+        """Set attributes of ``owner`` to values of the part (a number of heads)."""
         self._attributes += [(owner, name, value) for name, value in values.items()]
 
     def _check(self, module: nn.Module, cut: ShardSpec, dim: int) -> None:
@@ -238,7 +240,7 @@ class TPPlan:
             param: nn.Parameter = getattr(module, name)
             part = Part(param.shape, cut, self.axis.rank)
             _, before = self._parts.setdefault(id(param), (param, part))
-            if before != part:  # a tied one is cut once
+            if before != part:  # tied parameters must be sharded in the same way
                 raise ValueError(
                     f"{name} of a {type(module).__name__} is cut as {before.cut} already, and now as {cut}"
                 )
@@ -249,7 +251,7 @@ class TPPlan:
         self._swap(module, kind, own)
 
     def _swap(self, module: nn.Module, kind: type[nn.Module], own: dict[str, Any]) -> None:
-        """The module's forward pass will be of ``kind``; one that stands in several places is met several times."""
+        """Schedule a class change of the module to ``kind``; a module in several places is visited repeatedly."""
         _, before, said = self._layers.setdefault(id(module), (module, kind, own))
         if before is not kind or said != own:
             raise ValueError(
@@ -263,7 +265,7 @@ class TPPlan:
         return (self.private, dropouts) if dropouts else None
 
     def _guard(self, owner: nn.Module) -> dict[str, tuple[int, int, int, int]]:
-        """The arguments for all heads of what will be a guard."""
+        """Return the per-head arguments of a module that will become a guard."""
         _, kind, own = self._layers.setdefault(id(owner), (owner, Guard, {"_leaves": self.private, "_of_heads": {}}))
         if kind is not Guard:
             raise ValueError(f"a {type(owner).__name__} is cut as {kind.__name__} already, and holds layers that are")
@@ -271,25 +273,26 @@ class TPPlan:
         return found
 
     def _say_size(self, module: nn.Module, cut: ShardSpec, names: tuple[str, str]) -> None:
-        """What the module says of its own size is that of its part, which reshapes of its output rely on."""
+        """Set the size attributes of the module to those of its part, since models reshape outputs by them."""
         self.sets(module, **{name: cut.numel(self.axis.rank) for name in names if name in vars(module)})
 
-    # ---- sequences of which each rank has its own tokens
+    # ---- sequence parallelism: each rank has its own tokens
 
     def divides(self, module: nn.Module) -> bool:
-        """Whether it is in one of the layers between which sequences are divided."""
+        """Return True if the module is in one of the layers between which sequences are sharded."""
         return id(module) in self._inside
 
     def layers(self, body: nn.Module, layers: nn.ModuleList | nn.Sequential, name: str) -> None:
-        """Between these layers each rank has its own tokens. Said before what is cut in them.
+        """Shard sequences between these layers, so that each rank has its own tokens. Call this before the methods that
+        shard modules in them.
 
         Args:
-            body: whose forward pass runs them.
-            layers: all of them, one behind the other.
-            name: of the list, for messages.
+            body: the module whose forward pass runs the layers.
+            layers: all of the layers, in order.
+            name: name of the list, for messages.
 
         Raises:
-            ValueError: the body leaves out layers at random, or a layer takes a sequence in pieces.
+            ValueError: the body skips layers at random, or a layer processes a sequence in chunks.
         """
         if getattr(body, "layerdrop", 0):
             raise ValueError(
@@ -311,15 +314,15 @@ class TPPlan:
             self._inside.update((id(module), f"{name}.{index}") for module in each.modules())
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether it is one of them."""
+        """Return True if the module is one of these layers."""
         return (id(module), Divided) in self._around
 
     def block(self, module: nn.Module, crossed: Sequence[str] = ()) -> None:
-        """Cut layers begin where ``module`` does: its first argument is gathered, of a rank's own tokens.
+        """Gather the first argument of ``module`` over the ranks, since the sharded layers begin there.
 
         Args:
-            module: with the first layers that are cut, or one of them.
-            crossed: names of arguments that all ranks have whole (another sequence).
+            module: contains the first sharded layers, or is one of them.
+            crossed: names of arguments that are replicated (another sequence).
         """
         if not self.divides(module):
             return
@@ -330,15 +333,16 @@ class TPPlan:
         self._gathered.update(id(each) for each in module.modules())
 
     def router(self, module: nn.Module) -> None:
-        """It gives scores of tokens, which the model may return."""
+        """Declare that the module computes scores of tokens, which the model may return."""
         if self.divides(module):
             self._wrap(module, Router, _sequences=self.sequences)
 
     def sum_whole(self) -> None:
-        """Whatever is whole in the layers gets the sum of its gradients. Said behind all that is cut.
+        """All-reduce the gradients of everything that is replicated in the layers. Call this after the methods that
+        shard modules.
 
         Raises:
-            ValueError: of a layer that is cut nobody has said where the tokens for it are gathered.
+            ValueError: no rule declared where the tokens for a sharded layer are gathered.
         """
         modules = {id(module): module for parent, _ in self._around.values() for module in parent.modules()}
         for key, where in self._inside.items():
@@ -353,18 +357,18 @@ class TPPlan:
                 self._wrap(module, GradAllReduce, _axis=self.axis)
 
     def _wrap(self, module: nn.Module, kind: type[nn.Module], **own: Any) -> None:
-        """The module's forward pass will have that of ``kind`` around it, whatever else it is."""
+        """Wrap the forward pass of the module in that of ``kind``, in addition to other changes of its class."""
         self._around.setdefault((id(module), kind), (module, own))
 
-    # ---- what is
+    # ---- queries
 
     def part_of(self, param: nn.Parameter) -> Part | None:
-        """What this rank has of a parameter; ``None``: all of it."""
+        """Return the part of a parameter that this rank has, or ``None`` if the parameter is replicated."""
         found = self._parts.get(id(param))
         return None if found is None else found[1]
 
     def uncovered(self, model: nn.Module) -> list[str]:
-        """Names of parameters that will be parts in modules which take them for whole."""
+        """Return the names of parameters that will be sharded but are in modules that expect full ones."""
         return [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -375,16 +379,16 @@ class TPPlan:
         ]
 
     def unexplained(self, model: nn.Module) -> list[str]:
-        """Names of trainable parameters that are whole, stand among cut layers, and of which nobody has said whether
-        each rank uses them for its part: their gradients might be parts of a sum.
+        """Return the names of replicated trainable parameters among sharded layers for which no rule declared whether
+        each rank uses them for its own part, in which case their gradients would have to be all-reduced.
 
-        A vector as wide as what all have alike does not fit between two cut layers.
+        Vectors as wide as the replicated activations are left out, since they do not fit between two sharded layers.
         """
         within: dict[int, set[int]] = {}
         for module, holders, widths in self._blocks.values():
             others = [each for each in module.modules() if each is not module and id(each) in self._blocks]
             elsewhere = {id(each) for other in others for each in other.modules()}
-            # One with others in it is a layer of the model, with residuals: most of it is beside.
+            # A module that contains other regions is a layer of the model, with residuals: most of it is replicated.
             tops = [each for each in holders if each is not module] if others else [module]
             for each in (each for top in tops for each in top.modules() if id(each) not in elsewhere):
                 within.setdefault(id(each), set()).update(widths)
@@ -401,15 +405,15 @@ class TPPlan:
             and not (param.dim() == 1 and param.numel() in within[id(module)])
         ]
 
-    # ---- doing it
+    # ---- install and remove
 
     def cut_values(self) -> None:
-        """Each parameter shows this rank's part of what it shows now."""
+        """Replace the value of each parameter by this rank's part of it."""
         for param, part in self._parts.values():
             point(param, part.of(param.detach()))
 
     def install(self) -> None:
-        """From here on the model's layers are those of parts."""
+        """Change the classes and attributes of the model's modules, so that its layers are sharded."""
         for module, kind, own in self._layers.values():
             self._classes.append((module, type(module)))
             self._attributes += [(module, name, value) for name, value in own.items()]
@@ -423,7 +427,7 @@ class TPPlan:
             setattr(owner, name, value)
 
     def remove(self) -> None:
-        """The model is what it was before :meth:`install`, values apart."""
+        """Undo :meth:`install`. Parameter values are not restored."""
         for owner, name, value in reversed(self._undo):
             if value is _ABSENT:
                 vars(owner).pop(name, None)
@@ -431,14 +435,15 @@ class TPPlan:
                 setattr(owner, name, value)
         for module, kind in reversed(self._classes):
             module.__class__ = kind
-            vars(module).pop("multiply", None)  # a cut layer's alone
+            vars(module).pop("multiply", None)  # only sharded layers have it
         self._undo.clear()
         self._classes.clear()
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """What this rank has of a model's parameters, by name, of a tied one by each of its names; of all others it has
-    all. The model is cut, or a copy of such a one."""
+    """Return the parts that this rank has of a model's sharded parameters, by name. A tied parameter appears under each
+    of its names; parameters that are not in the result are replicated. The model is sharded, or a copy of a sharded
+    one."""
     parts = {
         id(module._parameters[name]): part
         for module in model.modules()
@@ -455,10 +460,10 @@ _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """A class that is still the user's module's: ``isinstance``, names and attributes go on."""
+    """Return a class derived from both, so that ``isinstance``, names and attributes of the user's class still work."""
     if (kind, own) not in _CLASSES:
         bases = (kind, own)
-        if issubclass(kind, nn.Embedding):  # a subclass of an embedding calls what it is derived from
+        if issubclass(kind, nn.Embedding):  # a subclass of nn.Embedding calls super().forward()
             bases = (kind,) if own is nn.Embedding else (own, kind)  # type: ignore[assignment]
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
         _CLASSES[kind, own] = type(own.__name__, bases, names)
@@ -467,12 +472,12 @@ def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """A module that rules are applied to.
+    """The view of one module that rules are applied to.
 
     Attributes:
-        cutting: collects what they say.
-        plan: what was asked for.
-        module: this one.
+        tp_plan: collects what the rules declare.
+        plan: the user's tensor-parallel settings.
+        module: the module.
     """
 
     tp_plan: TPPlan
@@ -488,22 +493,22 @@ class ModuleRules:
         return self.tp_plan.axis.rank
 
     def has(self, path: str) -> bool:
-        """Whether there is such a module below this one."""
+        """Return True if the module has a submodule with this path."""
         try:
             return bool(path) and isinstance(self.module.get_submodule(path), nn.Module)
         except AttributeError:
             return False
 
     def replicated(self, paths: Iterable[str]) -> None:
-        """Those of the modules that are there compute beside the layers that are cut; see :meth:`Cutting.beside`."""
+        """Declare the existing modules among ``paths`` as replicated; see :meth:`TPPlan.replicated`."""
         for path in filter(self.has, paths):
             self.tp_plan.replicated(self.child(path))
 
     def child(self, path: str) -> nn.Module:
-        """A module below this one, itself for ``""``.
+        """Return the submodule with this path; ``""`` is the module itself.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such submodule.
         """
         try:
             return self.module.get_submodule(path)
@@ -512,7 +517,7 @@ class ModuleRules:
             raise ValueError(f"it has no {path!r}, only {names}: give a rule for this class") from None
 
     def size(self, path: str, out: bool) -> int:
-        """Outputs or inputs of a linear layer."""
+        """Return the number of outputs or inputs of a linear layer."""
         module = self._base(path)
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
         return weight.shape[out_dim(module) if out else 1 - out_dim(module)]
@@ -520,8 +525,8 @@ class ModuleRules:
     def columns(
         self, path: str, ranges: Ranges, owner: nn.Module | None = None, *, padded: int = 0, gathers: bool = False
     ) -> None:
-        """The outputs of a linear layer, with ``padded`` behind them, are cut into ``ranges``; of an adapter beside it,
-        those of its second layer."""
+        """Shard the outputs of a linear layer, with ``padded`` additional ones, into ``ranges``. The second layer of an
+        adapter of this layer is sharded in the same way."""
         module = self._base(path)
         cut = ShardSpec(out_dim(module), self.size(path, True) + padded, ranges)
         self.tp_plan.columns(module, cut, gathers, owner)
@@ -532,7 +537,7 @@ class ModuleRules:
                 self.tp_plan.drops(dropout, own=False)
 
     def rows(self, path: str, ranges: Ranges) -> None:
-        """The inputs of a linear layer are; of an adapter beside it, those of its first layer."""
+        """Shard the inputs of a linear layer into ``ranges``, and those of the first layer of an adapter of it."""
         module = self._base(path)
         cut = ShardSpec(1 - out_dim(module), self.size(path, False), ranges)
         self.tp_plan.rows(module, cut)
@@ -543,16 +548,17 @@ class ModuleRules:
                 self.tp_plan.drops(dropout, own=True)
 
     def sharded_region(self, columns: Sequence[str], rows: Sequence[str]) -> None:
-        """Between layers cut by columns and by rows stands nothing whose gradients would be parts, or it is named."""
+        """Declare the region between column-parallel and row-parallel layers: replicated modules in it whose gradients
+        are partial must be declared, too."""
         holders = [self.child(path.rpartition(".")[0]) for path in (*columns, *rows)]
         widths = [*(self.size(path, False) for path in columns), *(self.size(path, True) for path in rows)]
         self.tp_plan.sharded_region(self.module, holders, widths)
 
     def grad_allreduce(self, path: str) -> None:
-        """What stands between layers that are cut and has numbers that count for every element alike (a slope).
+        """Declare a module between sharded layers whose parameters are single numbers for all elements (a slope).
 
         Raises:
-            ValueError: it has others.
+            ValueError: it has other parameters.
         """
         module = self.child(path)
         for name, param in module.named_parameters():
@@ -566,13 +572,14 @@ class ModuleRules:
                 self.tp_plan.grad_allreduce(each)
 
     def block(self, module: nn.Module, columns: Sequence[str], crossed: Sequence[str] = ()) -> None:
-        """Where sequences are divided, the tokens for these layers are gathered where ``module`` begins: once for all
-        of them, unless it holds more than them (it is a layer of the model), or there is but one.
+        """Under sequence parallelism, gather the tokens for these layers at the input of ``module``, once for all of
+        them. If ``module`` contains more than them (it is a layer of the model), or there is only one, gather at each
+        layer.
 
         Args:
-            module: with ``columns``; its first argument is what they get.
-            columns: paths below this site's module of what is cut by columns.
-            crossed: names of arguments for them that are whole.
+            module: contains ``columns``; its first argument is their input.
+            columns: paths of column-parallel layers, relative to the module of the rule.
+            crossed: names of arguments of these layers that are replicated.
         """
         single = len(columns) == 1 and module is self.module and not crossed
         if single or self.tp_plan.is_layer(module):
@@ -582,22 +589,22 @@ class ModuleRules:
             self.tp_plan.block(module, crossed)
 
     def layers(self, path: str) -> tuple[nn.Module, ...]:
-        """A linear layer that is cut by columns, and what of its adapters is."""
+        """Return a column-parallel linear layer and the column-parallel layers of its adapters."""
         return (self._base(path), *(second for _, second, _ in self._adapters(path)))
 
     def vocabulary(self, rows: int) -> ShardSpec:
-        """Over all ranks, padded where there are several."""
+        """Return the partition of ``rows`` over all ranks, padded if there are several."""
         unit = self.plan.vocabulary_multiple if self.ranks > 1 else 1
         return ShardSpec.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
 
     def _base(self, path: str) -> nn.Module:
-        """The layer itself, where an adapter stands around it."""
+        """Return the layer, or the base layer if an adapter wraps it."""
         module = self.child(path)
         base = getattr(module, "base_layer", None)
         return base if isinstance(base, nn.Module) else module
 
     def _adapters(self, path: str) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
-        """First layer, second layer and dropout of each low-rank adapter (peft's LoRA) around a layer."""
+        """Return first layer, second layer and dropout of each low-rank adapter (peft's LoRA) around a layer."""
         module: Any = self.child(path)
         if self._base(path) is module:
             return []
@@ -613,12 +620,12 @@ class ModuleRules:
 
 
 class Rule(Protocol):
-    """What is cut in modules of a class."""
+    """Declares how modules of a class are sharded."""
 
     def collect(self, rules: ModuleRules) -> None:
-        """Tell ``site.cutting``.
+        """Declare the sharding in ``rules.tp_plan``.
 
         Raises:
-            TypeError, ValueError: the module has other layers or sizes than the rule is for.
+            TypeError, ValueError: the module has other layers or sizes than the rule supports.
         """
         ...
