@@ -152,14 +152,16 @@ class Session:
                 f"offload_states() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
                 "between steps (zero_grad() drops gradients), under update='step'"
             )
-        moved = sum(each.offload(pin_memory) for each in self.engine.state_offloads)
-        self.drop_gathered()
+        with deferred_interrupts("offload_states()"):
+            moved = sum(each.offload(pin_memory) for each in self.engine.state_offloads)
+            self.drop_gathered()
         return moved
 
     def reload_states(self) -> None:
         """Undo :meth:`offload_states`. Idempotent."""
-        for each in self.engine.state_offloads:
-            each.reload()
+        with deferred_interrupts("reload_states()"):
+            for each in self.engine.state_offloads:
+                each.reload()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes are not reduced (plans that keep full gradients only)."""

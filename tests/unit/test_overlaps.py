@@ -25,6 +25,17 @@ class Two(nn.Module):
         self.b = nn.Parameter(make_b(self.a), requires_grad=trainable)
 
 
+class Attribute(nn.Module):
+    """``attribute(a)`` of its parameter ``a`` is what a layer ``inner`` keeps in ``plain``, beside a buffer."""
+
+    def __init__(self, attribute: Callable[[nn.Parameter], object], trainable: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 6), requires_grad=trainable)
+        self.inner = nn.Linear(6, 6)
+        self.inner.register_buffer("own", torch.zeros(3))
+        self.inner.plain = attribute(self.a)  # type: ignore[assignment]
+
+
 class Buffered(nn.Module):
     def __init__(self, trainable: bool) -> None:
         super().__init__()
@@ -66,6 +77,10 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "other_dtype": (lambda: Two(lambda a: a.detach().view(torch.float64)), "a (4, 6)", "b (4, 3)"),
     "frozen": (lambda: Two(lambda a: a, trainable=False), "a (4, 6)", "b (4, 6)"),
     "buffer": (lambda: Buffered(trainable=True), "buffer view (3, 6)", "parameter a"),
+    "attribute": (lambda: Attribute(lambda a: a.detach()), "attribute inner.plain (4, 6)", "parameter a"),
+    "attribute_view": (lambda: Attribute(lambda a: a.data.t()[1:]), "attribute inner.plain (5, 4)", "parameter a"),
+    "in_a_list": (lambda: Attribute(lambda a: [1, a.data[0]]), "attribute inner.plain[1] (6,)", "parameter a"),
+    "in_a_dict": (lambda: Attribute(lambda a: {"b": a.data}), "attribute inner.plain['b'] (4, 6)", "parameter a"),
 }
 APART: dict[str, Callable[[], nn.Module]] = {
     "flattened": flattened,
@@ -73,6 +88,11 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "even_and_odd": lambda: columns(slice(0, 6, 2), slice(1, 6, 2)),
     "empty": lambda: Two(lambda a: a.detach()[:0]),
     "buffer_of_a_frozen_one": lambda: Buffered(trainable=False),
+    "attribute_of_a_frozen_one": lambda: Attribute(lambda a: a.detach(), trainable=False),
+    "parameters_in_a_list": lambda: Attribute(lambda a: (a, [a], None)),
+    "empty_attribute": lambda: Attribute(lambda a: a.detach()[:0]),
+    "own_memory": lambda: Attribute(lambda a: {"a": a.detach().clone(), "n": a.numel()}),
+    "left_by_a_pass": lambda: Attribute(lambda a: a.view(-1)),
     "lstm": lambda: nn.LSTM(3, 4, num_layers=2),
 }
 
@@ -85,11 +105,15 @@ def test_shared_memory_is_refused_with_both_names(name: str) -> None:
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+ATTRIBUTES = {"attribute", "attribute_view", "in_a_list", "in_a_dict"}
+
+
 @pytest.mark.parametrize(
     "where, name",
     [
         *(("meta", name) for name in sorted(SHARED.keys() - {"foreign_storage", "other_dtype"})),
-        *(("deferred", name) for name in sorted(SHARED.keys() - {"foreign_storage", "other_dtype"})),
+        # Deferred, attributes have got values of their own.
+        *(("deferred", name) for name in sorted(SHARED.keys() - {"foreign_storage", "other_dtype"} - ATTRIBUTES)),
     ],
 )
 def test_it_is_refused_before_there_are_values(name: str, where: str) -> None:

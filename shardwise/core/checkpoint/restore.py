@@ -166,21 +166,24 @@ def load_into(session: Any, match: LoadPlan, what: str, rest: Callable[[], None]
         CheckpointDamage, CheckpointError: on every rank; some values were already replaced.
     """
     run, optimizers = as_run(session), match.optimizers
-    with run.replaced(match.replaces_parameters, not match.staying_parameters, optimizers):
-        with run.adopting(optimizers):
-            agree(
-                run.gather,
-                run.rank,
-                f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
-                lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
-                share=False,
-            )
-        if run.rank == 0:
-            match.tell(what)
-        agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
-        if match.wanted != "optimizer":
-            hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
-            agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
+    with (
+        run.replaced(match.replaces_parameters, not match.staying_parameters, optimizers),
+        run.adopting(optimizers),
+    ):
+        agree(
+            run.gather,
+            run.rank,
+            f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
+            lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
+            share=False,
+        )
+    # All values have arrived: if a scheduler or a hook raises now, the run can go on.
+    if run.rank == 0:
+        match.tell(what)
+    agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
+    if match.wanted != "optimizer":
+        hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
+        agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters and buffers that lie in the same memory without being one object.
+"""Parameters, buffers and other tensors of modules that lie in the same memory without being one object.
 
 Plain torch updates such memory twice, once for each parameter, and all follow. Sharded, each has a place of its own, so
 they would part after the first update.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.base.tensors import extent
 from shardwise.core.base.torch_internals import no_torch_function, storage_id
+from shardwise.core.deferred.record import DeferredTensor
 
 __all__ = ["check_apart"]
 
 PARAMETER = "parameter"
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes in which modules keep what is registered by name."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class _Held:
     name: str
     tensor: Tensor
     kind: str
-    """``"parameter"`` or ``"buffer"``."""
+    """``"parameter"``, ``"buffer"``, or ``"attribute"`` of a module that is neither."""
     memory: tuple[str, int]
     start: int
     end: int
@@ -43,7 +46,8 @@ class _Held:
 
 
 def check_apart(model: nn.Module) -> None:
-    """Check that no two parameters share an element, and that no buffer shares one with a trainable parameter.
+    """Check that no two parameters share an element, and that no buffer or other attribute of a module shares one with
+    a trainable parameter.
 
     Neighbours in one memory (the flat weights of an LSTM) are apart. So are deferred tensors and those on the meta
     device, whose values are known to be one by their common storage.
@@ -65,6 +69,8 @@ def check_apart(model: nn.Module) -> None:
 def _held(model: nn.Module) -> Iterator[_Held]:
     named: list[tuple[str, Tensor, str]] = [(name, tensor, PARAMETER) for name, tensor in model.named_parameters()]
     named += [(name, tensor, "buffer") for name, tensor in model.named_buffers()]
+    known = {id(tensor) for _, tensor, _ in named}
+    named += [(name, each, "attribute") for name, each in _attributes(model) if id(each) not in known]
     for name, tensor, kind in named:
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
@@ -76,6 +82,30 @@ def _held(model: nn.Module) -> Iterator[_Held]:
         else:
             continue  # a subclass that has its values elsewhere
         yield _Held(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield plain tensors among the attributes of modules, also in their lists, tuples and dicts.
+
+    Tensors with a graph are left out: a forward pass has left them, and the next makes them anew. So is the weight that
+    ``torch.nn.utils.spectral_norm`` puts beside a parameter ``weight_orig``.
+    """
+    for path, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key in REGISTERED or f"{key}_orig" in module._parameters:
+                continue
+            name = f"{path}.{key}" if path else key
+            for label, each in _items(value):
+                if type(each) in (Tensor, DeferredTensor) and each.grad_fn is None:
+                    yield name + label, each
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"[{at}]", each) for at, each in enumerate(value)]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    return [("", value)]
 
 
 def _matters(one: _Held, other: _Held) -> bool:

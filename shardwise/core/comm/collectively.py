@@ -46,8 +46,9 @@ def collectively(
         describe: Called at the end of the block; returns what has to be the same on every rank.
 
     Raises:
-        Exception: ``error`` with the message of each failing rank. Other exceptions of this rank's own block are
-            raised as they are, with ``outcome`` as a note. ``KeyboardInterrupt`` is raised at once.
+        Exception: ``error`` with the message of each failing rank, and with the first errno if it has that attribute.
+            Other exceptions of this rank's own block are raised as they are, with ``outcome`` as a note.
+            ``KeyboardInterrupt`` is raised at once.
         ValueError: The descriptions differ; the message says which ranks differ in what, with both values.
     """
     if not needed:
@@ -69,13 +70,17 @@ def collectively(
             descriptions: list[Any] = group.exchange_object(description)
             raise ValueError(f"the ranks disagree on {what}: {differences(descriptions)}; give the same on every rank")
         return
-    texts = group.exchange_object(None if own is None else f"{type(own).__name__}: {own}")
+    message = None if own is None else [f"{type(own).__name__}: {own}", getattr(own, "errno", None) or 0]
+    messages = {rank: each for rank, each in enumerate(group.exchange_object(message)) if each is not None}
     if own is not None and not (isinstance(error, type) and isinstance(own, error)):
         if outcome:
             own.add_note(outcome)
         raise own
-    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-    raise error(f"{what} failed:{lines}" + (f"\n{outcome}" if outcome else "")) from own
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, (text, _) in messages.items())
+    failure: Any = error(f"{what} failed:{lines}" + (f"\n{outcome}" if outcome else ""))
+    if hasattr(failure, "errno"):
+        failure.errno = next((errno for _, errno in messages.values() if errno), 0)
+    raise failure from own
 
 
 def digest(data: bytes, words: int = WORDS) -> list[float]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checks.hyper_parameters import HyperParameters
+from shardwise.core.comm.errors import PeerError
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
 from shardwise.core.shards.layout import ParamSpan
@@ -67,24 +68,36 @@ class Counting:
                 f"{' = '.join(MARKS)} = True): all of them are taken to be replicated, and count once in the norm"
             )
 
-    def others(self, settings: HyperParameters) -> OtherParts:
-        """Return the argument for ``global_norm``, with which the ranks compare their settings. Collective."""
-        words: tuple[float, ...] = (settings.word(), *self._batches.words())
+    def others(self, settings: HyperParameters, refusal: Exception | None = None) -> OtherParts:
+        """Return the argument for ``global_norm``, with which the ranks compare their settings and learn of a
+        ``refusal`` of the step. Collective."""
+        words: tuple[float, ...] = (settings.word(), *self._batches.words(), float(refusal is not None))
+        differ = partial(self._explain, settings, refusal)
         if self._rng is not None:
             self._rng.check()
         # All gradients of the first rank count: None stands for that.
         if self._group.rank == 0:
-            return OtherParts(self._group, None, words, partial(self._explain, settings))
+            return OtherParts(self._group, None, words, differ)
         counted = [
             state.reduced[start:end]
             for state, spans in self._spans
             if state.reduced is not None
             for start, end in spans
         ]
-        return OtherParts(self._group, counted, words, partial(self._explain, settings))
+        return OtherParts(self._group, counted, words, differ)
 
-    def _explain(self, settings: HyperParameters) -> None:
+    def _explain(self, settings: HyperParameters, refusal: Exception | None) -> None:
         """Raise: some of the words differ."""
+        text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        texts = self._group.exchange_object(text, "a step that a rank refused")
+        if refusal is not None:
+            raise refusal
+        for rank, each in enumerate(texts):
+            if each is not None:
+                raise PeerError(
+                    f"step() was refused on rank {rank} of the {self._group.size} that hold the model: {each}. Nothing "
+                    "was updated on this one"
+                )
         self._batches.explain(self._group)
         settings.explain(self._group)
 

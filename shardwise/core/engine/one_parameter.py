@@ -262,7 +262,7 @@ class OneParameter:
                 self._rewrite(position, piece, key, part)
 
     def _rewrite(self, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
-        """Replace one shard's state in a tile; not in place, so that an error restores the old one."""
+        """Replace one shard's state in a tile. After an error the optimizer's state is broken until it is loaded."""
         if self._optimizer is None:
             return
         updates, held = self._optimizer.updates, self._optimizer.state

@@ -198,10 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if engine.attachment.hooks is not None:
             engine.attachment.hooks.unwind()
         engine.guards.check_held()
-        engine.broken.check("step()")
-        engine.guards.check()
-        self.updates.param_groups.check()
-        engine.values.take_edits(self.index)
+        refusal = self._refusal()
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse, limit = 1.0 / self.divisor(), self.max_norm
@@ -215,7 +212,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
             known = self._early.norms if self._early is not None else (math.inf,) if overflow else ()
-            norm = self._global_norm(grad_plan.norm_type, inverse, known)
+            norm = self._global_norm(grad_plan.norm_type, inverse, known, refusal)
+            if refusal is not None:  # that of all ranks
+                raise refusal
             clip = self._clip
             clipped = norm * clip
             self._norm = lambda: clipped
@@ -235,6 +234,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps_ended += 1
         engine.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
         return value
+
+    def _refusal(self) -> Exception | None:
+        """Return why this rank refuses the step. The ranks with other parts of the model, which may have nothing to
+        refuse, learn of it with the norm that they wait for; without such ranks it is raised here."""
+        engine = self.engine
+        try:
+            engine.broken.check("step()")
+            engine.guards.check()
+            self.updates.param_groups.check()
+            engine.values.take_edits(self.index)
+        except Exception as error:
+            if self._counting is None:
+                raise
+            return error
+        return None
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """The norm of steps that do not depend on it, where it is cheaper to make it after or during the update."""
@@ -396,8 +410,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _reduced(self) -> list[torch.Tensor]:
         return [state.reduced for state in self._states if state.reduced is not None]
 
-    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
-        others = self._counting.others(self._settings) if self._counting is not None else None
+    def _global_norm(
+        self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
+    ) -> float:
+        others = self._counting.others(self._settings, refusal) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, others)
 
     def _ask(self, mine: float, largest: bool) -> float:

@@ -407,7 +407,7 @@ class TileVisits:
         self._at = 0
 
     def end_step(self) -> None:
-        """The step was made, or undone. The next one is expected to be like it."""
+        """The step was made, or has failed. The next one is expected to be like it."""
         with self._lock:
             self.release()
             if self._visited:

@@ -429,8 +429,8 @@ class TileStepper:
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
         copied = elsewhere or factor != 1.0 or not self._only_reads(group)
         if copied:
-            # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
-            # first: scaling in 16 bits would round the gradient twice.
+            # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
+            # the gradient twice.
             numels = [each.numel() for each in parts]
             scratch = self._scratch_for(sum(numels), value, first.state.tier)
             copies = list(torch.split(scratch, numels))

@@ -18,6 +18,7 @@ from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_ti
 from torch import nn
 
 from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.engine.optimizer_state import OptimizerState
 from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, ScalerPlan, zero
@@ -250,6 +251,28 @@ def around_files(name: str, directory: str) -> None:
 @pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, disk")])
 def test_loads_and_saves_end_first(name: str, tmp_path: Path) -> None:
     run_ranks(1, around_files, name, str(tmp_path))
+
+
+def while_states_move(name: str, directory: str) -> None:
+    with interruptible(), small_tiles():
+        plan = plan_of(name, directory)
+        like = undisturbed(plan)
+        with contextlib.closing(started(plan)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
+            session.optimizers[0].zero_grad()
+            with pytest.raises(KeyboardInterrupt), before(StateOffload, "offload"):
+                session.offload_states()
+            assert session.offload_states() == 0  # all of it was moved
+            with pytest.raises(KeyboardInterrupt), before(StateOffload, "reload"):
+                session.reload_states()
+            train(session, first=1)
+            assert values(session) == like
+
+
+@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, host")])
+def test_moves_of_states_end_first(name: str, tmp_path: Path) -> None:
+    run_ranks(1, while_states_move, name, str(tmp_path))
 
 
 def at_random_moments(name: str, directory: str, times: int, seed: int) -> None:

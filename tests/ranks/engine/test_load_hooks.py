@@ -132,6 +132,42 @@ def wrong(session: shardwise.Session, state: State) -> None:
         session.module.load_state_dict(state)
 
 
+class Refusing(torch.optim.lr_scheduler.StepLR):
+    refuses = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if self.refuses:
+            raise KeyError("a schedule that raises")
+        super().load_state_dict(state_dict)
+
+
+def raising(directory: str, stage: int, what: str) -> None:
+    model = net(7)
+    session = shardwise.shard(model, sgd(model), stage=stage)
+    scheduler = Refusing(session.optimizer, 2)
+    session.checkpoints.save(directory, "a", lr_schedulers=[scheduler])
+    saved = {name: value.clone() for name, value in session.module.state_dict().items()}
+    scheduler.refuses = what == "schedule"
+    if what == "hook":
+        handle = model[0].register_load_state_dict_post_hook(lambda *_: {}["a hook that raises"])
+    with pytest.raises(Exception, match=f"a {what} that raises"):
+        session.checkpoints.load(directory, "a", lr_schedulers=[scheduler])
+    if what == "hook":
+        handle.remove()
+    assert_close(dict(session.module.state_dict()), saved, 0.0, what)
+    for _ in range(2):
+        session.backward(session.module(torch.ones(2, 5)).square().mean())
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+    session.close()
+
+
+@pytest.mark.parametrize("stage", [3, *full(1)])
+@pytest.mark.parametrize("what", ["schedule", "hook"])
+def test_a_session_goes_on_after_a_hook_or_a_schedule_raised(tmp_path: Path, what: str, stage: int) -> None:
+    run_ranks(2, raising, str(tmp_path), stage, what)
+
+
 def check(found: dict[str, Any], state: State, tolerance: float) -> None:
     before, out, after = plain(state)
     for what, (first, outputs, last) in found.items():

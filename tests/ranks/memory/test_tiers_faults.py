@@ -205,6 +205,7 @@ def no_space_in_the_first_step(plan: Plan) -> tuple[list[str], bool]:
                         break
                     except DiskError as error:
                         messages.append(str(error))
+                        assert error.errno == errno.ENOSPC  # on the other rank as well
                 load_after_failure(session, saved)
             backward(session, 1)
             session.optimizer.step()
