@@ -57,8 +57,8 @@ LEFT_NAMES = {
 }
 LEFT_PROSE = {
     "alike": 22,
-    "anew": 9,
-    "beside": 44,
+    "anew": 10,
+    "beside": 45,
     "by hand": 8,
     "in vain": 4,
     "is none": 32,
