@@ -55,7 +55,8 @@ def test_functions_of_a_script(tmp_path: Path) -> None:
 def test_unguarded_script_says_what_to_do(tmp_path: Path) -> None:
     done = run_script(tmp_path / "script.py", SCRIPT.format(guard="if True:"))
     assert done.returncode != 0
-    assert "if __name__ == '__main__':" in done.stderr
+    assert done.stderr.rstrip().endswith("guard the calls of a script with `if __name__ == '__main__':`")
+    assert "RankError: rank" in done.stderr
 
 
 BY_ITS_FILE = """
