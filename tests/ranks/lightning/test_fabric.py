@@ -175,10 +175,10 @@ def saved(directory: str) -> None:
                 with pytest.raises(ValueError, match="the state asks for missing, which"):
                     own.load(path, {**state, "missing": 1})
                 rest = own.load(path, state)
-                assert (rest, state["epoch"]) == ({"note": "kept"}, 7)
+                assert (rest, state["epoch"]) == ({"note": b"\x00\xff"}, 7)
             train(own, model, [optimizer], schedule, steps)
             if name == kind:
-                own.save(path, {**state, "epoch": 7, "note": "kept"})
+                own.save(path, {**state, "epoch": 7, "note": b"\x00\xff"})
                 own.save(root / f"{kind}.alone", {"model": model})
             else:
                 same(model.state_dict(), expected)
