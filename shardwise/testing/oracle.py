@@ -108,7 +108,7 @@ def train_plain(
         model_factory: makes the module with its initial values, the same at every call.
         loss: scalar loss of a module and one rank's batch, a mean over that batch.
         optimizer_factory: makes the optimizer of a module's parameters.
-        batches: ``[step][micro-batch][rank]``; see :func:`~shardwise.testing.make_batches`.
+        batches: ``[step][micro-batch][rank]``.
         recipe: clipping and number formats; ``None``: no clipping, the module's own formats.
 
     Raises:
