@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.compat import alias_table, lookup
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.comm import ranks_of
+from shardwise.core.comm import PeerError, ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
 from shardwise.core.deferred.replay import replay, tape_of
 from shardwise.deepspeed.collectives import init_distributed
@@ -25,19 +25,8 @@ from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
 from shardwise.deepspeed.plan import number_format
 from shardwise.session import Session
 
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "forget",
-    "register_external_parameter",
-    "remember",
-    "session_of",
-    "sessions_of",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "register_external_parameter"]
+__all__ += ["remember", "session_of", "sessions_of", "unregister_external_parameter", "unwrap_model_for_generation"]
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order of their creation, which is the same on every rank."""
@@ -213,6 +202,8 @@ class GatheredParameters:
         if not self.enabled:
             return
         try:
+            if self.modifier_rank is not None and (kind is None or issubclass(kind, Exception)):
+                self._meet(error)
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
         finally:
@@ -223,6 +214,24 @@ class GatheredParameters:
         shares = held_by_sessions({id(param) for param in self.params})
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
+    def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
+        """Return the parameters that no session has."""
+        sharded = {id(param) for _, own in shares for param in own}
+        return [param for param in self.params if id(param) not in sharded]
+
+    def _meet(self, error: Exception | None) -> None:
+        """Raise PeerError if the block failed on other ranks only, which do not send parameters without a session."""
+        alone = self._alone(self._shares())
+        if not alone or not _several():
+            return
+        group = getattr(alone[0], MARK, None)
+        texts: list[Any] = [None] * dist.get_world_size(group)
+        with nullcontext() if error is None else suppress(Exception):  # the block's own error is raised in any case
+            dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+        if failed and error is None:
+            raise PeerError(f"the block of GatheredParameters failed, so no changes were broadcast: {failed}")
+
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         shares = self._shares()
@@ -232,8 +241,7 @@ class GatheredParameters:
             session.take_given()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
-        sharded = {id(param) for _, own in shares for param in own}
-        for param in (each for each in self.params if id(each) not in sharded):
+        for param in self._alone(shares):
             _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
         for session, own in shares:
             session.write_back(own)

@@ -549,7 +549,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         Raises:
             RuntimeError: it was skipped for overflow at the lowest loss scale.
         """
-        with watched_step(getattr(optimizer, "sharded", optimizer), self._settings or self._read()):
+        with watched_step(getattr(optimizer, "target", optimizer), self._settings or self._read()):
             return super().optimizer_step(optimizer, **kwargs)
 
     def _check_clipping(self, call: str) -> None:

@@ -123,6 +123,8 @@ def _named(value: Any, path: str) -> tuple[str, Any] | None:
     """Return the class's name and ``value`` as data if it is one of the other classes, else ``None``."""
     kind = type(value)
     name = class_name(kind)
+    if kind is bytes:
+        return "bytes", torch.from_numpy(np.frombuffer(value, np.uint8).copy())
     if kind is np.ndarray:
         return "array", _tensor(value, path)
     if kind in (set, frozenset):
@@ -211,6 +213,7 @@ def _omegaconf(name: str) -> Callable[[Any], Any]:
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
+    "bytes": lambda tensor: tensor.numpy().tobytes(),
     "array": lambda tensor: tensor.numpy(),
     "set": set,
     "frozenset": frozenset,

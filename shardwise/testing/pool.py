@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -56,24 +57,16 @@ class RankError(RuntimeError):
         stacks: by rank, the Python stacks of the ranks that had not finished, taken before they were killed.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        exception: BaseException | None = None,
-        exit_code: int | None = None,
-        timed_out: bool = False,
-        traceback: str = "",
-        stacks: dict[int, str] | None = None,
-    ) -> None:
+    rank: int
+    exception: BaseException | None
+    exit_code: int | None
+    timed_out: bool
+    traceback: str
+    stacks: dict[int, str]
+
+    def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.exception = exception
-        self.exit_code = exit_code
-        self.timed_out = timed_out
-        self.traceback = traceback
-        self.stacks = stacks or {}
+        vars(self).update(facts)
 
 
 @dataclass(eq=False)
@@ -269,6 +262,8 @@ class RankPool:
         dead = [rank for rank in failed if rank.outcome is None and rank is not first]
         parts.extend(f"--- rank {rank.rank} {_describe_exit(rank.process.exitcode)} ---" for rank in dead)
         parts.extend(f"--- rank {index} was still at ---\n{text}" for index, text in stacks.items())
+        if exit_code is not None and label == "the start of the pool" and hasattr(sys.modules["__main__"], "__file__"):
+            parts.append("guard the calls of a script with `if __name__ == '__main__':`")
         exception = None
         if outcome is not None and outcome.exception is not None:
             with contextlib.suppress(Exception):  # the exception's class may only exist in the ranks
@@ -321,27 +316,8 @@ class RankPool:
             self._directory = None
 
 
-class _Pools:
-    """Pools by world size; the least recently used pool is closed first."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pools: OrderedDict[int, RankPool] = OrderedDict()
-
-    def get(self, world_size: int) -> RankPool:
-        pool = self._pools.pop(world_size, None) or RankPool(world_size)
-        while len(self._pools) >= self._limit:
-            self._pools.popitem(last=False)[1].close()
-        self._pools[world_size] = pool
-        return pool
-
-    def close(self) -> None:
-        while self._pools:
-            self._pools.popitem()[1].close()
-
-
-_POOLS = _Pools(_CACHED_POOLS)
-atexit.register(_POOLS.close)
+_POOLS: OrderedDict[int, RankPool] = OrderedDict()
+"""Pools by world size; the least recently used pool is first."""
 
 
 def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
@@ -351,9 +327,17 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: flo
     :meth:`RankPool.run` for the arguments and errors.
     """
     __tracebackhide__ = True
-    return _POOLS.get(world_size).run(fn, *args, timeout=timeout)
+    pool = _POOLS.pop(world_size, None) or RankPool(world_size)
+    while len(_POOLS) >= _CACHED_POOLS:
+        _POOLS.popitem(last=False)[1].close()
+    _POOLS[world_size] = pool
+    return pool.run(fn, *args, timeout=timeout)
 
 
 def close_pools() -> None:
     """End the processes of all pools that :func:`run_ranks` keeps."""
-    _POOLS.close()
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
+atexit.register(close_pools)

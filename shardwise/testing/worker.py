@@ -1,7 +1,7 @@
 """The loop of one rank of a :class:`~shardwise.testing.RankPool`: receive a task, run it, send the outcome.
 
-Functions are pickled by name. Values are copied by ``torch.save``, so a result stays valid after its rank has ended,
-and no rank can change the caller's tensors.
+Functions are pickled by name and sent with the file of their module. Values are copied by ``torch.save``, so a result
+stays valid after its rank has ended, and no rank can change the caller's tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Task:
         function: pickled, by name.
         arguments: from :func:`dump`.
         label: ``module:function``, for messages.
+        file: of the module.
     """
 
     cwd: str
@@ -68,6 +70,7 @@ class Task:
     function: bytes
     arguments: bytes
     label: str
+    file: str | None
 
 
 def dump(obj: object) -> bytes:
@@ -95,14 +98,32 @@ def make_task(fn: Callable[..., object], args: tuple[object, ...]) -> Task:
             f"{fn!r} cannot be sent to ranks, which look functions up by name; give a function defined at the top "
             "level of a module (no lambda, no nested function)"
         ) from error
-    label = f"{getattr(fn, '__module__', '')}:{getattr(fn, '__qualname__', fn)}"
+    module = getattr(fn, "__module__", None) or ""
+    label = f"{module}:{getattr(fn, '__qualname__', fn)}"
     arguments = dump(args)
     if b"__main__" in function + arguments and not hasattr(sys.modules["__main__"], "__file__"):
         raise ValueError(
             f"{label} or one of its arguments is defined in an interactive session or on standard input, where ranks "
             "cannot import it from; move it into a file"
         )
-    return Task(os.getcwd(), list(sys.path), function, arguments, label)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Task(os.getcwd(), list(sys.path), function, arguments, label, file)
+
+
+def _find(task: Task) -> Any:
+    """Return the task's function. A module that cannot be imported by its name is loaded from its file."""
+    name = task.label.partition(":")[0]
+    try:
+        return pickle.loads(task.function)
+    except ModuleNotFoundError as error:
+        if task.file is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+    for end in (place for place, letter in enumerate(name) if letter == "."):  # pickle imports its packages
+        sys.modules.setdefault(name[:end], ModuleType(name[:end]))
+    spec: Any = importlib.util.spec_from_file_location(name, task.file)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return pickle.loads(task.function)
 
 
 @dataclass(frozen=True)
@@ -234,7 +255,7 @@ def _perform(task: Task, garbage: _Garbage) -> Outcome:
         if task.sys_path != sys.path:
             sys.path[:] = task.sys_path
             importlib.invalidate_caches()
-        function = pickle.loads(task.function)
+        function = _find(task)
         garbage.collect()
         arguments = load(task.arguments)
         reset_state()

@@ -117,7 +117,6 @@ def test_plans_refuse_what_is_no_number_or_switch(part: Any) -> None:
 
 
 FRACTIONS = {"search_range_m", "reduce_bucket_size_in_m", "min_chunk_size_m"}  # published as whole numbers
-OF_RANKS = {"extra_dp_size"}
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda cls: cls.__name__)

@@ -51,6 +51,8 @@ VALUES = [
     {1, (2, "a"), frozenset({3})},
     frozenset({"x"}),
     Path("runs/one"),
+    b"\x00\xffone",
+    b"",
     torch.bfloat16,
     torch.device("cuda", 1),
     argparse.Namespace(lr=0.1, sizes=[1, (2,)], path=Path("x")),

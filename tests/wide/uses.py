@@ -301,12 +301,6 @@ def copy_of_the_model(a: Around) -> None:
     a.backward(square(a.module(data(a.rank, a.step)) - other(data(a.rank, a.step)).detach()))
 
 
-def bf16_autocast(a: Around) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = a.module(data(a.rank, a.step).float())
-    a.backward(square(out.float()))
-
-
 def net_of(change: Callable[[Net], object]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         net = Net().double()

@@ -452,8 +452,7 @@ def take_along(files: Any, old: str, fresh: str, ours: Ours) -> None:
             where = error.filename or path
             raise CheckpointError(
                 f"{where} does not belong to the checkpoint and cannot be kept: {explain(error.errno or 0)}. Move "
-                "it out "
-                f"of {old}, or save elsewhere"
+                f"it out of {old}, or save elsewhere"
             ) from error
 
 
@@ -518,8 +517,7 @@ def _move(files: Any, path: str, place: str) -> bool:
     except OSError as error:
         raise CheckpointError(
             f"{path} does not belong to the checkpoint and could not be moved to {place}: "
-            f"{explain(error.errno or 0)}. Move it "
-            "yourself"
+            f"{explain(error.errno or 0)}. Move it yourself"
         ) from error
     return True
 

@@ -186,9 +186,8 @@ class Checkpointer:
             CheckpointDamage: on every rank, if bytes are missing or wrong. The message names file and tensor, and says
                 whether some values were already replaced.
             CheckpointError: a file cannot be read; some ranks do not see the checkpoint; or ``"auto"`` has loaded
-            values
-                of a damaged checkpoint, and the next older one does not fit or (``strict=False``) does not replace all
-                of them.
+                values of a damaged checkpoint, and the next older one does not fit or (``strict=False``) does not
+                replace all of them.
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """

@@ -169,8 +169,7 @@ def check_seen(seen: Sequence[bool], path: str) -> None:
         who = f"{'ranks' if len(blind) > 1 else 'rank'} {', '.join(blind[:SHOWN])}{more} of {len(seen)}"
         raise CheckpointError(
             f"{who} {'do' if len(blind) > 1 else 'does'} not see {path} as the other ranks do; use the same "
-            "directory on "
-            "every rank, on storage that all of them share"
+            "directory on every rank, on storage that all of them share"
         )
 
 

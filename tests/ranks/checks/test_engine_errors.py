@@ -101,20 +101,6 @@ def test_mistakes_after_build(name: str) -> None:
         assert "assign=True" in assign
 
 
-def ranks_with_other_states(name: str) -> str:
-    model = net()
-    rank = torch.distributed.get_rank()
-    with sharded(model, None, PLANS[name]) as session:
-        state = session.module.state_dict()
-        if rank:
-            state["0.weight"] = torch.ones(1)
-        try:
-            session.module.load_state_dict(state)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
 def test_close_gives_the_module_back() -> None:
     results = run_ranks(2, closed, "zero2")
     assert list(itertools.chain(*results)) == [True] * 8

@@ -8,6 +8,7 @@ from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
+from shardwise.core.comm import PeerError
 from shardwise.testing import assert_close, run_ranks
 
 
@@ -84,3 +85,23 @@ def collectives() -> None:
 
 def test_collectives_have_the_names_of_their_arguments() -> None:
     run_ranks(RANKS, collectives)
+
+
+def failing_block() -> str:
+    with deepspeed.zero.Init():
+        model = net()
+    said = ""
+    try:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                raise TypeError("what rank 0 cannot give")
+    except (TypeError, PeerError) as error:
+        said = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()  # the program's own group works
+    return said
+
+
+def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> None:
+    own, other = run_ranks(2, failing_block)
+    assert own == "TypeError: what rank 0 cannot give"
+    assert other.endswith(f"no changes were broadcast: rank 0: {own}")

@@ -31,27 +31,6 @@ def net(seed: int) -> nn.Module:
     return model
 
 
-def engine_at(stage: int, precision: str, seed: int = 0, universal: bool = True) -> deepspeed.DeepSpeedEngine:
-    half: dict[str, Any] = {
-        "fp32": {},
-        "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}},
-    }[precision]
-    config = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "checkpoint": {"load_universal": universal},
-        **half,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=net(seed), config=config)[0]
-    return engine
-
-
 def train(engine: deepspeed.DeepSpeedEngine, first: int) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for step in range(first, first + STEPS):

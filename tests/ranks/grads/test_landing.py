@@ -122,16 +122,3 @@ def gradient() -> ChunkGrads:
     chunk: Any = SimpleNamespace(spec=spec, shard_numel=2, device=torch.device("cpu"))
     memory = torch.empty(2)
     return ChunkGrads(chunk, torch.float32, torch.float32, Tier.HOST, lambda: memory)
-
-
-def land_all() -> tuple[list[ChunkGrads], Callable[[], None]]:
-    """Three gradients, and what has two results for each of them land."""
-    landings, states = landing.GradOffload(), [gradient() for _ in range(3)]
-
-    def again() -> None:
-        for state in states:
-            landings.begin(state, torch.full((2,), 2.0))
-
-    for state in states:
-        landings.begin(state, torch.ones(2))
-    return states, again

@@ -139,10 +139,6 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def talk() -> None:
-    print(f"hello from {dist.get_rank()}", flush=False)
-
-
 def echo(value: object) -> object:
     return value
 

@@ -55,7 +55,30 @@ def test_functions_of_a_script(tmp_path: Path) -> None:
 def test_unguarded_script_says_what_to_do(tmp_path: Path) -> None:
     done = run_script(tmp_path / "script.py", SCRIPT.format(guard="if True:"))
     assert done.returncode != 0
-    assert "if __name__ == '__main__':" in done.stderr
+    assert done.stderr.rstrip().endswith("guard the calls of a script with `if __name__ == '__main__':`")
+    assert "RankError: rank" in done.stderr
+
+
+BY_ITS_FILE = """
+import sys
+import pytest
+from shardwise.testing import run_ranks
+
+def name():
+    return __name__
+
+def test_ranks():
+    assert "." in name() and run_ranks(2, name) == [name()] * 2 == run_ranks(2, name)
+
+if __name__ == "__main__":
+    folder = sys.path.pop(0)
+    raise SystemExit(pytest.main(["--import-mode=importlib", f"--rootdir={folder}/..", __file__]))
+"""
+
+
+def test_a_module_that_pytest_imports_by_its_file(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "test_itself.py", BY_ITS_FILE)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
 
 KILLED = """

@@ -51,23 +51,6 @@ class _Work:
         return self._done.query()
 
 
-class _Together:
-    """Several collectives of one launch."""
-
-    def __init__(self, works: Sequence[_Work]) -> None:
-        self._works = works
-
-    def wait(self) -> bool:
-        """The current stream waits for all of them."""
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are done."""
-        return all(work.is_completed() for work in self._works)
-
-
 class _Communicator(_ProcessGroup):  # type: ignore[misc]
     """What torch's collectives call for tensors of a late device.
 
