@@ -56,9 +56,9 @@ LEFT_NAMES = {
     "whole": 99,
 }
 LEFT_PROSE = {
-    "alike": 22,
-    "anew": 10,
-    "beside": 45,
+    "alike": 21,
+    "anew": 9,
+    "beside": 44,
     "by hand": 8,
     "in vain": 4,
     "is none": 32,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from sets import full
 from torch import Tensor, nn
@@ -21,25 +20,6 @@ from shardwise.testing import run_ranks
 RANKS = 2
 STEPS = 3
 LIMIT = 1e-5  # one rank's sums of four samples against two ranks' sums of two
-
-
-def net(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
-    model.register_buffer("scale", torch.full((3,), float(seed)))
-    model[2].bias.requires_grad_(False)
-    return model
-
-
-def train(engine: deepspeed.DeepSpeedEngine, first: int) -> None:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(first, first + STEPS):
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
-        mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-        dtype = next(iter(engine.module.parameters())).dtype
-        engine.backward(nn.functional.mse_loss(engine(inputs[mine].to(dtype)).float(), targets[mine]))
-        engine.step()
 
 
 def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from shardwise.core.comm import DONE, Buffer, Handle, LocalGroup
 from shardwise.core.grads import offload as landing
-from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.offload import MAX_IN_FLIGHT, _Copy
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards import source
@@ -114,11 +112,3 @@ def test_with_several_ranks_uploads_have_a_stream_of_their_own() -> None:
         handle = shard.gather(Noting(log, current), torch.empty(6, device="meta"))
     assert log == ["uploads waits for compute", "gather on uploads"]
     handle.wait()
-
-
-def gradient() -> ChunkGrads:
-    """Of a chunk of two elements on a device, at home on the host."""
-    spec = SimpleNamespace(index=0, slots=(), gaps=(), padded_numel=2)
-    chunk: Any = SimpleNamespace(spec=spec, shard_numel=2, device=torch.device("cpu"))
-    memory = torch.empty(2)
-    return ChunkGrads(chunk, torch.float32, torch.float32, Tier.HOST, lambda: memory)
